@@ -1,0 +1,49 @@
+"""Yunlu 云炉: plan, train and report large models from one job file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from yunlu.client import Run, load_run, resume, runs, train, validate
+    from yunlu.core.errors import YunluError
+    from yunlu.spec.job import Job
+    from yunlu.spec.load import load_job
+
+__version__ = "0.1.0"
+
+# Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
+_HOMES = {
+    "Job": "yunlu.spec.job",
+    "Run": "yunlu.client",
+    "YunluError": "yunlu.core.errors",
+    "load_job": "yunlu.spec.load",
+    "load_run": "yunlu.client",
+    "resume": "yunlu.client",
+    "runs": "yunlu.client",
+    "train": "yunlu.client",
+    "validate": "yunlu.client",
+}
+
+__all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
+    "train",
+    "Job",
+    "load_job",
+    "validate",
+    "Run",
+    "runs",
+    "load_run",
+    "resume",
+    "YunluError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'yunlu' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

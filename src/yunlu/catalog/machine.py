@@ -1,0 +1,33 @@
+"""What hardware there is: values only; who measures is elsewhere."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from yunlu.core.value import Value
+
+
+class Device(Value):
+    """One thing that computes."""
+
+    kind: Literal["cpu", "cuda", "mps"]
+    name: str
+    memory_bytes: int
+    """What a job may use: free memory when the machine was probed."""
+    fast_precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32",)
+    """Precisions with native arithmetic here."""
+
+
+class Machine(Value):
+    """One node: its devices, cores and price."""
+
+    hostname: str
+    cores: int
+    memory_bytes: int
+    devices: tuple[Device, ...]
+    dollars_per_hour: float | None = None
+
+    @property
+    def best_device(self) -> Device:
+        """An accelerator where there is one."""
+        return max(self.devices, key=lambda device: device.kind != "cpu")

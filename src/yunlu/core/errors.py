@@ -1,0 +1,104 @@
+"""One tree of errors: each says what happened, what was expected and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class YunluError(Exception):
+    """A mistake or fault a user can act on; shown without a traceback.
+
+    ``code`` is stable (scripts may test for it); ``hint`` says what to do next.
+    """
+
+    code = "yunlu"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  → {self.hint}" if self.hint else self.message
+
+
+class JobError(YunluError):
+    """The job file, or an override of it, is not valid."""
+
+    code = "job"
+
+
+class DataError(YunluError):
+    """The data cannot be read, is empty, or does not fit the task."""
+
+    code = "data"
+
+
+class ModelError(YunluError):
+    """The model cannot be built or loaded, or does not fit the data."""
+
+    code = "model"
+
+
+class TrainingError(YunluError):
+    """Training cannot go on: the loss is not finite, memory or disk ran out."""
+
+    code = "training"
+
+
+class CheckpointError(YunluError):
+    """A checkpoint is torn, altered, or does not fit the model."""
+
+    code = "checkpoint"
+
+
+class StoreError(YunluError):
+    """The run store cannot answer: no such run, an illegal move, an unreadable index."""
+
+    code = "store"
+
+
+class MissingPartError(YunluError):
+    """An optional package or program is not installed."""
+
+    code = "missing"
+
+
+def missing_part(package: str, extra: str, purpose: str) -> MissingPartError:
+    """Say which optional package is absent, what for, and the command that installs it."""
+    return MissingPartError(
+        f"{purpose} needs the package {package}, which is not installed.",
+        hint=f'pip install "yunlu[{extra}]"',
+    )
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word a user most likely meant, if one is close enough."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'? `` where a near word exists, then all that is known."""
+    words = sorted(known)
+    guess = nearest(word, words)
+    listing = f"known: {', '.join(words)}"
+    return f"did you mean {guess!r}? ({listing})" if guess else listing
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the error, or what caused it, is the disk or quota running out."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            return True
+        # safetensors reports the operating system's words from Rust, without an errno.
+        if "No space left on device" in str(cause) or "os error 28" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

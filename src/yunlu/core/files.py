@@ -1,0 +1,81 @@
+"""Files that are whole or absent: atomic writes, append-only JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write aside, flush to disk, then publish by one rename: readers see old or new, never half."""
+    data = content.encode() if isinstance(content, str) else content
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename inside the directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append_lines(path: Path, records: Iterable[Any]) -> None:
+    """Append records as JSON lines in one write, so that two writers never mix within a line."""
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if not text:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        # A crash can leave half a line at the end; a newline first keeps the next record whole.
+        if _ends_torn(path):
+            text = "\n" + text
+        data = text.encode()
+        while data:
+            data = data[os.write(descriptor, data) :]
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+    """Yield ``(record, offset after it)`` for each whole line; half lines are left for later."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError:  # the torn line of a crash, closed by the next writer
+                    continue
+                yield record, offset
+
+
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

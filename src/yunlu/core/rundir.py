@@ -1,0 +1,102 @@
+"""The directory of one run: where each file lies, and the log of events that is its truth.
+
+The worker appends events; everybody else reads them. States, the index and the report are derived.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from yunlu.core.files import append_lines, read_lines
+from yunlu.core.value import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class EventKind(StrEnum):
+    """What can happen in a run. The comment names the keys of ``Event.data``."""
+
+    STATE = "state"  # state (a RunState value), reason?
+    LIFE = "life"  # number (1 = first start), pid, process_started_at, resumed_from_step?
+    ENVIRONMENT = "environment"  # python, platform, packages, git_commit?, devices, argv
+    DATA = "data"  # fingerprint, source, train, validation, test (sample counts), about
+    MODEL = "model"  # name, parameters, trainable
+    PLAN = "plan"  # the Plan as JSON
+    EVALUATION = "evaluation"  # split, step, loss, metrics, confusion?, examples?, seconds
+    CHECKPOINT = "checkpoint"  # step, path, bytes, seconds, stalled_s, metrics
+    WARNING = "warning"  # message
+    ERROR = "error"  # code, message, hint?, traceback?
+    EXPORT = "export"  # path, files
+    MEASURED = "measured"  # what the Prediction foretold, as it was: see planning.plan.Measured
+    PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
+
+
+class Event(Value):
+    """One thing that happened, at one instant."""
+
+    kind: EventKind
+    at: float
+    """Seconds since the epoch."""
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunDir:
+    """Paths inside a run's directory, and its two append-only logs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.json"
+        self.job_source = path / "job.source"
+        self.plan = path / "plan.json"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "worker.log"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.tensorboard = path / "tensorboard"
+        self.report_json = path / "report.json"
+        self.report_html = path / "report.html"
+
+    @property
+    def id(self) -> str:
+        """The run's name in the store is the name of its directory."""
+        return self.path.name
+
+    def emit(self, kind: EventKind, **data: Any) -> Event:
+        """Append one event and return it."""
+        event = Event(kind=kind, at=time.time(), data=data)
+        append_lines(self.events, [event.model_dump(mode="json")])
+        return event
+
+    def read_events(self, *, offset: int = 0) -> Iterator[tuple[Event, int]]:
+        """Events from a byte offset on, each with the offset after it."""
+        for record, after in read_lines(self.events, offset=offset):
+            yield Event.model_validate(record), after
+
+    def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+        """Metric records from a byte offset on; see ``MetricRecord`` for the keys."""
+        yield from read_lines(self.metrics, offset=offset)
+
+
+METRIC_KEYS = {
+    "step": "global step, counted from 1",
+    "epoch": "epochs completed, as a fraction",
+    "loss": "mean loss of the step over its true count",
+    "lr": "learning rate used",
+    "grad_norm": "norm of the gradient before clipping",
+    "samples": "samples consumed so far",
+    "items": "loss items (samples or tokens) of this step",
+    "at": "seconds since the epoch",
+    "data_s": "waiting for data",
+    "compute_s": "forward, backward, optimiser",
+    "communication_s": "waiting for other workers",
+    "checkpoint_s": "stalled by a checkpoint",
+    "memory_bytes": "resident memory of the worker, or memory allocated on its device",
+}
+"""One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

@@ -1,0 +1,50 @@
+"""The only place that reads or writes environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment says, read once per process."""
+
+    home: Path
+    """Where runs live: ``YUNLU_HOME``, else ``./yunlu-runs``."""
+    cache: Path
+    """Where made data sets and measurements are kept: ``YUNLU_CACHE``."""
+    dollars_per_hour: float | None
+    """What this machine costs an hour: ``YUNLU_DOLLARS_PER_HOUR``; prices the plan."""
+    language: str
+    """``zh`` where ``YUNLU_LANG`` or the locale asks for Chinese, else ``en``."""
+
+
+def read_settings() -> Settings:
+    """Read the environment afresh."""
+    env = os.environ
+    language = env.get("YUNLU_LANG") or env.get("LC_ALL") or env.get("LANG") or "en"
+    price = env.get("YUNLU_DOLLARS_PER_HOUR")
+    cache_root = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Settings(
+        home=Path(env.get("YUNLU_HOME") or "yunlu-runs").expanduser().absolute(),
+        cache=Path(env.get("YUNLU_CACHE") or cache_root / "yunlu").expanduser().absolute(),
+        dollars_per_hour=float(price) if price else None,
+        language="zh" if language.lower().startswith("zh") else "en",
+    )
+
+
+def worker_environment(*, threads: int | None = None) -> dict[str, str]:
+    """The environment a worker process starts with."""
+    env = dict(os.environ)
+    env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if threads is not None:
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+    return env
+
+
+def use_keras_on_torch() -> None:
+    """Keras reads its backend from the environment at import time."""
+    os.environ["KERAS_BACKEND"] = "torch"

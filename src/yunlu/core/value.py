@@ -1,0 +1,18 @@
+"""The base of every value that crosses a border: a file, a process, a database."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Value(BaseModel):
+    """A frozen record that refuses unknown keys; attribute docstrings become its JSON Schema."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        # Non-finite numbers (a diverged loss) must survive a trip through JSON.
+        ser_json_inf_nan="strings",
+    )

@@ -1,0 +1,85 @@
+"""The plan: what was decided, why, and what it will take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from yunlu.core.value import Value
+
+
+class Profile(Value):
+    """What the training room measured of a model and its data, as plain numbers."""
+
+    parameters: int
+    trainable: int
+    flops_per_sample: float | None
+    """Forward and backward; absent where the operators are not counted."""
+    activation_bytes_per_sample: float
+    probe_samples: int
+    """Samples in the measured micro-batch."""
+    probe_s: float
+    """Seconds of one forward and backward of it."""
+    update_s: float
+    """Seconds of one optimiser step."""
+    load_s_per_sample: float
+    """Seconds to fetch and collate one sample."""
+    evaluate_s_per_sample: float
+    train_samples: int
+    validation_samples: int
+    test_samples: int
+    startup_s: float
+    """From the start of the worker to the first step."""
+    resident_bytes: int
+    """Memory of the process before training."""
+
+
+class Choice(Value):
+    """One decision, with its reason."""
+
+    name: str
+    value: str
+    reason: str
+    pinned: bool = False
+    """Set by the user rather than chosen."""
+
+
+class Prediction(Value):
+    """What the plan foretells, before anyone pays."""
+
+    memory_bytes: float
+    step_s: float
+    samples_per_s: float
+    total_s: float
+    """From the start of the worker to the finished model."""
+    dollars: float | None
+    """None where the machine has no price."""
+
+
+class Measured(Prediction):
+    """The same quantities, as they were."""
+
+
+class Plan(Value):
+    """Everything the worker needs to know beyond the job."""
+
+    device: Literal["cpu", "cuda", "mps"]
+    layout: Literal["single"] = "single"
+    precision: Literal["fp32", "bf16", "fp16"]
+    batch: int
+    """Global batch, in samples."""
+    micro_batch: int
+    accumulation: int
+    """Micro-batches per full step."""
+    steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+    lr: float
+    weight_decay: float
+    evaluate_every: int
+    """Steps; 0 means never."""
+    checkpoint_every: int
+    compile: bool
+    workers: int
+    threads: int
+    choices: tuple[Choice, ...]
+    prediction: Prediction

@@ -1,0 +1,172 @@
+"""The ``Task`` door: what a kind of learning must answer so that the engine can train it.
+
+A task turns data into batches, builds the model, and gives the *sum* of the loss over a batch with
+the number of items (samples or tokens) in it. The engine divides by the true count of the whole
+global batch, so accumulation and uneven batches never change the objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from yunlu.core.value import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from yunlu.spec.job import Job
+
+
+class Samples(Protocol):
+    """A map-style data set: its order is the engine's business, never its own."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """The three parts of a data set, after ``Task.load``."""
+
+    train: Samples
+    validation: Samples | None
+    test: Samples | None
+    fingerprint: str
+    """Changes whenever the data changes: lineage, and a guard when a run resumes."""
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a reader of the report wants to know: source, labels, vocabulary size, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch."""
+
+    inputs: tuple[Tensor, ...] | dict[str, Tensor]
+    """Arguments of the model: by position, or by name."""
+    targets: Any
+    """What the loss compares with: a tensor, or a tuple or dict of tensors."""
+    samples: int
+    items: int
+    """What the loss is averaged over: samples, or tokens that count."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on the device."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self, inputs=_move(self.inputs, device), targets=_move(self.targets, device)
+        )
+
+
+class Confusion(Value):
+    """How often each true label (row) was taken for each label (column)."""
+
+    labels: list[str]
+    counts: list[list[int]]
+
+
+class Example(Value):
+    """One sample of an evaluation, for people."""
+
+    input: str
+    expected: str
+    predicted: str
+
+
+class Evaluation(Value):
+    """What a scorer found on one split."""
+
+    metrics: dict[str, float]
+    confusion: Confusion | None = None
+    examples: list[Example] = Field(default_factory=list[Example])
+
+
+class Scorer(Protocol):
+    """Collects what the model answered, batch by batch, on one split."""
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """Take the model's outputs for one batch."""
+        ...
+
+    def result(self) -> Evaluation:
+        """The metrics over everything added."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A kind of learning. ``load`` is called first, once; it may keep what it learns of the data."""
+
+    metric: str
+    """The figure people quote for this task (a key of ``Evaluation.metrics``, or ``loss``)."""
+
+    def load(self, job: Job) -> Splits:
+        """Read the data and split it. Deterministic: a resumed run calls it again."""
+        ...
+
+    def build(self, job: Job) -> nn.Module:
+        """The model, with fresh or pretrained weights."""
+        ...
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Samples to one batch of tensors on the CPU. Draws no random numbers."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """The loss *summed* over the batch's items, and the outputs that a scorer reads."""
+        ...
+
+    def scorer(self) -> Scorer:
+        """A fresh scorer."""
+        ...
+
+
+@runtime_checkable
+class SavesParts(Protocol):
+    """A task with more to export than weights: labels, a tokenizer, feature statistics."""
+
+    def save_parts(self, directory: Path) -> None:
+        """Write them beside the exported weights; no pickles."""
+        ...
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on the batch's inputs."""
+    if isinstance(batch.inputs, dict):
+        return model(**batch.inputs)
+    return model(*batch.inputs)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The scores, whether the model returned them bare or inside a Hugging Face output."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise TypeError(f"the model returned {type(outputs).__name__}, which has no tensor of scores")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Losses and error rates fall when a model improves; the rest rises."""
+    words = ("loss", "error", "mse", "mae", "rmse", "wer", "cer", "perplexity", "bits")
+    return any(word in metric.lower() for word in words)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_move(item, device) for item in value)
+    return value

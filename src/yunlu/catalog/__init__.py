@@ -1,0 +1,1 @@
+"""What hardware there is or could be had: values only."""

@@ -74,6 +74,10 @@ class RunDir:
         append_lines(self.events, [event.model_dump(mode="json")])
         return event
 
+    def warn(self, message: str) -> None:
+        """Tell the user something that does not end the run."""
+        self.emit(EventKind.WARNING, message=message)
+
     def read_events(self, *, offset: int = 0) -> Iterator[tuple[Event, int]]:
         """Events from a byte offset on, each with the offset after it."""
         for record, after in read_lines(self.events, offset=offset):

@@ -1,0 +1,1 @@
+"""The life of a job: store, service, reports."""

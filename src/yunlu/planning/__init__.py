@@ -1,0 +1,1 @@
+"""What is decided before anyone pays: pure functions from values to values."""

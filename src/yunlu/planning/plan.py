@@ -31,6 +31,10 @@ class Profile(Value):
     """From the start of the worker to the first step."""
     resident_bytes: int
     """Memory of the process before training."""
+    task_metric: str
+    """The figure people quote for this task."""
+    metrics: tuple[str, ...]
+    """Every figure an evaluation gives."""
 
 
 class Choice(Value):
@@ -78,6 +82,10 @@ class Plan(Value):
     evaluate_every: int
     """Steps; 0 means never."""
     checkpoint_every: int
+    best_metric: str
+    """Decides which checkpoint is best."""
+    stopping_metric: str
+    """Decides early stopping and the plateau schedule."""
     compile: bool
     workers: int
     threads: int

@@ -1,0 +1,1 @@
+"""What the user asks: the job and how it is read."""

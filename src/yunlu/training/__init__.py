@@ -1,0 +1,1 @@
+"""The engine; with serving and privacy the only room that knows torch."""

@@ -1,0 +1,1 @@
+"""Complete or absent: what a run needs to go on."""

@@ -1,0 +1,1 @@
+"""The kinds of learning, behind the ``Task`` door."""

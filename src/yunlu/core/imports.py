@@ -1,0 +1,107 @@
+"""User code by name: ``module:object`` or ``path/file.py:object``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import JobError, did_you_mean
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def names_object(reference: str) -> bool:
+    """Whether the text has the form ``module:object`` or ``path/file.py:object``."""
+    module, colon, name = reference.rpartition(":")
+    dotted = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
+    return bool(colon) and dotted and all(part.isidentifier() for part in name.split("."))
+
+
+def import_object(reference: str) -> Any:
+    """The object that ``module:object`` names; the working directory is importable."""
+    if not names_object(reference):
+        raise JobError(
+            f"{reference!r} does not name an object.",
+            hint="write module:Class or path/file.py:Class",
+        )
+    module_name, _, object_name = reference.rpartition(":")
+    _make_importable(Path.cwd())
+    if module_name.endswith(".py"):
+        module = _load_file(Path(module_name).expanduser(), reference)
+    else:
+        module = _load_module(module_name, reference)
+    found: Any = module
+    for part in object_name.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")]
+            raise JobError(
+                f"{reference}: {module_name} has no {part!r}.", hint=did_you_mean(part, public)
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The user's module may exist and itself import something that does not.
+        missing = error.name or name
+        if name == missing or name.startswith(f"{missing}."):
+            raise JobError(
+                f"{reference}: there is no module {missing!r}.",
+                hint=f"run from the directory that holds it ({Path.cwd()} is searched), "
+                "or write path/file.py:Class",
+            ) from error
+        raise _failed(reference, error) from error
+    except Exception as error:
+        raise _failed(reference, error) from error
+
+
+def _load_file(path: Path, reference: str) -> ModuleType:
+    path = path.absolute()
+    if not path.is_file():
+        raise JobError(f"{reference}: there is no file {path}.")
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    name = path.stem if _is_free(path) else f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(path.parent)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(reference, error) from error
+    return module
+
+
+def _is_free(path: Path) -> bool:
+    """Whether the file may take its own name: data-loading processes then find it again by it."""
+    if not path.stem.isidentifier() or path.stem in sys.modules:
+        return False
+    spec = importlib.util.find_spec(path.stem)
+    return spec is None or spec.origin == str(path)
+
+
+def _failed(reference: str, error: Exception) -> JobError:
+    return JobError(
+        f"{reference} cannot be imported: {type(error).__name__}: {error}",
+        hint="run with --debug to see where",
+    )
+
+
+def _make_importable(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))

@@ -1,0 +1,86 @@
+"""From the order of samples to micro-batches, with or without loading processes."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from yunlu.training.data.order import StepOrder
+    from yunlu.training.tasks.task import Batch, Samples
+
+
+def step_batches(
+    samples: Samples,
+    collate: Callable[[Sequence[Any]], Batch],
+    order: StepOrder,
+    *,
+    micro_batch: int,
+    first_step: int,
+    steps: int,
+    workers: int,
+) -> Iterator[list[Batch]]:
+    """For each step from ``first_step`` (from 0) up to ``steps``: its micro-batches."""
+    sizes = (
+        -(-order.size_of(step) // micro_batch)  # ceiling
+        for step in range(first_step, steps)
+    )
+    micros = load(
+        samples, collate, _micro_indices(order, micro_batch, first_step, steps), workers=workers
+    )
+    for size in sizes:
+        yield list(islice(micros, size))
+
+
+def sequential_batches(
+    samples: Samples, collate: Callable[[Sequence[Any]], Batch], *, micro_batch: int, workers: int
+) -> Iterator[Batch]:
+    """Every sample once, in its own order: evaluation."""
+    indices = (
+        list(range(first, min(first + micro_batch, len(samples))))
+        for first in range(0, len(samples), micro_batch)
+    )
+    return load(samples, collate, indices, workers=workers)
+
+
+def load(
+    samples: Samples,
+    collate: Callable[[Sequence[Any]], Batch],
+    indices: Iterator[list[int]],
+    *,
+    workers: int,
+) -> Iterator[Batch]:
+    """Fetch and collate each list of indices."""
+    if workers == 0:
+        fetch = _fetcher(samples)
+        return (collate(fetch(chosen)) for chosen in indices)
+    loader = DataLoader(
+        cast("Any", samples),
+        batch_sampler=cast("Any", indices),
+        collate_fn=collate,
+        num_workers=workers,
+        # Its own generator: the default one would draw from the training's random numbers.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _micro_indices(
+    order: StepOrder, micro_batch: int, first_step: int, steps: int
+) -> Iterator[list[int]]:
+    for indices in islice(order.steps_from(first_step), max(steps - first_step, 0)):
+        chosen = indices.tolist()
+        for first in range(0, len(chosen), micro_batch):
+            yield chosen[first : first + micro_batch]
+
+
+def _fetcher(samples: Samples) -> Callable[[list[int]], Sequence[Any]]:
+    many = getattr(samples, "__getitems__", None)  # torch's convention for fetching in one go
+    if many is not None:
+        return many
+    return lambda chosen: [samples[index] for index in chosen]

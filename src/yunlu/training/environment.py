@@ -1,0 +1,104 @@
+"""What a run ran on and with, so that a reader of its report could set the scene again."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yunlu import __version__
+
+if TYPE_CHECKING:
+    from yunlu.catalog.machine import Machine
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "datasets",
+    "keras",
+    "scikit-learn",
+    "pyarrow",
+    "pillow",
+    "soundfile",
+    "pytorch-optimizer",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "fsspec",
+    "s3fs",
+    "pydantic",
+)
+"""Packages whose version can change what a run computes or where it logs."""
+
+_GIT_TIMEOUT_S = 5.0
+
+
+def describe_environment(machine: Machine) -> dict[str, Any]:
+    """The facts of the ``ENVIRONMENT`` event. Never environment variables, never credentials."""
+    commit, dirty = read_git(Path.cwd())
+    return {
+        "yunlu": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": machine.hostname,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "devices": [device.model_dump(mode="json") for device in machine.devices],
+        "packages": package_versions(),
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "argv": [hide_credentials(argument) for argument in sys.argv],
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what matters and is installed, read from metadata without importing anything."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_git(directory: Path) -> tuple[str | None, bool | None]:
+    """Commit of the directory and whether tracked files differ from it; None where unknown."""
+    commit = _git(directory, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None, None
+    # Untracked files are left out: counting them can take minutes beside a large data set.
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def hide_credentials(text: str) -> str:
+    """The text with user names, passwords and signed queries inside URLs, and key=secret, masked."""
+    text = _URL_USER.sub(r"\1***@", text)
+    return _SECRET_PAIR.sub(r"\1***", text)
+
+
+_URL_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
+_SECRET_PAIR = re.compile(
+    r"\b([\w.-]*(?:secret|password|passwd|token|credential|signature|api[_-]?key|access[_-]?key)"
+    r"[\w.-]*=)[^&\s]+",
+    re.IGNORECASE,
+)
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(  # noqa: S603 (fixed arguments, no shell)
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,70 @@
+"""One pass over a split: the mean loss, the task's metrics, and how long it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.training.data.batches import sequential_batches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.training.precision import Precision
+    from yunlu.training.tasks.task import Evaluation, Samples, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one evaluation found."""
+
+    loss: float
+    evaluation: Evaluation
+    seconds: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The loss beside the task's own metrics."""
+        return {"loss": self.loss, **self.evaluation.metrics}
+
+    def as_event(self, *, split: str, step: int) -> dict[str, Any]:
+        """The data of an EVALUATION event."""
+        found = self.evaluation.model_dump(mode="json", exclude_none=True)
+        return {"split": split, "step": step, "loss": self.loss, "seconds": self.seconds, **found}
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    *,
+    precision: Precision,
+    device: torch.device,
+    micro_batch: int,
+    workers: int = 0,
+) -> Score:
+    """Score the model without touching its mode or the training's random numbers."""
+    started_at = perf_counter()
+    was_training = model.training
+    model.eval()
+    scorer, total, items = task.scorer(), torch.zeros((), device=device), 0
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            for batch in sequential_batches(
+                samples, task.collate, micro_batch=micro_batch, workers=workers
+            ):
+                moved = batch.to(device)
+                with precision.forward():
+                    loss, outputs = task.loss(model, moved)
+                total += loss
+                items += moved.items
+                scorer.add(outputs, moved)
+            found = scorer.result()
+    finally:
+        model.train(was_training)
+    return Score(
+        loss=float(total) / max(items, 1), evaluation=found, seconds=perf_counter() - started_at
+    )

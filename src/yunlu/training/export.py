@@ -1,0 +1,140 @@
+"""What comes out: full-precision weights as safetensors, the task's parts, and a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from yunlu.core.errors import TrainingError, is_disk_full
+from yunlu.core.files import sync_directory
+from yunlu.core.units import show_count, show_number
+from yunlu.training.checkpoint.state import copy_weights
+from yunlu.training.tasks.task import SavesParts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.spec.job import Job
+    from yunlu.training.tasks.task import Splits, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Where a model comes from, for its card."""
+
+    splits: Splits
+    environment: dict[str, Any]
+    step: int
+    scores: dict[str, dict[str, float]]
+    """Split → metrics."""
+
+
+def export(run: RunDir, job: Job, task: Task, model: nn.Module, lineage: Lineage) -> list[str]:
+    """Write ``model/`` aside, then publish it whole; returns the names of its files."""
+    aside = run.path / ".model.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir()
+        _write_weights(aside, job, model)
+        if isinstance(task, SavesParts):
+            task.save_parts(aside)
+        (aside / "job.json").write_text(job.model_dump_json(indent=2))
+        (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
+        shutil.rmtree(run.model, ignore_errors=True)
+        aside.rename(run.model)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_disk_full(error):
+            raise TrainingError(
+                f"No space left to export the model to {run.model}.",
+                hint="The checkpoints are kept: free some space, then `yunlu resume`.",
+            ) from error
+        raise
+    sync_directory(run.path)
+    return sorted(
+        str(path.relative_to(run.model)) for path in run.model.rglob("*") if path.is_file()
+    )
+
+
+def _write_weights(directory: Path, job: Job, model: nn.Module) -> None:
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None:  # the layout that transformers reads back
+        model.float()
+        save_pretrained(directory, safe_serialization=True)
+        return
+    tensors, aliases = copy_weights(model)
+    whole = {
+        name: value.to(torch.float32) if value.is_floating_point() else value
+        for name, value in tensors.items()
+    }
+    # The aliases travel in the file's own header: a tied weight is stored once.
+    save_file(whole, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)})
+    config = {"model": job.model.model_dump(mode="json"), "class": _class_name(model)}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _class_name(model: nn.Module) -> str:
+    return f"{type(model).__module__}:{type(model).__qualname__}"
+
+
+def _card(run: RunDir, job: Job, model: nn.Module, lineage: Lineage) -> str:
+    parameters = sum(weight.numel() for weight in model.parameters())
+    about = lineage.splits.about
+    rows = [
+        f"| {split} | {name} | {show_number(value)} |"
+        for split, metrics in lineage.scores.items()
+        for name, value in metrics.items()
+    ]
+    commit = lineage.environment.get("git_commit")
+    lines = [
+        "---",
+        "library_name: yunlu",
+        f"tags: [{job.task}]",
+        "---",
+        f"# {job.name or run.id}",
+        "",
+        f"A `{job.model.name}` model ({show_count(parameters)} parameters, FP32) for {job.task}.",
+        f"Trained by Yunlu run `{run.id}` for {lineage.step} steps.",
+        "",
+        "## Figures",
+        "",
+        "| split | metric | value |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "## Data",
+        "",
+        f"- source: `{job.data.train}`",
+        f"- fingerprint: `{lineage.splits.fingerprint}`",
+        f"- training samples: {len(lineage.splits.train)}",
+        *[
+            f"- {key}: {value}"
+            for key, value in about.items()
+            if isinstance(value, (str, int, float))
+        ],
+        "",
+        "## Lineage",
+        "",
+        f"- code: {commit or 'not in a git repository'}",
+        f"- packages: {_packages(lineage.environment)}",
+        "- the whole job is in `job.json`; weights are in safetensors, which runs no code on loading",
+        "",
+        "## Limits",
+        "",
+        "The figures hold for data like the test split. Nothing else was checked.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _packages(environment: dict[str, Any]) -> str:
+    packages: dict[str, str] = environment.get("packages", {})
+    return ", ".join(f"{name} {version}" for name, version in packages.items()) or "unknown"

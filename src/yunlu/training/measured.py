@@ -1,0 +1,40 @@
+"""What the prediction foretold, as it was: read back from the run's own logs, over all its lives."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+from yunlu.core.rundir import EventKind
+from yunlu.planning.plan import Measured
+
+if TYPE_CHECKING:
+    from yunlu.catalog.machine import Machine
+    from yunlu.core.rundir import RunDir
+
+
+def measure_run(directory: RunDir, *, samples: int, machine: Machine) -> Measured:
+    """Memory, step time, speed, total time and cost of a run that is about to finish."""
+    # A step that a later life repeated stands twice; the later record wins.
+    records = {record["step"]: record for record, _ in directory.read_metrics()}
+    spans = [record["data_s"] + record["compute_s"] for record in records.values()]
+    total_s = _seconds_alive(directory)
+    price = machine.dollars_per_hour
+    return Measured(
+        memory_bytes=max((record["memory_bytes"] for record in records.values()), default=0),
+        step_s=median(spans) if spans else 0.0,
+        samples_per_s=samples / sum(spans) if spans else 0.0,
+        total_s=total_s,
+        dollars=None if price is None else price * total_s / 3600,
+    )
+
+
+def _seconds_alive(directory: RunDir) -> float:
+    total_s, began_at, seen_at = 0.0, None, 0.0
+    for event, _ in directory.read_events():
+        if event.kind is EventKind.LIFE:
+            total_s += seen_at - began_at if began_at is not None else 0.0
+            began_at = event.data["process_started_at"]
+        seen_at = event.at
+    return total_s + (time.time() - began_at if began_at is not None else 0.0)

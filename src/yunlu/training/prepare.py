@@ -1,0 +1,73 @@
+"""Before the first step: load the data, build the model, settle the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import EventKind
+from yunlu.planning.plan import Plan
+from yunlu.planning.planner import make_plan
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.profile import measure
+from yunlu.training.tasks.open import open_task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.catalog.machine import Machine
+    from yunlu.core.rundir import RunDir
+    from yunlu.spec.job import Job
+    from yunlu.training.tasks.task import Splits, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A task with its data loaded and its model built."""
+
+    task: Task
+    model: nn.Module
+    splits: Splits
+
+
+def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
+    """Load and build, telling what was found."""
+    directory.emit(EventKind.PROGRESS, phase="loading data")
+    task = task or open_task(job.task)
+    seed_everything(job.train.seed)
+    splits = task.load(job)
+    directory.emit(
+        EventKind.DATA,
+        fingerprint=splits.fingerprint,
+        source=job.data.train,
+        about=splits.about,
+        train=len(splits.train),
+        validation=len(splits.validation) if splits.validation is not None else 0,
+        test=len(splits.test) if splits.test is not None else 0,
+    )
+    directory.emit(EventKind.PROGRESS, phase="building the model")
+    # Seeded again: the weights do not depend on how many random numbers loading drew.
+    seed_everything(job.train.seed)
+    model = task.build(job)
+    weights = list(model.parameters())
+    directory.emit(
+        EventKind.MODEL,
+        name=job.model.name,
+        parameters=sum(weight.numel() for weight in weights),
+        trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+    )
+    return Parts(task=task, model=model, splits=splits)
+
+
+def settle_plan(directory: RunDir, job: Job, parts: Parts, machine: Machine) -> Plan:
+    """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
+    if directory.plan.exists():
+        plan = Plan.model_validate_json(directory.plan.read_text())
+    else:
+        directory.emit(EventKind.PROGRESS, phase="measuring and planning")
+        profile = measure(job, parts.task, parts.model, parts.splits, machine)
+        plan = make_plan(job, machine, profile)
+        write_atomically(directory.plan, plan.model_dump_json(indent=2))
+    directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
+    return plan

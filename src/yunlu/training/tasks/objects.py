@@ -1,0 +1,249 @@
+"""A task made of live objects: ``yunlu.train(model=net, data=(x, y), loss=nn.CrossEntropyLoss())``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import Subset, default_collate
+
+from yunlu.core.errors import DataError, JobError, did_you_mean
+from yunlu.training.data.order import permute
+from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
+from yunlu.training.tasks.task import Batch, Evaluation, Samples, Splits, call, logits_of
+
+if TYPE_CHECKING:
+    from yunlu.spec.job import Job
+    from yunlu.training.tasks.task import Scorer
+
+Loss = Callable[[Any, Any], Tensor]
+_PARTS = ("train", "validation", "test")
+
+
+class ObjectTask:
+    """Any ``nn.Module``, any map-style data of (input, target) pairs, any loss.
+
+    ``data`` is a pair of arrays or tensors, a torch ``Dataset``, or a mapping with the keys
+    ``train``, ``validation`` and ``test`` of either. A loss with a ``reduction`` is summed over the
+    items it counts; any other is taken as the mean over the samples of its batch.
+    """
+
+    def __init__(self, *, model: nn.Module, data: Any, loss: Loss | None = None) -> None:
+        self._model, self._data = model, data
+        self._loss = loss
+        self._summed: Loss | None = None
+        self._is_classes = False
+        self.metric = "loss"
+
+    def load(self, job: Job) -> Splits:
+        """Wrap the user's data; parts that are not given are held out of the training data."""
+        parts = self._parts()
+        held = job.data.split
+        if "validation" not in parts and "test" not in parts:
+            parts = _hold_out(parts["train"], held.validation, held.test, seed=job.train.seed)
+        if not len(parts["train"]):
+            raise DataError("The training data is empty.", hint="Pass at least one sample.")
+        _, target = _pair(parts["train"][0])
+        self._settle_loss(torch.as_tensor(target))
+        return Splits(
+            train=parts["train"],
+            validation=parts.get("validation"),
+            test=parts.get("test"),
+            fingerprint=_fingerprint(parts["train"]),
+            about={"kind": type(self._data).__name__},
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The user's module as it is."""
+        del job
+        return self._model
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Stack pairs; a pair of tensors that is already stacked is taken as it is."""
+        if isinstance(samples, _Stacked):
+            inputs, targets = samples.inputs, samples.targets
+        else:
+            inputs, targets = default_collate([_pair(sample) for sample in samples])
+        count = len(targets)
+        if isinstance(inputs, Mapping):
+            arguments: Any = {str(name): value for name, value in inputs.items()}
+        else:
+            arguments = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+        return Batch(inputs=arguments, targets=targets, samples=count, items=self._items(targets))
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """The user's loss as a sum."""
+        assert self._loss is not None, "load comes first"
+        outputs = call(model, batch)
+        answers = outputs if _is_bare(outputs) else logits_of(outputs)
+        if self._summed is not None:
+            return self._summed(answers, batch.targets), answers
+        return self._loss(answers, batch.targets) * batch.samples, answers
+
+    def scorer(self) -> Scorer:
+        """Accuracy for classes, errors for numbers, only the loss for anything else."""
+        return _LateScorer(is_classes=self._is_classes)
+
+    def _parts(self) -> dict[str, Samples]:
+        if not isinstance(self._data, Mapping):
+            return {"train": _as_samples(self._data)}
+        for name in self._data:
+            if name not in _PARTS:
+                raise DataError(f"data has no part {name!r}.", hint=did_you_mean(str(name), _PARTS))
+        if "train" not in self._data:
+            raise DataError("data has no 'train' part.", hint="Pass {'train': (x, y), ...}.")
+        return {name: _as_samples(part) for name, part in self._data.items() if part is not None}
+
+    def _settle_loss(self, target: Tensor) -> None:
+        if self._loss is None:
+            classes = not target.is_floating_point() and target.ndim == 0
+            self._loss = nn.CrossEntropyLoss() if classes else nn.MSELoss()
+        self._summed = _summed(self._loss)
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        self._is_classes = name in {
+            "CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"
+        }  # fmt: skip
+        if self._is_classes and not target.is_floating_point():
+            self.metric = "accuracy"
+
+    def _items(self, targets: Tensor) -> int:
+        """What the mean of the user's loss divides by."""
+        if self._summed is None:
+            return len(targets)
+        ignored = getattr(self._loss, "ignore_index", -100)
+        if self._is_classes:
+            return (
+                int((targets != ignored).sum()) if not targets.is_floating_point() else len(targets)
+            )
+        return targets.numel()
+
+
+class _Stacked:
+    """Many samples fetched in one go."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+
+class _Pairs:
+    """Two arrays of equal length as a map-style data set."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> _Stacked:
+        chosen = torch.as_tensor(indices)
+        return _Stacked(self.inputs[chosen], self.targets[chosen])
+
+
+class _LateScorer:
+    """Chooses its metrics by the shapes of the first batch."""
+
+    def __init__(self, *, is_classes: bool) -> None:
+        self._is_classes = is_classes
+        self._scorer: ClassScorer | RegressionScorer | None = None
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        targets = batch.targets
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            return
+        if self._is_classes and not targets.is_floating_point():
+            if outputs.ndim > 2:  # torch keeps classes in the second place
+                outputs = outputs.movedim(1, -1)
+            self._scorer = self._scorer or ClassScorer([str(i) for i in range(outputs.shape[-1])])
+            self._scorer.add(outputs, targets)
+        elif outputs.shape == targets.shape and targets.is_floating_point():
+            self._scorer = self._scorer or RegressionScorer()
+            self._scorer.add(outputs, targets)
+
+    def result(self) -> Evaluation:
+        return self._scorer.result() if self._scorer else Evaluation(metrics={})
+
+
+def _as_samples(part: Any) -> Samples:
+    if isinstance(part, tuple) and len(part) == 2:
+        inputs, targets = (_as_tensor(array) for array in part)
+        if len(inputs) != len(targets):
+            raise DataError(f"There are {len(inputs)} inputs but {len(targets)} targets.")
+        return _Pairs(inputs, targets)
+    if hasattr(part, "__getitem__") and hasattr(part, "__len__"):
+        return part
+    raise DataError(
+        f"data is a {type(part).__name__}, which has no length or no order.",
+        hint="Pass (inputs, targets), a map-style torch Dataset, or {'train': ..., 'test': ...}.",
+    )
+
+
+def _as_tensor(array: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(np.asarray(array) if not isinstance(array, Tensor) else array)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"The data cannot become a tensor: {error}") from error
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _pair(sample: Any) -> tuple[Any, Any]:
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return sample[0], sample[1]
+    raise DataError(
+        f"A sample is a {type(sample).__name__}; expected an (input, target) pair.",
+        hint="Return pairs from your Dataset, or write a Task for anything else.",
+    )
+
+
+def _hold_out(samples: Samples, validation: float, test: float, *, seed: int) -> dict[str, Samples]:
+    size = len(samples)
+    # An epoch number no training reaches keeps this order apart from the order of training.
+    order = permute(np.arange(size, dtype=np.uint64), size, seed=seed, epoch=2**63).tolist()
+    held = round(size * validation)
+    tested = round(size * test)
+    parts = {"test": order[:tested], "validation": order[tested : tested + held]}
+    parts["train"] = order[tested + held :]
+    return {name: Subset(cast("Any", samples), chosen) for name, chosen in parts.items() if chosen}
+
+
+def _fingerprint(samples: Samples) -> str:
+    digest = xxhash.xxh3_128(str(len(samples)).encode())
+    step = max(len(samples) // 1024, 1)  # a spread of samples: user data may be slow to read
+    for index in range(0, len(samples), step):
+        for value in _pair(samples[index]):
+            digest.update(np.ascontiguousarray(torch.as_tensor(value).numpy()).tobytes()
+                          if not isinstance(value, Mapping) else repr(value).encode())  # fmt: skip
+    return digest.hexdigest()
+
+
+def _is_bare(outputs: Any) -> bool:
+    return isinstance(outputs, (Tensor, tuple, list, dict)) and not hasattr(outputs, "logits")
+
+
+def _summed(loss: Any) -> Loss | None:
+    """The same loss as a sum, where it has a reduction to choose."""
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            return None
+        if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.weight is not None:
+            raise JobError(
+                "A class-weighted loss averages by weight, which the count of samples cannot keep.",
+                hint="Pass a function that weighs each sample and returns the mean.",
+            )
+        summing: Any = copy.copy(loss)
+        summing.reduction = "sum"
+        return summing
+    try:
+        has_reduction = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return None
+    return partial(loss, reduction="sum") if has_reduction else None

@@ -1,0 +1,29 @@
+"""Find a task: by entry point, or the user's own class."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from yunlu.core.errors import JobError, did_you_mean
+from yunlu.core.imports import import_object, names_object
+from yunlu.training.tasks.task import Task
+
+
+def open_task(name: str) -> Task:
+    """The task a job names, ready to load."""
+    found = entry_points(group="yunlu.tasks", name=name)
+    if found:
+        task = next(iter(found)).load()()
+    elif names_object(name):
+        task = import_object(name)()
+    else:
+        known = {point.name for point in entry_points(group="yunlu.tasks")}
+        raise JobError(f"There is no task {name!r}.", hint=did_you_mean(name, known))
+    if not isinstance(task, Task):
+        needed = ("metric", "load", "build", "collate", "loss", "scorer")
+        missing = ", ".join(part for part in needed if not hasattr(task, part))
+        raise JobError(
+            f"{name} is not a task: it lacks {missing}.",
+            hint="See yunlu.training.tasks.task.Task; its contract test shows what each must do.",
+        )
+    return task

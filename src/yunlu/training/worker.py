@@ -1,0 +1,225 @@
+"""One worker process: from a run's directory to a trained, evaluated, exported model.
+
+``python -m yunlu.training.worker RUN_DIR`` is how every executor starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.spec.job import Job
+from yunlu.training import loop
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.engine import Engine
+from yunlu.training.environment import describe_environment
+from yunlu.training.export import Lineage, export
+from yunlu.training.measured import measure_run
+from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.probe import probe_machine
+from yunlu.training.trackers.open import TrackerThread, open_trackers
+from yunlu.training.watch import StopRequest, TrainingWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from yunlu.catalog.machine import Machine
+    from yunlu.training.tasks.task import Task
+
+
+class RunBusyError(StoreError):
+    """Another worker holds the run."""
+
+
+def main() -> int:
+    """The command line that executors use."""
+    parser = argparse.ArgumentParser(prog="yunlu.training.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--plan-only", action="store_true")
+    asked = parser.parse_args()
+    state = run(asked.run_dir, plan_only=asked.plan_only)
+    return 1 if state is RunState.FAILED else 0
+
+
+def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
+    """Live one life of a run; every way it can end is an event, never an escaped exception."""
+    directory = RunDir(run_dir)
+    try:
+        with _only_worker(directory), _signals_as_stop() as stop:
+            _begin_life(directory)
+            return _live(directory, task, stop, plan_only=plan_only)
+    except RunBusyError as error:  # the other worker's run: nothing of ours belongs in its log
+        sys.stderr.write(f"{error}\n")
+        return RunState.FAILED
+    except Exception as error:  # noqa: BLE001 (the last border: what went wrong becomes an event)
+        _report_failure(directory, error)
+        return RunState.FAILED
+
+
+def _live(directory: RunDir, task: Task | None, stop: StopRequest, *, plan_only: bool) -> RunState:
+    job = Job.model_validate_json(directory.job.read_text())
+    _move(directory, RunState.PLANNING)
+    machine = probe_machine()
+    environment = describe_environment(machine)
+    directory.emit(EventKind.ENVIRONMENT, **environment)
+    torch.use_deterministic_algorithms(job.train.deterministic, warn_only=True)
+    parts = prepare(directory, job, task)
+    plan = settle_plan(directory, job, parts, machine)
+    if plan_only or stop.is_set:
+        reason = (
+            "only the plan was asked for" if plan_only else "asked to stop before the first step"
+        )
+        return _move(directory, RunState.STOPPED, reason=reason)
+
+    seed_everything(job.train.seed)
+    engine = Engine(job, plan, parts)
+    trackers = TrackerThread(
+        open_trackers(["tensorboard", *job.trackers]),
+        warn=directory.warn,
+    )
+    watch = TrainingWatch(engine, directory, trackers=trackers, stop=stop)
+    state, summary = RunState.FAILED, dict[str, Any]()
+    try:
+        resumed_from = watch.resume()
+        trackers.start(directory, job, resumed=resumed_from is not None)
+        _move(directory, RunState.RUNNING, resumed_from_step=resumed_from)
+        if not watch.stopped_early:
+            loop.run(engine, watch)
+        watch.log.flush()
+        watch.checkpoints.wait()
+        if engine.steps_done < plan.steps and not watch.stopped_early:
+            state = RunState.STOPPED
+        else:
+            summary = _finish(directory, engine, watch, environment, machine)
+            state = RunState.FINISHED
+    finally:
+        watch.checkpoints.close()
+        trackers.finish(state=state, summary=summary)
+    return _move(directory, state)
+
+
+def _finish(
+    directory: RunDir,
+    engine: Engine,
+    watch: TrainingWatch,
+    environment: dict[str, Any],
+    machine: Machine,
+) -> dict[str, Any]:
+    """Take the best weights, score them on the test split, export them."""
+    best = watch.checkpoints.best() if engine.job.train.checkpoint.keep_best else None
+    if best is not None:
+        engine.restore_weights(best)
+    scores: dict[str, dict[str, float]] = {}
+    if best is not None:
+        scores["validation"] = best.metrics
+    if engine.splits.test is not None:
+        directory.emit(EventKind.PROGRESS, phase="scoring the test data")
+        scores["test"] = watch.score("test").metrics
+    directory.emit(EventKind.PROGRESS, phase="exporting the model")
+    step = engine.steps_done if best is None else best.step
+    lineage = Lineage(splits=engine.splits, environment=environment, step=step, scores=scores)
+    names = export(directory, engine.job, engine.task, engine.best_view, lineage)
+    directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)
+    measured = measure_run(directory, samples=watch.samples_done, machine=machine)
+    directory.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
+    return {
+        f"{split}/{name}": value for split, found in scores.items() for name, value in found.items()
+    }
+
+
+def _move(directory: RunDir, state: RunState, **data: Any) -> RunState:
+    directory.emit(EventKind.STATE, state=state, **data)
+    return state
+
+
+def _begin_life(directory: RunDir) -> None:
+    lives = sum(event.kind is EventKind.LIFE for event, _ in directory.read_events())
+    directory.emit(
+        EventKind.LIFE,
+        number=lives + 1,
+        pid=os.getpid(),
+        # In somebody's own Python process, the run begins now, not when that process did.
+        process_started_at=psutil.Process().create_time() if _is_worker_process() else time.time(),
+    )
+
+
+def _is_worker_process() -> bool:
+    return __name__ == "__main__"
+
+
+@contextmanager
+def _only_worker(directory: RunDir) -> Generator[None]:
+    """Hold the run's lock: two workers on one run would destroy each other's work."""
+    with (directory.path / "worker.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunBusyError(
+                f"Run {directory.id} already has a worker.", hint="`yunlu ps` shows it."
+            ) from error
+        yield
+
+
+@contextmanager
+def _signals_as_stop() -> Generator[StopRequest]:
+    """SIGTERM and Ctrl-C ask for a stop at the next step boundary."""
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals belong to the main thread
+        return
+    before = {number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, reaction in before.items():
+            signal.signal(number, reaction)
+
+
+def _report_failure(directory: RunDir, error: Exception) -> None:
+    shown = _as_user_error(error)
+    details = "".join(traceback.format_exception(error))
+    sys.stderr.write(details)  # into the worker's own log
+    data: dict[str, Any] = {"code": shown.code, "message": shown.message, "hint": shown.hint}
+    try:
+        directory.emit(EventKind.ERROR, **data, traceback=details)
+        _move(directory, RunState.FAILED)
+    except OSError:
+        sys.stderr.write(json.dumps(data))  # not even the event log can be written
+
+
+def _as_user_error(error: Exception) -> YunluError:
+    if isinstance(error, YunluError):
+        return error
+    if is_disk_full(error):
+        return TrainingError(
+            f"The disk is full: {error}", hint="Free some space, then `yunlu resume`."
+        )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return TrainingError(
+            f"Memory ran out: {error}", hint="Lower train.micro_batch, then `yunlu resume`."
+        )
+    internal = YunluError(
+        f"{type(error).__name__}: {error}", hint="`--debug` shows where; worker.log keeps it."
+    )
+    internal.code = "internal"
+    return internal
+
+
+if __name__ == "__main__":
+    sys.exit(main())

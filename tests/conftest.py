@@ -1,0 +1,46 @@
+"""Shared by all tests: every run and every made data set goes to a place of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    monkeypatch.setenv("YUNLU_HOME", str(home))
+    monkeypatch.setenv("YUNLU_LANG", "en")
+    return home
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Any]:
+    """A fresh run directory with a job for objects: ``make_run(steps=5, batch=8, ...)``."""
+    from yunlu.core.rundir import RunDir
+    from yunlu.spec.job import Job
+
+    count = 0
+
+    def make(*, trackers: Sequence[str] = (), **train: Any) -> RunDir:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"run-{count}"
+        path.mkdir()
+        run = RunDir(path)
+        job = Job.model_validate(
+            {
+                "task": "python:objects",
+                "model": "net",
+                "data": "python:objects",
+                "train": train,
+                "trackers": list(trackers),
+            }
+        )
+        run.job.write_text(job.model_dump_json())
+        return run
+
+    return make

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from yunlu.core.value import Value
 
+
+def _not_a_switch(value: Any) -> Any:
+    """``batch: true`` is a slip, not a batch of one."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_switch", "expected a number")
+    return value
+
+
+# The check on switches comes last, so that the bounds stay part of the number's own schema.
+_Checked = BeforeValidator(_not_a_switch)
+
 Auto = Literal["auto"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _Checked]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _Checked]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), _Checked]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), _Checked]
+Count = Annotated[int, Field(gt=0), _Checked]
+CountOrZero = Annotated[int, Field(ge=0), _Checked]
 
 
-def _shorthand(key: str) -> BeforeValidator:
-    """A bare string (or number) stands for the one field that most people set."""
+def _shorthand(spec: type[Value], key: str) -> BeforeValidator:
+    """A bare string or number (or null, where it means "none") stands for the field most people set."""
+    field = spec.model_fields[key]
+    bare: Any = field.annotation
+    nullable = type(None) in get_args(bare)
+    for rule in field.metadata:
+        bare = Annotated[bare, rule]
 
     def widen(value: Any) -> Any:
-        return {key: value} if isinstance(value, (str, int, float)) else value
+        is_bare = isinstance(value, (str, int, float)) or (value is None and nullable)
+        return {key: value} if is_bare else value
 
-    return BeforeValidator(widen, json_schema_input_type=Any)
+    # Editors read the schema: both forms must stand in it.
+    return BeforeValidator(widen, json_schema_input_type=bare | spec)
+
+
+def _conflict(key: str, message: str) -> NoReturn:
+    """Refuse two fields that contradict each other, pointing at one of them."""
+    raise PydanticCustomError("conflict", "{message}", {"key": key, "message": message})
 
 
 class ModelSpec(Value):
@@ -43,6 +69,12 @@ class SplitSpec(Value):
     test: Fraction = 0.1
     """Share held out for the final evaluation."""
 
+    @model_validator(mode="after")
+    def _leaves_something(self) -> Self:
+        if self.validation + self.test >= 1:
+            _conflict("test", "validation and test together leave nothing to train on")
+        return self
+
 
 class DataSpec(Value):
     """Where the samples are and which parts of them matter."""
@@ -62,6 +94,7 @@ class DataSpec(Value):
     target: str | None = None
     """Column to predict; found by name when not set (``label``, ``target``, ``y``, ...)."""
     split: SplitSpec = SplitSpec()
+    """Shares held out where no validation or test data is named."""
     limit: Count | None = None
     """Use at most this many samples of each part: quick trials."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -82,6 +115,7 @@ class OptimizerSpec(Value):
     """How gradients become updates."""
 
     name: Literal["sgd", "momentum", "adam", "adamw", "lamb", "lars"] = "adamw"
+    """The update rule."""
     lr: Positive | Auto = "auto"
     """Peak learning rate; ``auto`` follows the optimiser and the model, with the reason in the plan."""
     weight_decay: NotNegative | Auto = "auto"
@@ -89,22 +123,25 @@ class OptimizerSpec(Value):
     momentum: Fraction = 0.9
     """SGD with momentum and LARS."""
     nesterov: bool = False
+    """Look ahead along the momentum: SGD with momentum."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam, AdamW and LAMB."""
     eps: Positive = 1e-8
+    """Keeps Adam, AdamW and LAMB from dividing by zero."""
 
 
 class ScheduleSpec(Value):
     """How the learning rate moves."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
+    """The shape after warm-up; ``wsd`` is warm-up, stable, decay."""
     warmup: NotNegative | Auto = "auto"
     """Steps of linear warm-up (1 or more), or a share of the run (below 1)."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    final: Share = 0.0
     """Learning rate at the end, as a share of the peak."""
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay: Annotated[float, Field(gt=0, le=1), _Checked] = 0.2
     """WSD: the last share of the run, in which the rate falls."""
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    factor: Annotated[float, Field(gt=0, lt=1), _Checked] = 0.5
     """Plateau: the rate is multiplied by this."""
     patience: Count = 2
     """Plateau: after this many evaluations without a better metric."""
@@ -136,7 +173,8 @@ class CheckpointSpec(Value):
     every: Count | Literal["auto", "epoch"] = "auto"
     """Steps between checkpoints; ``auto`` weighs lost work against the time a save takes."""
     keep_last: Count = 2
-    keep_best: Annotated[int, Field(ge=0)] = 1
+    """How many of the newest are kept."""
+    keep_best: CountOrZero = 1
     """How many of the best are kept besides the last."""
     metric: str = "auto"
     """What "best" means: ``loss`` or a metric of the task; ``auto`` is the task's own."""
@@ -153,55 +191,96 @@ class TrainSpec(Value):
     """Global batch: samples per optimiser step, whatever the devices."""
     micro_batch: Count | Auto = "auto"
     """Samples per forward pass; the rest of the batch is accumulated."""
-    optimizer: Annotated[OptimizerSpec, _shorthand("name")] = OptimizerSpec()
-    schedule: Annotated[ScheduleSpec, _shorthand("name")] = ScheduleSpec()
-    clip: Annotated[ClipSpec, _shorthand("norm")] = ClipSpec()
+    optimizer: Annotated[OptimizerSpec, _shorthand(OptimizerSpec, "name")] = OptimizerSpec()
+    """How gradients become updates: a name such as ``adamw``, or a mapping with its details."""
+    schedule: Annotated[ScheduleSpec, _shorthand(ScheduleSpec, "name")] = ScheduleSpec()
+    """How the learning rate moves: a name such as ``cosine``, or a mapping with its details."""
+    clip: Annotated[ClipSpec, _shorthand(ClipSpec, "norm")] = ClipSpec()
+    """Largest norm of the gradient, or a mapping with ``norm`` and ``value``."""
     l1: NotNegative = 0.0
     """Weight of the sum of absolute weights in the objective."""
     l2: NotNegative = 0.0
     """Weight of half the sum of squared weights in the objective (coupled, unlike weight decay)."""
     label_smoothing: Fraction = 0.0
+    """Classification: share of each target spread evenly over the labels."""
     ema: Fraction | None = None
     """Decay of an exponential moving average of the weights, used to evaluate and export."""
-    early_stopping: Annotated[EarlyStoppingSpec, _shorthand("patience")] | None = None
+    early_stopping: (
+        Annotated[EarlyStoppingSpec, _shorthand(EarlyStoppingSpec, "patience")] | None
+    ) = None
+    """Evaluations without improvement before stopping, or a mapping; never when not set."""
     evaluate: Count | Literal["epoch", "never"] = "epoch"
     """Steps between evaluations on the validation data."""
-    checkpoint: Annotated[CheckpointSpec, _shorthand("every")] = CheckpointSpec()
+    checkpoint: Annotated[CheckpointSpec, _shorthand(CheckpointSpec, "every")] = CheckpointSpec()
+    """Steps between checkpoints, ``epoch``, or a mapping that also says what is kept."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the forward and backward pass; ``auto`` takes what the device does fast."""
     compile: bool | Auto = "auto"
     """Compile the model (torch.compile)."""
-    workers: Annotated[int, Field(ge=0)] | Auto = "auto"
+    workers: CountOrZero | Auto = "auto"
     """Processes that load data; 0 loads in the training process."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), _Checked] = 0
+    """Decides the order of samples, the first weights and dropout."""
     deterministic: bool = True
     """Refuse algorithms whose result varies from run to run."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _agrees_with_itself(self) -> Self:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("set either epochs or steps, not both")
+            _conflict("steps", "set either epochs or steps, not both")
         if self.l2 and self.optimizer.name in {"adamw", "lamb"}:
-            raise ValueError(
+            _conflict(
+                "l2",
                 f"l2 is coupled to the gradient and has no clear meaning under "
-                f"{self.optimizer.name}; use optimizer.weight_decay"
+                f"{self.optimizer.name}; use optimizer.weight_decay",
             )
-        if isinstance(self.micro_batch, int) and isinstance(self.batch, int):
-            if self.micro_batch > self.batch:
-                raise ValueError(f"micro_batch {self.micro_batch} is above batch {self.batch}")
+        micro, batch = self.micro_batch, self.batch
+        if micro != "auto" and batch != "auto" and micro > batch:
+            _conflict("micro_batch", f"{micro} is above batch {batch}")
+        if self.evaluate == "never" and self.early_stopping is not None:
+            _conflict("early_stopping", "needs evaluations, but evaluate is 'never'")
+        if self.evaluate == "never" and self.schedule.name == "plateau":
+            _conflict("schedule", "'plateau' needs evaluations, but evaluate is 'never'")
         return self
+
+
+_Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
+        json_schema_extra={
+            "patternErrorMessage": "a name of up to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        },
+    ),
+]
 
 
 class Job(Value):
     """One training job."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] | None = None
+    name: _Name | None = None
     """Names the runs; the file's name when not set."""
     task: str = Field(min_length=1)
     """A task by name (``yunlu schema`` lists them) or your own ``module:Class``."""
-    model: Annotated[ModelSpec, _shorthand("name")]
-    data: Annotated[DataSpec, _shorthand("train")]
+    model: Annotated[ModelSpec, _shorthand(ModelSpec, "name")]
+    """The model's name, or a mapping that also gives its arguments."""
+    data: Annotated[DataSpec, _shorthand(DataSpec, "train")]
+    """Where the training data is, or a mapping with its parts and columns."""
     train: TrainSpec = TrainSpec()
+    """How long to train, in what batches, with which optimiser."""
     layout: Literal["auto", "single"] = "auto"
     """How the work is split over devices."""
     trackers: list[str] = Field(default_factory=list)
     """Besides TensorBoard: ``wandb``, ``mlflow``, or your own ``module:Class``."""
+
+
+SHORTHANDS: dict[tuple[str, ...], str] = {
+    ("model",): "name",
+    ("data",): "train",
+    ("train", "optimizer"): "name",
+    ("train", "schedule"): "name",
+    ("train", "clip"): "norm",
+    ("train", "early_stopping"): "patience",
+    ("train", "checkpoint"): "every",
+}
+"""Keys that also take a bare value, and the field it stands for (as ``_shorthand`` reads them)."""

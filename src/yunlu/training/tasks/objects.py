@@ -32,11 +32,19 @@ class ObjectTask:
 
     ``data`` is a pair of arrays or tensors, a torch ``Dataset``, or a mapping with the keys
     ``train``, ``validation`` and ``test`` of either. A loss with a ``reduction`` is summed over the
-    items it counts; any other is taken as the mean over the samples of its batch.
+    items it counts; any other is taken as the mean over the samples of its batch. ``metrics`` are
+    named functions of (outputs, targets), averaged over samples.
     """
 
-    def __init__(self, *, model: nn.Module, data: Any, loss: Loss | None = None) -> None:
-        self._model, self._data = model, data
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        data: Any,
+        loss: Loss | None = None,
+        metrics: Mapping[str, Loss] | None = None,
+    ) -> None:
+        self._model, self._data, self._metrics = model, data, dict(metrics or {})
         self._loss = loss
         self._summed: Loss | None = None
         self._is_classes = False
@@ -46,10 +54,10 @@ class ObjectTask:
         """Wrap the user's data; parts that are not given are held out of the training data."""
         parts = self._parts()
         held = job.data.split
-        if "validation" not in parts and "test" not in parts:
-            parts = _hold_out(parts["train"], held.validation, held.test, seed=job.train.seed)
         if not len(parts["train"]):
             raise DataError("The training data is empty.", hint="Pass at least one sample.")
+        if "validation" not in parts and "test" not in parts:
+            parts = _hold_out(parts["train"], held.validation, held.test, seed=job.train.seed)
         _, target = _pair(parts["train"][0])
         self._settle_loss(torch.as_tensor(target))
         return Splits(
@@ -89,7 +97,7 @@ class ObjectTask:
 
     def scorer(self) -> Scorer:
         """Accuracy for classes, errors for numbers, only the loss for anything else."""
-        return _LateScorer(is_classes=self._is_classes)
+        return _LateScorer(is_classes=self._is_classes, metrics=self._metrics)
 
     def _parts(self) -> dict[str, Samples]:
         if not isinstance(self._data, Mapping):
@@ -152,12 +160,17 @@ class _Pairs:
 class _LateScorer:
     """Chooses its metrics by the shapes of the first batch."""
 
-    def __init__(self, *, is_classes: bool) -> None:
-        self._is_classes = is_classes
+    def __init__(self, *, is_classes: bool, metrics: dict[str, Loss]) -> None:
+        self._is_classes, self._metrics = is_classes, metrics
+        self._sums = dict.fromkeys(metrics, 0.0)
+        self._samples = 0
         self._scorer: ClassScorer | RegressionScorer | None = None
 
     def add(self, outputs: Any, batch: Batch) -> None:
         targets = batch.targets
+        self._samples += batch.samples
+        for name, metric in self._metrics.items():
+            self._sums[name] += float(metric(outputs, targets)) * batch.samples
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return
         if self._is_classes and not targets.is_floating_point():
@@ -170,7 +183,9 @@ class _LateScorer:
             self._scorer.add(outputs, targets)
 
     def result(self) -> Evaluation:
-        return self._scorer.result() if self._scorer else Evaluation(metrics={})
+        found = self._scorer.result() if self._scorer else Evaluation(metrics={})
+        own = {name: total / max(self._samples, 1) for name, total in self._sums.items()}
+        return found.model_copy(update={"metrics": found.metrics | own})
 
 
 def _as_samples(part: Any) -> Samples:

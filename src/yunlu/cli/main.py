@@ -1,0 +1,146 @@
+"""The ``yunlu`` command: finds the verb, and turns every ending into words and an exit code.
+
+Exit codes: 0 done, 1 a fault the user can mend, 2 wrong usage, 3 a fault of ours, 130 Ctrl-C.
+A verb returns None or its own exit code; its module is imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+from rich.console import Console
+from rich.text import Text
+
+from yunlu import __version__
+from yunlu.core.errors import YunluError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERBS: dict[str, dict[str, str]] = {
+    "Train": {
+        "train": "Train the job of a file: plan, train, evaluate, report.",
+        "plan": "Show what training would take and why, without training.",
+        "resume": "Go on with a stopped, failed or lost run.",
+    },
+    "Watch": {
+        "ps": "List runs and how far they are.",
+        "logs": "Print what a run logs; -f follows it.",
+        "show": "Show one run: state, plan, metrics, checkpoints.",
+        "stop": "Ask a run to save a checkpoint and stop.",
+        "report": "Write the report of a run: terminal, JSON, one HTML page.",
+    },
+    "Set up": {
+        "init": "Write a first job file for a task and some data.",
+        "validate": "Check a job file and say how it was understood.",
+        "schema": "Print the JSON Schema of a job file, for editors.",
+        "doctor": "Tell what this machine has and what is missing.",
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    tokens, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    try:
+        code = _run(tokens, debug=debug)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 141  # as a shell counts a program ended by SIGPIPE
+    return code
+
+
+def build_app() -> App:
+    """The verbs and their help; nothing behind them is imported."""
+    app = App(
+        name="yunlu",
+        help="Plan, train and report large models from one job file.",
+        version=__version__,
+        help_epilogue="Add --debug to any command to see the traceback of an error.",
+        help_format="plaintext",
+        version_format="plaintext",
+        default_parameter=Parameter(negative=(), show_default=_default_words),
+        group_commands=Group("Options", sort_key=len(VERBS)),
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    for place, (title, verbs) in enumerate(VERBS.items()):
+        group = Group(title, sort_key=place)
+        for position, (verb, about) in enumerate(verbs.items()):
+            app.command(
+                f"yunlu.cli.{verb}:{verb}", name=verb, help=about, group=group, sort_key=position
+            )
+    app.command(
+        "yunlu.cli.completion:install_completion",
+        name="--install-completion",
+        help="Install completion for bash, zsh or fish.",
+    )
+    return app
+
+
+def _run(tokens: list[str], *, debug: bool) -> int:
+    try:
+        code = build_app()(tokens)
+    except CycloptsError as error:
+        verb = " ".join(["yunlu", *(error.command_chain or ())])
+        return _fail(2, _usage_words(error), hint=f"{verb} --help", debug=debug)
+    except YunluError as error:
+        return _fail(1, error.message, hint=error.hint, debug=debug)
+    except (BrokenPipeError, KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:  # noqa: BLE001 (the last border: the user gets words, not a traceback)
+        words = f"unexpected {type(error).__name__}: {error}".rstrip(": ")
+        hint = None if debug else "run the same command with --debug and report what it prints"
+        return _fail(3, words, hint=hint, debug=debug)
+    return code if isinstance(code, int) else 0
+
+
+def _take_debug(tokens: list[str]) -> tuple[list[str], bool]:
+    """``--debug`` may stand before or after the verb."""
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    options = [token for token in tokens[:end] if token != "--debug"]  # noqa: S105 (not a secret)
+    return [*options, *tokens[end:]], len(options) < end
+
+
+def _usage_words(error: CycloptsError) -> str:
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        # The library would import every verb to answer.
+        verb, known = error.unused_tokens[0], [verb for verbs in VERBS.values() for verb in verbs]
+        return f"there is no command {verb!r}; {did_you_mean(verb, known)}"
+    return " ".join(str(error).split())
+
+
+def _default_words(value: Any) -> str | None:
+    """Switches that are off and lists that are empty need no mention."""
+    return None if value is False or value == () else str(value)
+
+
+def _fail(code: int, message: str, *, hint: str | None, debug: bool) -> int:
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    words = Text.assemble(("error: ", "bold red"), (message, "red"))
+    if hint:
+        words.append_text(Text.assemble(("\n  → ", "dim"), hint))
+    Console(stderr=True, highlight=False).print(words, soft_wrap=True)
+    return code
+
+
+def _silence_stdout() -> None:
+    """The reader is gone: what is still buffered must not complain when Python ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # a stdout without a descriptor has nothing to complain with
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""A job from a file, YAML or Python, or from a mapping; everything wrong with it said at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from yunlu.core.errors import JobError
+from yunlu.spec.doors import OWN_CODE, TASKS, TRACKERS, known_names
+from yunlu.spec.explain import Finding, explain, show_value, unknown_name
+from yunlu.spec.job import Job
+from yunlu.spec.overrides import apply_overrides
+from yunlu.spec.problems import InvalidJobError, Problem
+from yunlu.spec.python_file import read_python
+from yunlu.spec.source import Document, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["InvalidJobError", "Problem", "job_from_mapping", "load_job"]
+
+_PYTHON = re.compile(r"(?P<file>.+\.py)(?::(?P<name>[A-Za-z_]\w*))?")
+_YAML = {".yaml", ".yml", ".json"}
+
+
+def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
+    """Read ``job.yaml``, ``job.json``, ``job.py`` or ``jobs.py:name``, with ``a.b=c`` overrides.
+
+    A relative path in the job is looked up from the working directory, then beside the job file.
+    """
+    where = str(path)
+    name = "job"
+    if python := _PYTHON.fullmatch(where):
+        file, name = Path(python["file"]), python["name"] or name
+        _check_file(file)
+        data = read_python(file, name).model_dump(mode="json", exclude_unset=True)
+        document = Document(data=data)
+    else:
+        file = Path(path)
+        document = _read_yaml(file)
+    job = _validate(apply_overrides(document, overrides), where)
+    default_name = _as_name(file.stem if name == "job" else f"{file.stem}-{name}")
+    job = job.model_copy(update={"name": job.name or default_name})
+    return _beside(job, file.parent)
+
+
+def job_from_mapping(mapping: Mapping[str, Any], *, where: str = "job") -> Job:
+    """The same job, and the same words when it is wrong, for callers that hold plain data."""
+    return _validate(Document(data=dict(mapping)), where)
+
+
+def _check_file(file: Path) -> None:
+    if file.is_dir():
+        raise JobError(
+            f"{file} is a directory, not a job file.", hint="name the .yaml or .py file inside it"
+        )
+    if not file.exists():
+        raise JobError(
+            f"There is no job file {file}.",
+            hint="check the path, or write one with: yunlu init TASK DATA",
+        )
+
+
+def _read_yaml(file: Path) -> Document:
+    _check_file(file)
+    if file.suffix.lower() not in _YAML:
+        raise JobError(f"{file} is not a job file: expected .yaml, .yml, .json or .py.")
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{file} is not UTF-8 text (byte {error.start}).") from None
+    except OSError as error:
+        raise JobError(f"Cannot read {file}: {error.strerror}.") from error
+    if file.suffix.lower() == ".json":
+        text = text.replace("\t", " ")  # JSON indents with tabs where YAML may not
+    document = parse(text, where=str(file))
+    if document.data is None and not document.problems:
+        raise JobError(
+            f"{file} is empty: a job needs at least task, model and data.",
+            hint="yunlu init TASK DATA writes one to start from",
+        )
+    return document
+
+
+def _validate(document: Document, where: str) -> Job:
+    problems = list(document.problems)
+    job: Job | None = None
+    findings: list[Finding] = []
+    if isinstance(document.data, dict):
+        try:
+            job = Job.model_validate(document.data)
+        except ValidationError as error:
+            findings = explain(error, document.data)
+        findings += _unknown_names(document.data)
+    elif not problems:
+        got = show_value(document.data)
+        findings = [Finding((), f"expected a mapping with task, model and data, got {got}")]
+    known = {problem.key for problem in problems}
+    found = [document.problem(f.path, f.message, at_key=f.at_key) for f in findings]
+    # What could not even be read is not also judged.
+    problems += [problem for problem in found if not problem.key or problem.key not in known]
+    if problems or job is None:
+        raise InvalidJobError(where, problems)
+    return job
+
+
+def _unknown_names(data: dict[str, Any]) -> Iterator[Finding]:
+    if name := _unknown(data.get("task"), known := known_names(TASKS)):
+        yield Finding(("task",), unknown_name("task", name, known))
+    trackers = data.get("trackers")
+    for position, tracker in enumerate(trackers if isinstance(trackers, list) else []):
+        if name := _unknown(tracker, known := known_names(TRACKERS)):
+            yield Finding(("trackers", position), unknown_name("tracker", name, known))
+
+
+def _unknown(name: Any, known: tuple[str, ...]) -> str | None:
+    # No names at all means the package runs uninstalled: then nothing can be said.
+    if not isinstance(name, str) or not name or not known or name in known:
+        return None
+    return None if re.fullmatch(OWN_CODE, name) else name
+
+
+def _as_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-_.")[:63] or "job"
+
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+_TOKENIZERS = {"auto", "bytes", "bpe"}
+
+
+def _beside(job: Job, folder: Path) -> Job:
+    """Local paths that exist beside the job file, but not from the working directory."""
+    data = job.data
+    paths: dict[str, str] = {}
+    for key in ("train", "validation", "test"):
+        if value := getattr(data, key):
+            paths[key] = _near(value, folder)
+    if data.tokenizer not in _TOKENIZERS:
+        paths["tokenizer"] = _near(data.tokenizer, folder)
+    model = job.model
+    if model.name.startswith("hf:") or model.name.endswith(".keras"):
+        model = model.model_copy(update={"name": _near(model.name, folder)})
+    return job.model_copy(update={"data": data.model_copy(update=paths), "model": model})
+
+
+def _near(text: str, folder: Path) -> str:
+    prefix, path = ("hf:", text[3:]) if text.startswith("hf:") else ("", text)
+    if _SCHEME.match(path) or _exists(Path(path)) or not _exists(folder / path):
+        return text
+    return f"{prefix}{folder / path}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # longer than a name can be, or not ours to look at
+        return False

@@ -1,0 +1,45 @@
+"""Every example learns what its comment promises."""
+
+from __future__ import annotations
+
+import operator
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT, Yunlu
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXPECTS = re.compile(r"^# expects: test/(\w+) (>=|<=) ([\d.]+)$", re.MULTILINE)
+COMPARE = {">=": operator.ge, "<=": operator.le}
+TASKS = {
+    "text-classification", "language-modeling", "seq2seq", "image-classification",
+    "keyword-spotting", "speech-to-text", "recommendation", "tabular-classification",
+    "tabular-regression",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_reaches_its_figure(example: Path, yunlu: Yunlu) -> None:
+    text = example.read_text()
+    if "made:spoken" in text and not shutil.which("espeak-ng"):
+        pytest.skip("espeak-ng, which speaks this example's data, is not installed")
+    match = EXPECTS.search(text)
+    assert match, "an example says what to expect"
+    metric, sign, figure = match.groups()
+    answer = yunlu("train", example, "--json")
+    assert answer.code == 0, answer.err
+    assert COMPARE[sign](answer.scores("test")[metric], float(figure))
+
+
+def test_there_is_an_example_for_every_task() -> None:
+    shown = {
+        match.group(1)
+        for example in EXAMPLES
+        if (match := re.search(r"^task: ([\w-]+)", example.read_text(), re.MULTILINE))
+    }
+    assert shown == TASKS

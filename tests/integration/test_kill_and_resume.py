@@ -1,0 +1,106 @@
+"""Real workers, really killed: nothing is lost but the steps since the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.conftest import Yunlu
+from yunlu.core.rundir import EventKind, RunDir
+
+JOB = """
+task: image-classification
+model: cnn
+data: sklearn:digits
+train:
+  epochs: 3
+  checkpoint: 5
+"""
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
+
+
+def wait_for_step(run: RunDir, step: int, process: psutil.Process) -> None:
+    """Until the run has logged a step, or its worker is gone."""
+    while max(losses(run), default=0) < step:
+        try:
+            process.wait(timeout=0.05)
+        except psutil.TimeoutExpired:
+            continue
+        return
+
+
+def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunDir, psutil.Process]:
+    command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--detach", "--json"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    run = RunDir(max(home.glob("killed-*"), key=lambda path: path.stat().st_mtime))
+    return run, worker_of(run)
+
+
+def worker_of(run: RunDir) -> psutil.Process:
+    """The worker of the newest life; waits until it has told its number."""
+    while True:
+        lives = [event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE]
+        if lives:
+            return psutil.Process(lives[-1]["pid"])
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
+    yunlu: Yunlu, environment: dict[str, str], own_home: Path, tmp_path: Path
+) -> None:
+    job = tmp_path / "killed.yaml"
+    job.write_text(JOB)
+    assert yunlu("train", job, "--name", "whole", "--json").code == 0
+    whole = RunDir(next(own_home.glob("whole-*")))
+
+    run, process = start(job, environment, own_home)
+    draw = random.Random(4)
+    for _ in range(3):
+        wait_for_step(run, max(losses(run), default=0) + draw.randint(8, 25), process)
+        if process.is_running():
+            process.send_signal(signal.SIGKILL)
+        assert yunlu("ps", "--all").code == 0
+        assert "lost" in yunlu("ps", "--all").out
+        resumed = yunlu("resume", run.id, "--detach", "--json")
+        assert resumed.code == 0, resumed.err
+        lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+        process = worker_of(run)
+        assert lives >= 1
+    process.wait()
+    assert losses(run) == losses(whole)
+    exported = [r.model / "model.safetensors" for r in (run, whole)]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_resume_goes_on(
+    environment: dict[str, str], own_home: Path, tmp_path: Path, yunlu: Yunlu
+) -> None:
+    job = tmp_path / "stopped.yaml"
+    job.write_text(JOB)
+    command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--json"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as shown:
+        assert shown.stdout is not None
+        for line in shown.stdout:
+            if '"metrics"' in line or '"step": 10' in line:
+                os.kill(shown.pid, signal.SIGINT)
+                break
+        shown.stdout.read()
+        assert shown.wait() == 130
+    run = RunDir(next(own_home.glob("stopped-*")))
+    states = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    assert states[-2:] == ["stopping", "stopped"]
+    assert yunlu("resume", run.id, "--json").code == 0
+    assert max(losses(run)) == 3 * -(-1437 // 32)

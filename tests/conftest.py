@@ -14,6 +14,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("YUNLU_HOME", str(home))
     monkeypatch.setenv("YUNLU_LANG", "en")
+    # Made data is kept between tests and runs: speaking it takes half a minute.
+    monkeypatch.setenv("YUNLU_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "yunlu"))
     return home
 
 

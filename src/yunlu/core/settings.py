@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from yunlu.core.errors import YunluError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -25,14 +27,28 @@ def read_settings() -> Settings:
     """Read the environment afresh."""
     env = os.environ
     language = env.get("YUNLU_LANG") or env.get("LC_ALL") or env.get("LANG") or "en"
-    price = env.get("YUNLU_DOLLARS_PER_HOUR")
     cache_root = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Settings(
         home=Path(env.get("YUNLU_HOME") or "yunlu-runs").expanduser().absolute(),
         cache=Path(env.get("YUNLU_CACHE") or cache_root / "yunlu").expanduser().absolute(),
-        dollars_per_hour=float(price) if price else None,
+        dollars_per_hour=_price(env.get("YUNLU_DOLLARS_PER_HOUR")),
         language="zh" if language.lower().startswith("zh") else "en",
     )
+
+
+def _price(text: str | None) -> float | None:
+    if not text:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise YunluError(
+            f"YUNLU_DOLLARS_PER_HOUR is {text!r}, which is not a price.",
+            hint="Set it to a number such as 2.5, or unset it.",
+        )
+    return price
 
 
 def worker_environment(*, threads: int | None = None) -> dict[str, str]:

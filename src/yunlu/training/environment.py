@@ -87,7 +87,7 @@ def hide_credentials(text: str) -> str:
 
 _URL_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
 _SECRET_PAIR = re.compile(
-    r"\b([\w.-]*(?:secret|password|passwd|token|credential|signature|api[_-]?key|access[_-]?key)"
+    r"\b([\w.-]*(?:secret|password|passwd|token(?!i)|credential|signature|api[_-]?key|access[_-]?key)"
     r"[\w.-]*=)[^&\s]+",
     re.IGNORECASE,
 )

@@ -21,6 +21,7 @@ import psutil
 from yunlu.catalog.machine import Device, Machine
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
+from yunlu.training.cgroup import Cgroup, read_cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,24 +32,24 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 
 # Flags of processors that compute in the precision instead of converting back and forth.
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-_CPU_FP16 = ("avx512_fp16", "amx_fp16", "fp16_arith")
+_CPU_FP16 = ("avx512_fp16", "amx_fp16")
 
 
 def probe_machine() -> Machine:
     """This machine: cores and memory as its containers allow, its devices, its price."""
-    cores, memory_bytes, free_bytes = count_cores(), *_memory()
+    limits = read_cgroup()
+    memory_bytes, free_bytes = _memory(limits)
     return Machine(
         hostname=socket.gethostname(),
-        cores=cores,
+        cores=count_cores(limits),
         memory_bytes=memory_bytes,
         devices=(_cpu(free_bytes), *_accelerators()),
         dollars_per_hour=read_settings().dollars_per_hour,
     )
 
 
-def count_cores(cgroup: Cgroup | None = None) -> int:
+def count_cores(limits: Cgroup) -> int:
     """Cores this process may use: its affinity, less where a container grants less time."""
-    limits = read_cgroup() if cgroup is None else cgroup
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
     else:  # macOS, Windows
@@ -57,74 +58,9 @@ def count_cores(cgroup: Cgroup | None = None) -> int:
     return max(1, min(allowed, int(granted)))
 
 
-class Cgroup(Value):
-    """What the control groups of this process allow; None means no limit."""
-
-    cores: float | None = None
-    memory_bytes: int | None = None
-    memory_used_bytes: int = 0
-
-
-def read_cgroup(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> Cgroup:
-    """The tightest limits from this process's group up to the root, in version 1 or 2."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # not Linux
-        return Cgroup()
-    cores: list[float] = []
-    memory: list[tuple[int, int]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for folder in _upwards(root, path):
-                cores += _quota_v2(folder / "cpu.max")
-                memory += _limit(folder, "memory.max", "memory.current")
-        if "cpu" in controllers.split(","):
-            for folder in _upwards(root / "cpu", path):
-                cores += _quota_v1(folder)
-        if "memory" in controllers.split(","):
-            for folder in _upwards(root / "memory", path):
-                memory += _limit(folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit, used = min(memory, default=(None, 0))
-    return Cgroup(cores=min(cores, default=None), memory_bytes=limit, memory_used_bytes=used)
-
-
-def _upwards(root: Path, path: str) -> list[Path]:
-    """The group's folder and its parents; inside a container only some of them are visible."""
-    here = root / path.strip("/")
-    return [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
-
-
-def _quota_v2(file: Path) -> list[float]:
-    quota, _, period = (_read(file) or "max").partition(" ")
-    return [] if quota == "max" else [float(quota) / float(period)]
-
-
-def _quota_v1(folder: Path) -> list[float]:
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-    return [float(quota) / float(period)] if quota and period and float(quota) > 0 else []
-
-
-def _limit(folder: Path, limit_name: str, used_name: str) -> list[tuple[int, int]]:
-    limit, used = _read(folder / limit_name), _read(folder / used_name)
-    # Version 1 says "no limit" with a number near 2^63.
-    if limit is None or limit == "max" or int(limit) >= 1 << 60:
-        return []
-    return [(int(limit), int(used or 0))]
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
-
-
-def _memory() -> tuple[int, int]:
+def _memory(limits: Cgroup) -> tuple[int, int]:
     """Total and free bytes, whichever of machine and container is tighter."""
-    machine, limits = psutil.virtual_memory(), read_cgroup()
+    machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     if limits.memory_bytes is not None:
         total = min(total, limits.memory_bytes)
@@ -140,10 +76,18 @@ def _cpu(free_bytes: int) -> Device:
         fast.append("bf16")
     if any(flags.get(flag) for flag in _CPU_FP16):
         fast.append("fp16")
-    name = flags.get("cpu_name") or platform.processor() or platform.machine()
     return Device(
-        kind="cpu", name=str(name), memory_bytes=free_bytes, fast_precisions=tuple(fast)
+        kind="cpu", name=_cpu_name(), memory_bytes=free_bytes, fast_precisions=tuple(fast)
     )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (named[0] if named else "") or platform.processor() or platform.machine()
 
 
 def _accelerators() -> list[Device]:
@@ -184,10 +128,142 @@ def _mps(torch: Any) -> Device:
     )
 
 
+class Speed(Value):
+    """How a precision does on a device."""
+
+    precision: Precision
+    relative_speed: float
+    """Matrix products per second, as a multiple of fp32's."""
+    is_worth_using: bool
+    verdict: str
+    """The same for people."""
+
+
+def measure_precisions(device: Device) -> list[Speed]:
+    """Time the three matrix products of a linear layer in each precision; about a second."""
+    import torch  # noqa: PLC0415 (takes seconds)
+
+    types: dict[Precision, torch.dtype] = {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }
+    size = _telling_size(device.kind)
+    reference_s = _best_time(_products(device.kind, size, torch.float32))
+    speeds: list[Speed] = []
+    for precision, dtype in types.items():
+        if precision == "fp32":
+            relative = 1.0
+        else:
+            work = _products(device.kind, size, dtype)
+            relative = reference_s / _best_time(work, hopeless_s=4 * reference_s)
+        speeds.append(judge(precision, relative, device.kind))
+    return speeds
+
+
+def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
+    """Whether the speed is worth the lost digits."""
+    worth = precision == "fp32" or relative_speed >= _WORTH_FROM
+    if precision == "fp32":
+        verdict = "the reference: always right"
+    elif relative_speed < 1 / _WORTH_FROM:
+        times = 1 / relative_speed
+        verdict = f"{times:.{0 if times >= 10 else 1}f}× slower: not native to this {kind}"
+    elif not worth:
+        verdict = "no faster: saves memory only"
+    elif precision == "fp16":
+        verdict = "fast, but needs loss scaling: prefer bf16 where it is as fast"
+    else:
+        verdict = "fast, with the range of fp32: use it"
+    return Speed(
+        precision=precision, relative_speed=relative_speed, is_worth_using=worth, verdict=verdict
+    )
+
+
+_WORTH_FROM = 1.2
+"""A smaller gain in the products is eaten by the conversions around them."""
+_BUDGET_S = 0.25
+
+
+def _telling_size(kind: str) -> int:
+    """Matrices large enough that fp32 takes milliseconds: smaller ones time the overhead."""
+    import torch  # noqa: PLC0415
+
+    size, largest = 256, 2048 if kind == "cpu" else 8192
+    while size < largest and _best_time(_products(kind, size, torch.float32), rounds=3) < 2e-3:
+        size *= 2
+    return size
+
+
+def _products(kind: str, size: int, dtype: torch.dtype) -> Callable[[], None]:
+    import torch  # noqa: PLC0415
+
+    made = torch.Generator().manual_seed(0)
+    inputs, weights, gradient = (
+        torch.randn(size, size, generator=made).to(kind, dtype) for _ in range(3)
+    )
+
+    def once() -> None:
+        _ = inputs @ weights.T  # forward
+        _ = gradient @ weights  # gradient of the inputs
+        _ = gradient.T @ inputs  # gradient of the weights
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        elif kind == "mps":
+            torch.mps.synchronize()
+
+    return once
+
+
+def _best_time(
+    work: Callable[[], None], *, rounds: int = 30, hopeless_s: float = float("inf")
+) -> float:
+    """The best of several: noise only ever adds time. Hopeless work is not repeated."""
+    work()  # libraries load and choose their kernels the first time
+    best, began = float("inf"), time.perf_counter()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        end = time.perf_counter()
+        best = min(best, end - start)
+        if best > hopeless_s or end - began > _BUDGET_S:
+            break
+    return best
+
+
 def _torch() -> Any:
-    """Torch, or None where it is missing or broken; ``torch_problem`` says which."""
+    return _load_torch()[0]
+
+
+def _load_torch() -> tuple[Any, str | None]:
+    """Torch, or None and why it cannot be imported."""
     try:
         import torch  # noqa: PLC0415 (may be absent, and takes seconds)
-    except (ImportError, OSError):
-        return None
-    return torch
+    except ModuleNotFoundError as error:
+        return None, "is not installed" if error.name == "torch" else f"lacks {error.name}"
+    except (ImportError, OSError) as error:  # a library it links to is missing
+        return None, f"cannot be imported: {error}"
+    return torch, None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the machine, torch's state and, if asked, the speeds, as one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m yunlu.training.probe")
+    parser.add_argument("--measure", action="store_true", help="time each precision (a second)")
+    measure: bool = parser.parse_args(argv).measure
+    machine = probe_machine()
+    torch, problem = _load_torch()
+    found: dict[str, Any] = {
+        "machine": machine.model_dump(mode="json"),
+        "torch": {"version": torch and torch.__version__, "problem": problem},
+    }
+    if measure and torch is not None:
+        best = machine.best_device
+        speeds = [speed.model_dump(mode="json") for speed in measure_precisions(best)]
+        found["measured"] = {"device": best.kind, "precisions": speeds}
+    sys.stdout.write(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

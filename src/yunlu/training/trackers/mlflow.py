@@ -1,0 +1,163 @@
+"""MLflow: to the server that ``MLFLOW_TRACKING_URI`` names, else to ``mlflow.db`` beside the runs.
+
+Look at the local one with ``mlflow ui --backend-store-uri sqlite:///yunlu-runs/mlflow.db``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import missing_part
+from yunlu.core.files import write_atomically
+from yunlu.core.states import RunState
+from yunlu.training.environment import hide_credentials
+from yunlu.training.trackers.config import flatten, public_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.spec.job import Job
+
+EXPERIMENT = "yunlu"
+# What servers accept in one request, and in one value (older servers: 500 characters).
+_METRICS_PER_BATCH = 1000
+_PARAMS_PER_BATCH = 100
+_PARAM_LENGTH = 500
+_KEY_LENGTH = 250
+_BATCH_EVERY_S = 2.0
+_STATUS = {
+    RunState.FINISHED: "FINISHED",
+    RunState.STOPPED: "KILLED",
+    RunState.FAILED: "FAILED",
+    RunState.LOST: "FAILED",
+}
+
+
+class MlflowTracker:
+    """One MLflow run per Yunlu run, in the experiment ``yunlu``; a resumed life continues it."""
+
+    def __init__(self) -> None:
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._waiting: list[Any] = []
+        self._sent_at = 0.0
+
+    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+        """Find this run's MLflow run, or make one with the job as its parameters."""
+        del resumed  # the id kept in the run's directory tells it, also without a checkpoint
+        self._mlflow = _load_mlflow()
+        tracking = self._mlflow.tracking
+        local = f"sqlite:///{run.path.parent / 'mlflow.db'}"
+        uri = tracking.get_tracking_uri() if tracking.is_tracking_uri_set() else local
+        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        known = _recall(run, uri)
+        if known is not None and self._reopen(known):
+            return
+        self._run_id = self._create(run, uri_is_local=uri == local)
+        _remember(run, uri, self._run_id)
+        self._send_params(public_config(job))
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        """Hold the numbers for the next batch; a batch goes every few seconds or when full."""
+        now_ms = round(time.time() * 1000)
+        entities = self._mlflow.entities
+        self._waiting += [
+            entities.Metric(_clean(name), value, now_ms, step) for name, value in metrics.items()
+        ]
+        full = len(self._waiting) >= _METRICS_PER_BATCH
+        if full or time.monotonic() - self._sent_at >= _BATCH_EVERY_S:
+            self._send_metrics()
+
+    def finish(self, *, state: str, summary: dict[str, Any]) -> None:
+        """Send what waits, then the final figures as tags, and close the run."""
+        self._send_metrics()
+        tags = {**flatten(summary), "state": state}
+        entities = self._mlflow.entities
+        self._client.log_batch(
+            self._run_id,
+            tags=[
+                entities.RunTag(_clean(f"yunlu.{key}"), _show(value))
+                for key, value in list(tags.items())[:_PARAMS_PER_BATCH]
+            ],
+        )
+        status = _STATUS.get(RunState(state), "FINISHED")
+        self._client.set_terminated(self._run_id, status=status)
+
+    def _reopen(self, run_id: str) -> bool:
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except self._mlflow.MlflowException:  # deleted since, or another server behind the name
+            return False
+        self._run_id = run_id
+        return True
+
+    def _create(self, run: RunDir, *, uri_is_local: bool) -> str:
+        experiment = self._client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            # Without this a local store would put artifacts under the working directory.
+            artifacts = (run.path.parent / "mlflow-artifacts").as_uri() if uri_is_local else None
+            try:
+                experiment_id = self._client.create_experiment(EXPERIMENT, artifacts)
+            except self._mlflow.MlflowException:
+                # Another run made it a moment ago.
+                experiment_id = self._client.get_experiment_by_name(EXPERIMENT).experiment_id
+        else:
+            experiment_id = experiment.experiment_id
+        return self._client.create_run(experiment_id, run_name=run.id).info.run_id
+
+    def _send_params(self, config: dict[str, Any]) -> None:
+        entities = self._mlflow.entities
+        params = [entities.Param(_clean(key), _show(v)) for key, v in flatten(config).items()]
+        for batch in _batches(params, _PARAMS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=batch)
+
+    def _send_metrics(self) -> None:
+        for batch in _batches(self._waiting, _METRICS_PER_BATCH):
+            self._client.log_batch(self._run_id, metrics=batch)
+        self._waiting = []
+        self._sent_at = time.monotonic()
+
+
+def _load_mlflow() -> ModuleType:
+    try:
+        import mlflow  # noqa: PLC0415 (optional, and slow to import)
+    except ImportError as error:
+        raise missing_part("mlflow", "mlflow", "Logging to MLflow") from error
+    # Creating the local database is told on the terminal line by line.
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    return mlflow
+
+
+def _remember(run: RunDir, uri: str, run_id: str) -> None:
+    known = {"uri": hide_credentials(uri), "run_id": run_id}
+    write_atomically(run.path / "mlflow.json", json.dumps(known))
+
+
+def _recall(run: RunDir, uri: str) -> str | None:
+    """The MLflow run of an earlier life, if it logged to the same place."""
+    try:
+        known = json.loads((run.path / "mlflow.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return known.get("run_id") if known.get("uri") == hide_credentials(uri) else None
+
+
+def _clean(name: str) -> str:
+    """MLflow's alphabet for names: letters, digits and ``_-. :/``."""
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)[:_KEY_LENGTH]
+
+
+def _show(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _PARAM_LENGTH else text[: _PARAM_LENGTH - 1] + "…"
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

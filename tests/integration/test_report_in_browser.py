@@ -1,0 +1,190 @@
+"""The report page in a real Chromium: what a reader sees, and what a hostile data set cannot do."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from yunlu.jobs.report import write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SWITCHES = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+RUNS: dict[str, Any] = runpy.run_path(
+    str(Path(__file__).parents[1] / "unit" / "jobs" / "test_report.py")
+)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor google-chrome is installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = RUNS["write_classification"](tmp_path_factory.mktemp("runs") / "digits-1")
+    write_report(run)
+    return run.report_html.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """The page, opened; at the end no complaint and no request beyond the file may have come."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    page, requests, complaints = context.new_page(), list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    yield page
+    assert complaints == []
+    assert {url for url in requests if not url.startswith("data:")} == {address}
+    context.close()
+
+
+def background(page: Page) -> str:
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+@pytest.mark.parametrize(
+    ("curve", "points"),
+    [
+        ("train_loss", 400),
+        ("train_loss_smoothed", 400),
+        ("validation_loss", 9),
+        ("validation/accuracy", 9),
+        ("lr", 400),
+        ("grad_norm", 400),
+        ("samples_per_s", 400),
+        ("memory_bytes", 400),
+    ],
+)
+def test_each_curve_is_drawn(page: Page, curve: str, points: int) -> None:
+    path = page.locator(f'.frame.linear path[data-key="{curve}"]')
+
+    assert len(re.findall("[ML]", path.get_attribute("d") or "")) > points
+    box = path.bounding_box()
+    assert box is not None
+    assert box["width"] > 200
+    assert box["height"] > 5
+
+
+def test_time_is_drawn_in_layers(page: Page) -> None:
+    assert page.locator("#chart-time path.layer").count() == 5
+
+
+def test_the_confusion_matrix_shows_the_counts(page: Page) -> None:
+    counts = RUNS["confusion_of"]([str(i) for i in range(10)])["counts"]
+    rows = page.locator(".heat tbody tr")
+
+    shown = [[int(cell) for cell in rows.nth(i).locator("td").all_inner_texts()] for i in range(10)]
+    assert shown == counts
+
+
+def test_hostile_text_does_not_run(page: Page) -> None:
+    assert page.evaluate("window.hacked") is None
+    expect(page.locator(".heat tbody th").last).to_have_text(RUNS["SCRIPT"])
+
+
+def test_an_injected_script_is_refused_by_the_page_itself(browser: Browser, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=hacked=1>')")
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {text: 'hacked = 2'}))"
+    )
+
+    assert page.evaluate("typeof hacked") == "undefined"
+    page.close()
+
+
+def test_the_language_switch_changes_the_words(page: Page) -> None:
+    title = page.locator("#curves h2")
+    expect(title).to_have_text(re.compile("Curves"), use_inner_text=True)
+
+    page.get_by_role("button", name="中文").click()
+    expect(title).to_have_text("曲线", use_inner_text=True)
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+
+    page.reload()  # the choice is remembered
+    expect(title).to_have_text("曲线", use_inner_text=True)
+    page.get_by_role("button", name="English").click()
+    expect(title).to_have_text("Curves", use_inner_text=True)
+
+
+def test_dark_follows_the_system_and_the_switch(page: Page) -> None:
+    light = background(page)
+    page.emulate_media(color_scheme="dark")
+    dark = background(page)
+    assert dark != light
+
+    page.locator("#theme").click()
+    assert background(page) == light
+    page.locator("#theme").click()
+    assert background(page) == dark
+
+
+def test_hovering_and_arrow_keys_read_out_values(page: Page) -> None:
+    tip = page.locator("#tip")
+    expect(tip).to_be_hidden()
+
+    page.locator("#chart-train_loss .linear .plot").hover()
+    expect(tip).to_contain_text("225")
+    expect(tip).to_contain_text(re.compile(r"Training\s*0\.\d+"))
+
+    page.locator("#chart-lr .plot").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(tip).to_contain_text("449")
+
+
+def test_the_loss_has_a_log_scale(page: Page) -> None:
+    linear, log = (page.locator(f"#chart-train_loss .frame.{scale}") for scale in ("linear", "log"))
+    expect(log).to_be_hidden()
+
+    page.locator("#chart-train_loss .scales input").check()
+    expect(linear).to_be_hidden()
+    box = log.locator("path[data-key=train_loss]").bounding_box()
+    assert box is not None
+    assert box["height"] > 100
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_no_width_makes_the_page_scroll_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_everything_can_be_read_without_scripts(browser: Browser, address: str) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address)
+
+    expect(page.locator('.frame.linear path[data-key="train_loss"]')).to_be_visible()
+    expect(page.locator("#plan")).to_contain_text("this CPU has no faster arithmetic")
+    expect(page.locator(".switches")).to_be_hidden()
+    context.close()

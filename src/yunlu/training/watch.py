@@ -40,34 +40,43 @@ class StopRequest:
 
 
 class Best:
-    """The best value of one metric so far, and how long ago it was."""
+    """The best evaluation so far by one metric, and how long ago it was."""
 
-    def __init__(self, metric: str, *, min_delta: float = 0.0) -> None:
+    def __init__(self, metric: str, *, min_delta: float = 0.0, ties_by_loss: bool = False) -> None:
         self.metric = metric
         self.lower_is_better = lower_is_better(metric)
         self._min_delta = min_delta
-        self.value: float | None = None
+        self._ties_by_loss = ties_by_loss
+        self._value: float | None = None
+        self._loss = math.inf
         self.waited = 0
 
     def observe(self, metrics: dict[str, float]) -> bool:
         """Take one evaluation; true if it is better than all before."""
-        value = metrics[self.metric]
-        gain = 0.0
-        if self.value is not None:
-            gain = self.value - value if self.lower_is_better else value - self.value
-        if math.isfinite(value) and (self.value is None or gain > self._min_delta):
-            self.value, self.waited = value, 0
-            return True
-        self.waited += 1
-        return False
+        better = self._is_better(metrics[self.metric], metrics["loss"])
+        if better:
+            self._value, self._loss, self.waited = metrics[self.metric], metrics["loss"], 0
+        else:
+            self.waited += 1
+        return better
+
+    def _is_better(self, value: float, loss: float) -> bool:
+        if not math.isfinite(value) or self._value is None:
+            return math.isfinite(value)
+        if value == self._value:  # accuracies tie often: the surer model is the better one
+            return self._ties_by_loss and loss < self._loss
+        gain = self._value - value if self.lower_is_better else value - self._value
+        return gain > self._min_delta
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"value": self.value, "waited": self.waited}
+        loss = self._loss if math.isfinite(self._loss) else None
+        return {"value": self._value, "loss": loss, "waited": self.waited}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.value, self.waited = state["value"], state["waited"]
+        self._value, self.waited = state["value"], state["waited"]
+        self._loss = math.inf if state["loss"] is None else state["loss"]
 
 
 class TrainingWatch:
@@ -83,7 +92,7 @@ class TrainingWatch:
     ) -> None:
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
         train, patience = engine.job.train, engine.job.train.early_stopping
-        self._best = Best(engine.plan.best_metric)
+        self._best = Best(engine.plan.best_metric, ties_by_loss=True)
         self._patience = patience
         self._improvement = Best(
             engine.plan.stopping_metric, min_delta=patience.min_delta if patience else 0.0

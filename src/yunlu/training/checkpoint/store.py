@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -77,8 +78,14 @@ class CheckpointStore:
 
     def _ranked(self) -> list[Entry]:
         scored = [entry for entry in files.entries(self._root) if self._metric in entry.metrics]
+        # Metrics such as accuracy tie often: then the lower loss is the better model.
         return sorted(
-            scored, key=lambda entry: (self._sign * entry.metrics[self._metric], entry.step)
+            scored,
+            key=lambda entry: (
+                self._sign * entry.metrics[self._metric],
+                entry.metrics.get("loss", math.inf),
+                entry.step,
+            ),
         )
 
     def _write(self, snapshot: Snapshot) -> None:

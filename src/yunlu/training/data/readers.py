@@ -1,0 +1,264 @@
+"""Readers of single files: bytes to columns. None of them ever runs what it reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.core.errors import DataError
+from yunlu.training.data.arrow import columns_of_arrow
+from yunlu.training.data.numbers import as_column, parse_cells
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from yunlu.training.data.files import Location
+    from yunlu.training.data.table import Column
+
+Columns = dict[str, "Column"]
+_NEARLY_ALL = 0.95
+
+
+def read_lines(file: Location) -> Columns:
+    """One sample per non-empty line: ``text``, or ``label`` and ``text`` of ``label<TAB>sentence``.
+
+    It is the second when at least 95 % of the lines have exactly one tab with something on both
+    sides; a line that then has not is an error rather than a sample with a wrong label.
+    """
+    lines = [
+        (number, line.strip("\r\n"))
+        for number, line in enumerate(decode(file).split("\n"), start=1)
+        if line.strip()
+    ]
+    pairs = [(number, line.split("\t")) for number, line in lines]
+    wrong = [number for number, pair in pairs if len(pair) != 2 or not all(map(str.strip, pair))]
+    if not lines or len(wrong) > (1 - _NEARLY_ALL) * len(lines):
+        return {"text": [line for _, line in lines]}
+    if wrong:
+        raise DataError(
+            f"{file.url}, line {wrong[0]}: expected label<TAB>sentence, as on the other lines "
+            f"({len(wrong)} of {len(lines)} differ)",
+            hint="give the line one tab, or remove it",
+        )
+    return {
+        "label": [pair[0].strip() for _, pair in pairs],
+        "text": [pair[1].strip() for _, pair in pairs],
+    }
+
+
+def read_csv(file: Location, *, header: bool | None = None) -> Columns:
+    """Comma-, semicolon- or tab-separated values, whichever the first line has most of.
+
+    ``header`` says whether the first row names the columns; ``None`` finds out (``has_header``).
+    """
+    text = decode(file)
+    first = text.split("\n", 1)[0]
+    delimiter = max((",", ";", "\t"), key=first.count)
+    return _columns_of_rows(_rows(text, delimiter, file), file, header=header)
+
+
+def read_tsv(file: Location, *, header: bool | None = None) -> Columns:
+    """Tab-separated values; quotes are ordinary characters where they do not close."""
+    text = decode(file)
+    try:
+        rows = _rows(text, "\t", file)
+    except DataError:
+        rows = _rows(text, "\t", file, quoting=csv.QUOTE_NONE)
+    return _columns_of_rows(rows, file, header=header)
+
+
+def read_json(file: Location) -> Columns:
+    """JSON lines, or one list, of objects; a key that an object lacks is ``None`` (``NaN``)."""
+    text = decode(file)
+    if text.lstrip().startswith("["):
+        records: list[Any] = [(number, item) for number, item in enumerate(_json(text, file), 1)]
+        unit = "item"
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        records = [(n, _json(line, file, line_number=n)) for n, line in lines if line.strip()]
+        unit = "line"
+    names: dict[str, None] = {}
+    for number, record in records:
+        if not isinstance(record, dict):
+            kind = type(record).__name__
+            raise DataError(f"{file.url}, {unit} {number}: expected a JSON object, found {kind}")
+        names.update(dict.fromkeys(record))
+    return {name: as_column([record.get(name) for _, record in records]) for name in names}
+
+
+def read_parquet(file: Location) -> Columns:
+    """Parquet; nested lists stay lists."""
+    import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    try:
+        return columns_of_arrow(pq.read_table(io.BytesIO(file.read())))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file.url} is not a whole Parquet file: {error}") from error
+
+
+def read_numpy(file: Location) -> Columns:
+    """``.npz``: a column per array. ``.npy``: a column per field, or ``x`` for the whole array.
+
+    Arrays of Python objects are pickles, and refused.
+    """
+    try:
+        loaded = np.load(io.BytesIO(file.read()), allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            names = loaded.dtype.names
+            arrays = {name: loaded[name] for name in names} if names else {"x": loaded}
+        else:
+            arrays = {name: loaded[name] for name in loaded.files}
+    except Exception as error:  # zipfile, zlib, struct and numpy each raise their own
+        hint = "save numbers or fixed-length strings; arrays of objects are pickles, which can run code"
+        raise DataError(f"{file.url} cannot be read as NumPy arrays: {error}", hint=hint) from error
+    # A member of an .npz that is no array comes back as its bytes.
+    foreign = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+    if foreign:
+        raise DataError(f"{file.url}: {', '.join(foreign)} is not a NumPy array")
+    flat = [name for name, array in arrays.items() if array.ndim == 0]
+    if flat:
+        raise DataError(f"{file.url}: {', '.join(flat)} is a single value, not one per sample")
+    return {name: _array_column(array) for name, array in arrays.items()}
+
+
+READERS: dict[str, Callable[[Location], Columns]] = {
+    "text": read_lines,
+    "csv": read_csv,
+    "tsv": read_tsv,
+    "jsonl": read_json,
+    "parquet": read_parquet,
+    "numpy": read_numpy,
+}
+
+SUFFIXES = {
+    ".txt": "text",
+    ".text": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".npy": "numpy",
+    ".npz": "numpy",
+}
+PICKLED = (".pkl", ".pickle", ".pt", ".pth", ".joblib", ".bin", ".ckpt")
+
+
+def format_of(file: Location) -> str:
+    """How to read a file, by its suffix, else by its first bytes."""
+    if file.suffix in SUFFIXES:
+        return SUFFIXES[file.suffix]
+    head = file.read(8)
+    if file.suffix in PICKLED or re.match(rb"\x80[\x02-\x05]", head):
+        raise DataError(
+            f"{file.url} is a pickle, which can run code when it is opened; Yunlu reads none",
+            hint="convert it where you trust it: to .parquet, .jsonl, .csv or .npz",
+        )
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"\x93NUMPY"):
+        return "numpy"
+    if head.lstrip()[:1] in {b"{", b"["}:
+        return "jsonl"
+    known = ", ".join(SUFFIXES)
+    raise DataError(
+        f"cannot tell the format of {file.url} by its name or its first bytes",
+        hint=f"set data.format ({', '.join(READERS)}), or use one of the suffixes {known}",
+    )
+
+
+def decode(file: Location) -> str:
+    """The file's text: UTF-8, with or without a byte-order mark."""
+    try:
+        return file.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file.url} is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})",
+            hint="convert it, such as: iconv -f GB18030 -t UTF-8",
+        ) from error
+
+
+def _rows(
+    text: str, delimiter: str, file: Location, *, quoting: Any = csv.QUOTE_MINIMAL
+) -> list[list[str]]:
+    csv.field_size_limit((1 << 31) - 1)  # the default refuses texts above 128 KiB
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, quoting=quoting, strict=True)
+    rows: list[list[str]] = []
+    try:
+        for row in reader:
+            if not row or (len(row) == 1 and not row[0].strip()):
+                continue
+            if rows and len(row) != len(rows[0]):
+                raise DataError(
+                    f"{file.url}, line {reader.line_num}: {len(row)} cells, "
+                    f"where the first row has {len(rows[0])}"
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise DataError(f"{file.url}, line {reader.line_num}: {error}") from error
+    return rows
+
+
+def _columns_of_rows(rows: list[list[str]], file: Location, *, header: bool | None) -> Columns:
+    if not rows:
+        return {}
+    columns = [list(cells) for cells in zip(*rows, strict=True)]
+    if has_header(columns) if header is None else header:
+        names = [cells[0].strip() for cells in columns]
+        columns = [cells[1:] for cells in columns]
+        if not columns[0]:
+            raise DataError(f"{file.url} has a header and no rows")
+    else:
+        names = _names_without_header(columns)
+    return {name: parse_cells(cells) for name, cells in zip(names, columns, strict=True)}
+
+
+def has_header(columns: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row names the columns.
+
+    It does when its cells are distinct and filled, none is a number, and none occurs again in its
+    own column, as a label would.
+    """
+    first = [cells[0].strip() for cells in columns]
+    if not all(first) or len(set(first)) < len(first):
+        return False
+    if any(isinstance(parse_cells([cell]), np.ndarray) for cell in first):
+        return False
+    return not any(cells[0] in set(cells[1:]) for cells in columns)
+
+
+def _names_without_header(columns: list[list[str]]) -> list[str]:
+    """Two columns, of which one is single words and the other sentences, are labels and texts."""
+    names = [f"column_{number}" for number in range(1, len(columns) + 1)]
+    if len(columns) != 2:
+        return names
+    spaced = [sum(" " in cell.strip() for cell in cells) / len(cells) for cells in columns]
+    if spaced[0] <= 1 - _NEARLY_ALL and spaced[1] >= 0.5:
+        return ["label", "text"]
+    if spaced[1] <= 1 - _NEARLY_ALL and spaced[0] >= 0.5:
+        return ["text", "label"]
+    return names
+
+
+def _json(text: str, file: Location, *, line_number: int = 0) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        where = f", line {line_number}" if line_number else ""
+        hint = "one JSON object per line, or one list of objects"
+        raise DataError(f"{file.url}{where} is not valid JSON: {error}", hint=hint) from error
+
+
+def _array_column(array: np.ndarray) -> Column:
+    if array.dtype.kind in "US":
+        kind = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        return kind.tolist()
+    return array

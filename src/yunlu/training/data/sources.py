@@ -1,0 +1,218 @@
+"""From ``DataSpec`` to tables: find the source, read it, split it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from yunlu.core.errors import DataError
+from yunlu.training.data import packages
+from yunlu.training.data.files import Location, locate
+from yunlu.training.data.folders import media_of, read_media
+from yunlu.training.data.made import make
+from yunlu.training.data.readers import READERS, SUFFIXES, Columns, decode, format_of
+from yunlu.training.data.splitting import limit_indices, split_indices
+from yunlu.training.data.table import Column, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from yunlu.spec.job import DataSpec
+
+_HELD_OUT = ("validation", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The three parts of a data set."""
+
+    train: Table
+    validation: Table | None
+    test: Table | None
+    fingerprint: str
+    """Of all that was read, before splitting: the seed does not change it."""
+    source: str
+
+
+def load_tables(data: DataSpec, *, seed: int) -> Tables:
+    """Read the data a job names and split it; the same job gives the same parts each time.
+
+    A part comes from where the job names it, else from the source's own split of that name, else
+    from a share of the training data.
+    """
+    parts = read_source(data.train, data)
+    if "train" not in parts:
+        raise DataError(f"{data.train} has no training part; it has {', '.join(parts)}")
+    for part in _HELD_OUT:
+        named = getattr(data, part)
+        if named is not None:
+            found = read_source(named, data)
+            parts[part] = found[part] if part in found else next(iter(found.values()))
+    for part, table in parts.items():
+        if not len(table):
+            raise DataError(f"the {part} data is empty: {getattr(data, part) or data.train}")
+    fingerprint = _combine({part: table.fingerprint for part, table in parts.items()})
+    shares = {part: getattr(data.split, part) for part in _HELD_OUT if part not in parts}
+    if any(shares.values()):
+        whole = parts["train"]
+        chosen = split_indices(len(whole), shares, seed=seed)
+        parts |= {part: whole.take(indices) for part, indices in chosen.items()}
+    if data.limit is not None:
+        parts = {part: _limit(table, data.limit, seed=seed) for part, table in parts.items()}
+    return Tables(
+        train=parts["train"],
+        validation=parts.get("validation"),
+        test=parts.get("test"),
+        fingerprint=fingerprint,
+        source=data.train,
+    )
+
+
+def read_source(source: str, data: DataSpec) -> dict[str, Table]:
+    """One source by part; those without parts of their own are all ``train``."""
+    scheme, _, name = source.partition(":")
+    if scheme == "sklearn":
+        return {"train": packages.load_sklearn(name)}
+    if scheme == "made":
+        found = make(name)
+        if isinstance(found, Table):
+            return {"train": found}
+        return _read_location(locate(str(found)), "auto")
+    if scheme == "hf" and not name.startswith("//"):
+        return _read_hf(name)
+    location = locate(source, data.options)
+    return _read_location(location, data.format)
+
+
+def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
+    """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``made:NAME``."""
+    if path.startswith("made:"):
+        found = make(path.removeprefix("made:"))
+        if isinstance(found, Table):
+            return "\n".join(str(line) for line in found["text"])
+        path, options = str(found), None
+    location = locate(path, options)
+    if not location.is_folder:
+        text = decode(location)
+    else:
+        files = [file for file in location.files() if file.suffix == ".txt"]
+        if not files:
+            raise DataError(f"{location.url} has no .txt files")
+        text = "\n".join(decode(file) for file in files)
+    if not text.strip():
+        raise DataError(f"{location.url} has no text: it is empty")
+    return text
+
+
+def _read_hf(name: str) -> dict[str, Table]:
+    folder = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) or folder.is_dir():
+        return _read_location(locate(str(folder)), "hf")
+    return packages.load_hub(name)
+
+
+def _read_location(location: Location, form: str) -> dict[str, Table]:
+    if location.is_folder:
+        return _read_folder(location, form)
+    if form in {"images", "wav", "hf"}:
+        raise DataError(f"{location.url} is a file; data.format {form} needs a folder")
+    columns = READERS[format_of(location) if form == "auto" else form](location)
+    fingerprint = location.fingerprint()
+    return {
+        part: Table(part_columns, f"{fingerprint}:{part}")
+        for part, part_columns in _split_arrays(columns).items()
+    }
+
+
+def _read_folder(folder: Location, form: str) -> dict[str, Table]:
+    children = folder.children()
+    if not children:
+        raise DataError(f"{folder.url} is empty")
+    names = {child.name for child in children}
+    if form == "hf" or (form == "auto" and names & set(packages.HF_MARKS)):
+        if not folder.is_local:
+            raise DataError(f"{folder.url}: a saved Hugging Face data set must be a local folder")
+        return packages.load_saved(Path(folder.path), folder.fingerprint())
+    parts = _named_parts(children)
+    if parts:
+        return {
+            part: _read_location(child, form if child.is_folder or form in READERS else "auto")[
+                "train"
+            ]
+            for part, child in parts.items()
+        }
+    files = folder.files()
+    kind = form if form in {"images", "wav"} else media_of(files) if form == "auto" else None
+    if kind is not None:
+        return {"train": read_media(folder, files, kind)}
+    return {"train": _read_shards(folder, files, form)}
+
+
+def _named_parts(children: list[Location]) -> dict[str, Location]:
+    """``train`` beside ``test`` or ``validation``, as folders or as files such as ``test.csv``."""
+    parts: dict[str, Location] = {}
+    for child in children:
+        stem = child.name if child.is_folder else PurePosixPath(child.name).stem
+        if stem.lower() in packages.PARTS and (child.is_folder or child.suffix in SUFFIXES):
+            part = packages.PARTS[stem.lower()]
+            if part in parts:
+                raise DataError(f"{parts[part].url} and {child.url} are both the {part} data")
+            parts[part] = child
+    return parts if "train" in parts and len(parts) > 1 else {}
+
+
+def _read_shards(folder: Location, files: list[Location], form: str) -> Table:
+    """Files of one format, in the order of their names, as one table."""
+    wanted = {suffix for suffix, known in SUFFIXES.items() if form in {"auto", known}}
+    shards = [file for file in files if file.suffix in wanted]
+    formats = sorted({SUFFIXES[file.suffix] for file in shards})
+    if len(formats) != 1:
+        found = f"files of several formats ({', '.join(formats)})" if formats else "no data files"
+        raise DataError(
+            f"{folder.url} holds {found}",
+            hint=f"expected images or sounds in a folder per label, or {', '.join(sorted(wanted))}",
+        )
+    tables = [READERS[formats[0]](file) for file in shards]
+    for shard, columns in zip(shards, tables, strict=True):
+        if set(columns) != set(tables[0]):
+            raise DataError(
+                f"{shard.url} has the columns {', '.join(columns)}; {shards[0].name} has "
+                f"{', '.join(tables[0])}"
+            )
+    joined = {name: _join([columns[name] for columns in tables]) for name in tables[0]}
+    return Table(joined, folder.fingerprint())
+
+
+def _join(columns: list[Column]) -> Column:
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    # Where one shard's cells are all numbers and another's are not, the column is text.
+    return [
+        str(value) if isinstance(column, np.ndarray) else value
+        for column in columns
+        for value in column
+    ]
+
+
+def _split_arrays(columns: Columns) -> dict[str, Columns]:
+    """``x_train, y_train, x_test, y_test`` of one file are its parts."""
+    parts: dict[str, Columns] = {}
+    for name, column in columns.items():
+        stem, _, part = name.rpartition("_")
+        if not stem or part not in packages.PARTS:
+            return {"train": columns}
+        parts.setdefault(packages.PARTS[part], {})[stem] = column
+    return parts if "train" in parts else {"train": columns}
+
+
+def _limit(table: Table, limit: int, *, seed: int) -> Table:
+    return table if len(table) <= limit else table.take(limit_indices(len(table), limit, seed=seed))
+
+
+def _combine(fingerprints: Mapping[str, str]) -> str:
+    listing = "\n".join(f"{part} {value}" for part, value in sorted(fingerprints.items()))
+    return xxhash.xxh3_128(listing.encode()).hexdigest()

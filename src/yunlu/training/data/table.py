@@ -1,0 +1,127 @@
+"""A table of samples in memory: named columns of equal length, and a fingerprint of their content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import xxhash
+
+from yunlu.core.errors import DataError, did_you_mean
+from yunlu.training.data.files import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Column = np.ndarray | list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file that is read when its sample is needed: a path or fsspec URL, or bytes held inline."""
+
+    path: str
+    data: bytes | None = field(default=None, repr=False)
+    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    """Storage options of the fsspec file system, as pairs."""
+
+    def read(self) -> bytes:
+        """The file's bytes; an unreadable file is a ``DataError`` that names it."""
+        if self.data is not None:
+            return self.data
+        with reading(self.path), fsspec.open(self.path, "rb", **dict(self.options)) as file:
+            return file.read()  # pyright: ignore[reportAttributeAccessIssue] - fsspec is untyped
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class ImageRef(FileRef):
+    """An image file."""
+
+
+class AudioRef(FileRef):
+    """A sound file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Columns of equal length: arrays where the values are numbers, lists where they are not."""
+
+    columns: dict[str, Column]
+    fingerprint: str = ""
+    """Of the source when the reader gives one, else of the columns' content."""
+    positions: np.ndarray | None = field(default=None, repr=False)
+    """Where each sample stood in the source, when this is a part of it."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(column) for name, column in self.columns.items()}
+        if len(set(lengths.values())) > 1:
+            listing = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise DataError(f"the columns differ in length ({listing})")
+        if not self.fingerprint:
+            object.__setattr__(self, "fingerprint", _content_fingerprint(self.columns))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        """The column of that name; an unknown one is a ``DataError`` that suggests the nearest."""
+        if name not in self.columns:
+            raise DataError(
+                f"the data has no column {name!r}", hint=did_you_mean(name, self.columns)
+            )
+        return self.columns[name]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One sample, by column name."""
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Table:
+        """The samples at these positions, in this order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        digest = xxhash.xxh3_128(self.fingerprint.encode())
+        digest.update(chosen.tobytes())
+        return Table(
+            {name: _take(column, chosen) for name, column in self.columns.items()},
+            digest.hexdigest(),
+            chosen if self.positions is None else self.positions[chosen],
+        )
+
+    def source_row(self, index: int) -> int:
+        """The sample's number in its source, from 1: what an error message should name."""
+        return 1 + (index if self.positions is None else int(self.positions[index]))
+
+
+def _take(column: Column, indices: np.ndarray) -> Column:
+    if isinstance(column, np.ndarray):
+        return column[indices]
+    return [column[index] for index in indices.tolist()]
+
+
+def _content_fingerprint(columns: dict[str, Column]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, column in columns.items():
+        digest.update(f"{name}\0{len(column)}\0".encode())
+        for value in [column] if isinstance(column, np.ndarray) else column:
+            data = _value_bytes(value)
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _value_bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, FileRef):
+        return value.path.encode() + b"\0" + (value.data or b"")
+    return f"{type(value).__name__}:{value!r}".encode()

@@ -1,0 +1,134 @@
+"""Losses and scorers that several tasks share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from yunlu.training.tasks.task import Batch, Confusion, Evaluation, logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+IGNORED = -100
+"""A target that counts neither in the loss nor in a metric: padding."""
+_CONFUSION_LIMIT = 100
+
+
+def loss_sum(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = IGNORED
+) -> Tensor:
+    """Cross-entropy summed over the targets that count, in float32 whatever the model's precision.
+
+    ``logits`` are ``(..., classes)`` and ``targets`` ``(...)``.
+    """
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
+        targets.reshape(-1),
+        reduction="sum",
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+    )
+
+
+class ClassScorer:
+    """Accuracy, macro-F1, top-k accuracy and confusion, from counts alone: no logits are kept."""
+
+    def __init__(self, labels: Sequence[str], top: int = 5) -> None:
+        self._labels = [str(label) for label in labels]
+        self._top = top if len(self._labels) > top else 0
+        self._with_confusion = len(self._labels) <= _CONFUSION_LIMIT
+        # Counts stay on the model's device until the result: no synchronisation per batch.
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, outputs: Any, batch: Batch | Tensor) -> None:
+        """Take logits ``(..., classes)``, bare or in a model output, and a batch or its targets."""
+        classes = len(self._labels)
+        truth = batch.targets if isinstance(batch, Batch) else batch
+        scores = logits_of(outputs).detach().reshape(-1, classes)
+        truth = truth.to(scores.device).reshape(-1)
+        counted = truth != IGNORED
+        scores, truth = scores[counted], truth[counted]
+        guess = scores.argmax(dim=-1)
+        self._count("true", torch.bincount(truth, minlength=classes))
+        self._count("guessed", torch.bincount(guess, minlength=classes))
+        self._count("right", torch.bincount(truth[guess == truth], minlength=classes))
+        if self._top:
+            best = scores.topk(self._top, dim=-1).indices
+            self._count("top", (best == truth[:, None]).any(dim=-1).sum())
+        if self._with_confusion:
+            cells = torch.bincount(truth * classes + guess, minlength=classes * classes)
+            self._count("confusion", cells)
+
+    def result(self) -> Evaluation:
+        """``accuracy``, ``macro_f1`` over the labels that occur, ``top5_accuracy`` where it means something."""
+        if not self._counts:
+            return Evaluation(metrics={"accuracy": math.nan, "macro_f1": math.nan})
+        counts = {name: tensor.cpu() for name, tensor in self._counts.items()}
+        total = max(int(counts["true"].sum()), 1)
+        occurring = counts["true"] + counts["guessed"]
+        f1 = 2 * counts["right"].double() / occurring.clamp(min=1)
+        metrics = {
+            "accuracy": int(counts["right"].sum()) / total,
+            "macro_f1": float(f1[occurring > 0].mean()),
+        }
+        if self._top:
+            metrics[f"top{self._top}_accuracy"] = int(counts["top"]) / total
+        return Evaluation(metrics=metrics, confusion=self._confusion(counts.get("confusion")))
+
+    def _count(self, name: str, counts: Tensor) -> None:
+        self._counts[name] = self._counts[name] + counts if name in self._counts else counts
+
+    def _confusion(self, cells: Tensor | None) -> Confusion | None:
+        if cells is None:
+            return None
+        size = len(self._labels)
+        return Confusion(labels=self._labels, counts=cells.reshape(size, size).tolist())
+
+
+class RegressionScorer:
+    """MSE, RMSE, MAE and R², in the target's own units.
+
+    The model answers ``(target - offset) / scale``; sums are kept there, in float64, where numbers
+    are small, and scaled back at the end.
+    """
+
+    def __init__(self, *, scale: float = 1.0, offset: float = 0.0) -> None:
+        self._scale, self._offset = scale, offset
+        self._count = 0
+        self._squared = self._absolute = 0.0
+        self._mean = self._spread = 0.0
+
+    def add(self, outputs: Any, batch: Batch | Tensor) -> None:
+        """Take scaled predictions and a batch, or its scaled targets, of the same number."""
+        truth = batch.targets if isinstance(batch, Batch) else batch
+        truth = truth.detach().cpu().double().reshape(-1)
+        guess = logits_of(outputs).detach().cpu().double().reshape(-1)
+        error = guess - truth
+        self._squared += float(error.square().sum())
+        self._absolute += float(error.abs().sum())
+        self._merge(truth)
+
+    def result(self) -> Evaluation:
+        """``rmse``, ``mse``, ``mae``, ``r2`` (``nan`` where the targets do not vary)."""
+        count = max(self._count, 1)
+        mse = self._squared / count * self._scale**2
+        r2 = 1 - self._squared / self._spread if self._spread > 0 else math.nan
+        mae = self._absolute / count * self._scale
+        return Evaluation(metrics={"rmse": math.sqrt(mse), "mse": mse, "mae": mae, "r2": r2})
+
+    def _merge(self, truth: Tensor) -> None:
+        # Chan, Golub and LeVeque (1983): squared deviations of two groups from those of each.
+        added = truth.numel()
+        if not added:
+            return
+        mean = float(truth.mean())
+        apart, total = mean - self._mean, self._count + added
+        self._spread += float((truth - mean).square().sum())
+        self._spread += apart**2 * self._count * added / total
+        self._mean += apart * added / total
+        self._count = total

@@ -1,0 +1,263 @@
+"""Rows of numbers and words to a label or a number."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from yunlu.core.errors import DataError, ModelError, did_you_mean
+from yunlu.core.files import write_atomically
+from yunlu.training.data.features import FeatureMap, find_column, fit_features, is_numeric
+from yunlu.training.data.sources import load_tables
+from yunlu.training.models.build import build_model
+from yunlu.training.models.mlp import MLP
+from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum
+from yunlu.training.tasks.task import Batch, Splits, call, logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from yunlu.spec.job import Job
+    from yunlu.training.data.table import Table
+
+TARGETS = ("label", "target", "y", "class", "category", "species", "outcome", "output", "labels")
+
+
+class Rows(NamedTuple):
+    """Samples as two tensors with a row for each; one gather fetches many."""
+
+    features: Tensor
+    targets: Tensor
+
+
+class RowSamples:
+    """A whole part in memory, as tensors."""
+
+    def __init__(self, features: Tensor, targets: Tensor) -> None:
+        self._features, self._targets = features, targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> Rows:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Rows]:
+        """Torch's convention for fetching in one go; here all rows come as one ``Rows``."""
+        chosen = torch.tensor(indices)
+        return [Rows(self._features[chosen], self._targets[chosen])]
+
+
+class _Tabular(ABC):
+    """What both tasks share: the features, the batches, the model's border."""
+
+    _features: FeatureMap
+    _target: str
+
+    def load(self, job: Job) -> Splits:
+        """Read the table, find the target, learn the features from the training part."""
+        tables = load_tables(job.data, seed=job.train.seed)
+        train, held_out, test = tables.train, tables.validation, tables.test
+        self._target = find_column(train, job.data.target, TARGETS, key="data.target")
+        asked = [job.data.input] if isinstance(job.data.input, str) else job.data.input
+        names = asked or [name for name in train.columns if name != self._target]
+        if self._target in names:
+            raise DataError(f"column {self._target!r} is both input and target")
+        # Models of other makers know nothing of category numbers: they get plain features.
+        self._features = fit_features(train, names, embed=job.model.name == "mlp")
+        self._prepare(job, train)
+        return Splits(
+            train=self._samples(train, "training"),
+            validation=None if held_out is None else self._samples(held_out, "validation"),
+            test=None if test is None else self._samples(test, "test"),
+            fingerprint=tables.fingerprint,
+            about={
+                "source": tables.source,
+                "target": self._target,
+                "inputs": [name for name in names if name not in self._features.left_out],
+                "left_out": self._features.left_out,
+                "features": self._features.width,
+                **self._meaning(),
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """``mlp``, or a model of the user's that takes ``(features,)``."""
+        sizes: dict[str, Any] = {"inputs": self._features.width, "outputs": self._outputs}
+        if self._features.embedded_sizes:
+            sizes["categories"] = self._features.embedded_sizes
+        return build_model(job.model, builtins={"mlp": MLP}, sizes=sizes)
+
+    def collate(self, samples: Sequence[Rows]) -> Batch:
+        """Rows to one batch."""
+        features, targets = (
+            parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in zip(*samples, strict=True)
+        )
+        return Batch(inputs=(features,), targets=targets, samples=len(targets), items=len(targets))
+
+    def save_parts(self, directory: Path) -> None:
+        """``tabular.json``: columns, statistics, and what the outputs mean."""
+        parts = {
+            "target": self._target,
+            "features": self._features.model_dump(mode="json"),
+            **self._meaning(),
+        }
+        text = json.dumps(parts, ensure_ascii=False, indent=1)
+        write_atomically(directory / "tabular.json", text)
+
+    def _samples(self, table: Table, part: str) -> RowSamples:
+        features = torch.from_numpy(self._features.encode(table))
+        return RowSamples(features, self._targets(table, part))
+
+    def _answer(self, model: nn.Module, batch: Batch, *, width: int) -> tuple[Tensor, Any]:
+        """The model's scores ``(samples, width)``, checked, beside its raw outputs."""
+        outputs = call(model, batch)
+        scores = logits_of(outputs)
+        if scores.numel() != batch.samples * width:
+            raise ModelError(
+                f"the model returned scores of shape {tuple(scores.shape)} for {batch.samples} "
+                f"samples; expected ({batch.samples}, {width})"
+            )
+        return scores.reshape(batch.samples, width), outputs
+
+    @property
+    @abstractmethod
+    def _outputs(self) -> int: ...
+
+    @abstractmethod
+    def _prepare(self, job: Job, train: Table) -> None:
+        """Learn what the targets need from the training part."""
+
+    @abstractmethod
+    def _targets(self, table: Table, part: str) -> Tensor: ...
+
+    @abstractmethod
+    def _meaning(self) -> dict[str, Any]:
+        """What the outputs stand for, as JSON."""
+
+
+class TabularClassification(_Tabular):
+    """Rows to one of the labels seen in training."""
+
+    metric = "accuracy"
+    _labels: list[str]
+    _label_smoothing: float
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """Cross-entropy summed over the rows."""
+        scores, outputs = self._answer(model, batch, width=self._outputs)
+        return loss_sum(scores, batch.targets, label_smoothing=self._label_smoothing), outputs
+
+    def scorer(self) -> ClassScorer:
+        """Accuracy, macro-F1, confusion."""
+        return ClassScorer(self._labels)
+
+    @property
+    def _outputs(self) -> int:
+        return len(self._labels)
+
+    def _prepare(self, job: Job, train: Table) -> None:
+        self._label_smoothing = job.train.label_smoothing
+        column = train[self._target]
+        if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+            filled = column[~np.isnan(column)]
+            if (filled != np.round(filled)).any():
+                raise DataError(
+                    f"column {self._target!r} holds fractions, such as {filled[0]:g}: not labels",
+                    hint="task: tabular-regression predicts numbers",
+                )
+        self._labels = sort_labels(label_words(train, self._target, "training"))
+        if len(self._labels) < 2:
+            raise DataError(
+                f"column {self._target!r} has one label only, {self._labels[0]!r}: nothing to tell apart"
+            )
+
+    def _targets(self, table: Table, part: str) -> Tensor:
+        place = {label: number for number, label in enumerate(self._labels)}
+        words = label_words(table, self._target, part)
+        for index, word in enumerate(words):
+            if word not in place:
+                raise DataError(
+                    f"row {table.source_row(index)} of the {part} data has the label {word!r}, "
+                    f"which the training data has not",
+                    hint=did_you_mean(word, self._labels[:50]),
+                )
+        return torch.tensor([place[word] for word in words])
+
+    def _meaning(self) -> dict[str, Any]:
+        return {"labels": self._labels}
+
+
+class TabularRegression(_Tabular):
+    """Rows to a number; trained on standardised targets, scored in their own units."""
+
+    metric = "rmse"
+    _mean: float
+    _std: float
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """Squared error summed over the rows."""
+        scores, outputs = self._answer(model, batch, width=1)
+        return (scores.squeeze(-1).float() - batch.targets).square().sum(), outputs
+
+    def scorer(self) -> RegressionScorer:
+        """RMSE, MSE, MAE, R²."""
+        return RegressionScorer(scale=self._std, offset=self._mean)
+
+    @property
+    def _outputs(self) -> int:
+        return 1
+
+    def _prepare(self, job: Job, train: Table) -> None:  # noqa: ARG002 - the other task needs it
+        values = self._numbers(train, "training")
+        self._mean = float(values.mean())
+        self._std = float(values.std()) or 1.0
+
+    def _targets(self, table: Table, part: str) -> Tensor:
+        scaled = (self._numbers(table, part) - self._mean) / self._std
+        return torch.from_numpy(scaled.astype(np.float32))
+
+    def _meaning(self) -> dict[str, Any]:
+        return {"mean": self._mean, "std": self._std}
+
+    def _numbers(self, table: Table, part: str) -> np.ndarray:
+        column = table[self._target]
+        if not is_numeric(column) or np.ndim(column) != 1:
+            raise DataError(
+                f"column {self._target!r} of the {part} data is not one number per row "
+                f"(it begins with {column[0]!r})",
+                hint="task: tabular-classification predicts labels",
+            )
+        values = np.asarray(column, dtype=np.float64)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad):
+            row = table.source_row(int(bad[0]))
+            raise DataError(f"row {row} of the {part} data has no number in {self._target!r}")
+        return values
+
+
+def label_words(table: Table, name: str, part: str) -> list[str]:
+    """A column of labels as words: ``3`` for 3 and for 3.0; a missing one is an error."""
+    words: list[str] = []
+    for index, value in enumerate(table[name]):
+        if value is None or value == "" or value != value:  # noqa: PLR0124 - NaN alone differs from itself
+            row = table.source_row(index)
+            raise DataError(f"row {row} of the {part} data has no label in column {name!r}")
+        is_whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
+        words.append(str(int(value)) if is_whole else str(value))
+    return words
+
+
+def sort_labels(words: Sequence[str]) -> list[str]:
+    """Each label once: by value where all are whole numbers, else by spelling."""
+    labels = set(words)
+    if all(label.lstrip("-").isdecimal() for label in labels):
+        return sorted(labels, key=int)
+    return sorted(labels)

@@ -94,7 +94,7 @@ def test_each_curve_is_drawn(page: Page, curve: str, points: int) -> None:
 
 
 def test_time_is_drawn_in_layers(page: Page) -> None:
-    assert page.locator("#chart-time path.layer").count() == 5
+    assert page.locator("#chart-time path.layer").count() == 6
 
 
 def test_the_confusion_matrix_shows_the_counts(page: Page) -> None:

@@ -59,7 +59,7 @@ def _load_module(name: str, reference: str) -> ModuleType:
                 "or write path/file.py:Class",
             ) from error
         raise _failed(reference, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end the program when imported
         raise _failed(reference, error) from error
 
 
@@ -81,7 +81,7 @@ def _load_file(path: Path, reference: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(reference, error) from error
     return module
@@ -95,7 +95,7 @@ def _is_free(path: Path) -> bool:
     return spec is None or spec.origin == str(path)
 
 
-def _failed(reference: str, error: Exception) -> JobError:
+def _failed(reference: str, error: BaseException) -> JobError:
     return JobError(
         f"{reference} cannot be imported: {type(error).__name__}: {error}",
         hint="run with --debug to see where",

@@ -100,6 +100,7 @@ METRIC_KEYS = {
     "data_s": "waiting for data",
     "compute_s": "forward, backward, optimiser",
     "communication_s": "waiting for other workers",
+    "evaluate_s": "evaluating after the step",
     "checkpoint_s": "stalled by a checkpoint",
     "memory_bytes": "resident memory of the worker, or memory allocated on its device",
 }

@@ -20,6 +20,7 @@ MEMORY_SHARE = 0.6
 """How much of the free memory a plan may fill: activations vary from batch to batch."""
 SAVE_EVERY_S = 60.0
 COMPILE_PAYS_AFTER_S = 600.0
+WORKERS_PAY_ABOVE_S = 5e-3
 BF16_PAYS_ABOVE_FLOPS = 2e9
 """Below this much work per micro-batch, the casts of autocast cost more than bf16 saves on a CPU."""
 
@@ -221,7 +222,8 @@ def _choose_workers(job: Job, machine: Machine, profile: Profile, *, batch: int)
         return job.train.workers, ""
     load_s = batch * profile.load_s_per_sample
     share = load_s / max(profile.probe_s * batch / profile.probe_samples, 1e-9)
-    if share < 0.25 or machine.cores < 2:
+    # Handing a batch over from another process costs about a millisecond of its own.
+    if share < 0.25 or load_s < WORKERS_PAY_ABOVE_S or machine.cores < 2:
         return 0, f"fetching a batch takes {show_duration(load_s)}, {share:.0%} of computing it"
     return min(machine.cores - 1, math.ceil(share)), f"fetching takes {share:.0%} of computing"
 

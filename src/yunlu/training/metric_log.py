@@ -43,6 +43,13 @@ class MetricLog:
         """Take one step; loss and norm may be tensors on a device."""
         record["at"] = time.time()
         self._pending.append(record)
+
+    def charge(self, part: str, seconds: float) -> None:
+        """Add to what held up training after the step just taken."""
+        self._pending[-1][part] += seconds
+
+    def flush_if_due(self) -> None:
+        """Write what is pending, a few times a second."""
         due = time.monotonic() - self._flushed_at >= _FLUSH_EVERY_S
         if due or len(self._pending) >= _FLUSH_AT:
             self.flush()
@@ -69,11 +76,6 @@ class MetricLog:
             self._forward(_for_trackers(record), record["step"])
         if healthy < len(records):
             raise _diverged(records[healthy])
-
-    def add_stall(self, seconds: float) -> None:
-        """Charge the time a checkpoint held up training to the newest step still pending."""
-        if self._pending:
-            self._pending[-1]["checkpoint_s"] += seconds
 
     def check(self) -> None:
         """Raise now if a pending loss is not finite: before such weights are saved."""

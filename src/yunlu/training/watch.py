@@ -7,12 +7,12 @@ import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.metrics import lower_is_better
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.tasks.task import lower_is_better
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,6 +148,7 @@ class TrainingWatch:
                 "data_s": data_s,
                 "compute_s": compute_s,
                 "communication_s": 0.0,
+                "evaluate_s": 0.0,
                 "checkpoint_s": 0.0,
             }
         )
@@ -160,6 +161,7 @@ class TrainingWatch:
         ending = last or stopping or self.stopped_early
         if due or ending or (improved and engine.job.train.checkpoint.keep_best):
             self._save(metrics)
+        self.log.flush_if_due()
         return ending
 
     def _evaluate(self, *, last: bool) -> tuple[dict[str, float], bool]:
@@ -168,8 +170,9 @@ class TrainingWatch:
             return {}, False
         if engine.steps_done % every and not last:
             return {}, False
-        self.log.flush()  # a loss that is not finite ends the run here, before it is scored
+        self.log.check()  # a loss that is not finite ends the run here, before it is scored
         score = self.score("validation")
+        self.log.charge("evaluate_s", score.seconds)
         improved = self._best.observe(score.metrics)
         better = self._improvement.observe(score.metrics)
         if engine.job.train.schedule.name == "plateau":
@@ -178,9 +181,13 @@ class TrainingWatch:
         self.stopped_early = patience is not None and self._improvement.waited >= patience.patience
         return score.metrics, improved
 
-    def score(self, split: str) -> Score:
-        """Evaluate the weights worth keeping on a split, and tell everyone."""
+    def score(self, split: str, *, step: int | None = None) -> Score:
+        """Evaluate the weights worth keeping on a split, and tell everyone.
+
+        ``step`` is the one the weights are from, where that is not the newest.
+        """
         engine = self._engine
+        step = engine.steps_done if step is None else step
         samples = getattr(engine.splits, split)
         score = evaluate(
             engine.task,
@@ -191,9 +198,9 @@ class TrainingWatch:
             micro_batch=engine.plan.micro_batch,
             workers=engine.plan.workers,
         )
-        self._run.emit(EventKind.EVALUATION, **score.as_event(split=split, step=engine.steps_done))
+        self._run.emit(EventKind.EVALUATION, **score.as_event(split=split, step=step))
         named = {f"{split}/{name}": value for name, value in score.metrics.items()}
-        self._trackers.log(named, step=engine.steps_done)
+        self._trackers.log(named, step=step)
         return score
 
     def _save(self, metrics: dict[str, float]) -> None:
@@ -207,7 +214,7 @@ class TrainingWatch:
         snapshot = self._engine.snapshot(metrics=metrics, extra=extra)
         self.checkpoints.wait()  # at most one save is under way
         self._stall_s = perf_counter() - started_at
-        self.log.add_stall(self._stall_s)
+        self.log.charge("checkpoint_s", self._stall_s)
         self.checkpoints.save(snapshot)
 
     def _announce(self, entry: Entry, seconds: float) -> None:

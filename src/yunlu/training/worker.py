@@ -125,14 +125,14 @@ def _finish(
     best = watch.checkpoints.best() if engine.job.train.checkpoint.keep_best else None
     if best is not None:
         engine.restore_weights(best)
+    step = engine.steps_done if best is None else best.step
     scores: dict[str, dict[str, float]] = {}
     if best is not None:
         scores["validation"] = best.metrics
     if engine.splits.test is not None:
         directory.emit(EventKind.PROGRESS, phase="scoring the test data")
-        scores["test"] = watch.score("test").metrics
+        scores["test"] = watch.score("test", step=step).metrics
     directory.emit(EventKind.PROGRESS, phase="exporting the model")
-    step = engine.steps_done if best is None else best.step
     lineage = Lineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, engine.best_view, lineage)
     directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)

@@ -60,9 +60,7 @@ class Batch:
         """The same batch on the device."""
         if device.type == "cpu":
             return self
-        return replace(
-            self, inputs=_move(self.inputs, device), targets=_move(self.targets, device)
-        )
+        return replace(self, inputs=_move(self.inputs, device), targets=_move(self.targets, device))
 
 
 class Confusion(Value):
@@ -154,12 +152,6 @@ def logits_of(outputs: Any) -> Tensor:
     if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
     raise TypeError(f"the model returned {type(outputs).__name__}, which has no tensor of scores")
-
-
-def lower_is_better(metric: str) -> bool:
-    """Losses and error rates fall when a model improves; the rest rises."""
-    words = ("loss", "error", "mse", "mae", "rmse", "wer", "cer", "perplexity", "bits")
-    return any(word in metric.lower() for word in words)
 
 
 def _move(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,59 @@
+"""``yunlu report RUN``."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import RunDir
+from yunlu.jobs.report import write_report
+from yunlu.jobs.service import find
+from yunlu.jobs.summary import print_summary
+
+
+def report(
+    run: str = "last",
+    *,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+    html: Path | None = None,
+    open_: Annotated[bool, Parameter(name="--open")] = False,
+) -> None:
+    """Write the report of a run: terminal, JSON, one HTML page.
+
+    Args:
+        run: The run: its id, the beginning of it, "last", or its directory.
+        json_: Print the report as JSON instead of the summary.
+        html: Write the page here too, to send it to someone.
+        open_: Open the page in the browser.
+    """
+    directory = _directory(run) or find(run)
+    written = write_report(directory)
+    if html is not None:
+        _copy_page(directory, html.expanduser())
+    if json_:
+        print(directory.report_json.read_text(encoding="utf-8"), end="")
+    else:
+        print_summary(written, Console(highlight=False))
+    if open_:
+        webbrowser.open(directory.report_html.absolute().as_uri())
+
+
+def _directory(run: str) -> RunDir | None:
+    """A path to a run's directory, wherever it lies; a bare word is a run of the store."""
+    path = Path(run).expanduser()
+    is_run = (path / "job.json").is_file() or (path / "events.jsonl").is_file()
+    return RunDir(path.resolve()) if is_run else None
+
+
+def _copy_page(run: RunDir, target: Path) -> None:
+    try:
+        write_atomically(target, run.report_html.read_bytes())
+    except OSError as error:
+        raise StoreError(
+            f"The page cannot be written to {target}: {error.strerror or error}.",
+            hint=f"It lies in {run.report_html}.",
+        ) from error

@@ -1,0 +1,313 @@
+"""What a curve looks like: points thinned and smoothed, then drawn as SVG that fills its box.
+
+Drawings stretch to any width (``preserveAspectRatio="none"``, strokes that do not scale), so the
+labels of an axis are not part of the SVG: they are returned as places for the page to set text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from markupsafe import Markup
+
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Point = tuple[int, float]
+Unit = Literal["number", "percent", "bytes", "rate"]
+Style = Literal["faint", "line", "dots"]
+
+_WIDTH, _HEIGHT = 1000, 400
+_LARGEST = 1e300
+_SHARES = ("accuracy", "f1", "precision", "recall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart."""
+
+    key: str
+    points: Sequence[Point]
+    colour: int
+    """Which of the page's colours, counted from 1."""
+    style: Style = "line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A label on an axis, at a share of its length from the left or from the bottom."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A chart without its texts, and the texts' places."""
+
+    svg: Markup
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    x_range: tuple[float, float]
+
+    @property
+    def label_length(self) -> int:
+        """Characters of the longest label on the vertical axis."""
+        return max((len(tick.label) for tick in self.y_ticks), default=1)
+
+
+def thin(points: Sequence[Point], limit: int = 1000) -> list[Point]:
+    """At most ``limit`` points: of each bucket the lowest, the highest and any that is not finite.
+
+    Averaging would hide exactly what people look for: a spike, or the step that broke.
+    """
+    if len(points) <= limit:
+        return list(points)
+    broken = any(not math.isfinite(value) for _, value in points)
+    buckets = (limit - 2) // (3 if broken else 2)
+    inner = points[1:-1]
+    edges = [round(i * len(inner) / buckets) for i in range(buckets + 1)]
+    kept = [points[0]]
+    for start, end in pairwise(edges):
+        kept += _extremes(inner[start:end])
+    return [*kept, points[-1]]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """An exponential mean over about a sixtieth of the curve, looking back and ahead alike.
+
+    A mean that only looks back would trail a falling loss. Values that are not finite are left
+    out: one NaN would swallow all that follow.
+    """
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    keep = 1 - 2 / (max(5.0, len(finite) / 60) + 1)
+    values = [value for _, value in finite]
+    behind, ahead = _trailing_mean(values, keep), _trailing_mean(values[::-1], keep)[::-1]
+    return [
+        (step, back / 2 + forth / 2)
+        for (step, _), back, forth in zip(finite, behind, ahead, strict=True)
+    ]
+
+
+def draw_lines(series: Sequence[Series], *, unit: Unit, log: bool = False) -> Drawing:
+    """Lines over the step, with a grid; a step whose value is not finite gets a mark of its own."""
+    points = [point for line in series for point in line.points]
+    x = _Scale.over([step for step, _ in points])
+    values = [value for _, value in points if math.isfinite(value)]
+    y = _Scale.over(values, log=log, from_zero=unit in {"bytes", "rate"}, padding=0.06)
+    y_ticks = _log_ticks(y) if log else _ticks(y, unit)
+    grid = _path("grid", (f"M0 {_y(tick.at)}H{_WIDTH}" for tick in y_ticks))
+    broken = {step for step, value in points if not math.isfinite(value)}
+    marks = _path("broken", (f"M{_x(x.share(step))} 0V{_HEIGHT}" for step in sorted(broken)))
+    lines = Markup("").join(_line(one, x, y) for one in series)
+    return Drawing(
+        svg=_svg(grid + marks + lines),
+        x_ticks=_step_ticks(x),
+        y_ticks=y_ticks,
+        x_range=(x.low, x.high),
+    )
+
+
+def draw_stack(steps: Sequence[int], shares: Sequence[Sequence[float]]) -> Drawing:
+    """Layers that fill the whole height, first at the bottom; each layer's shares add up to 1."""
+    x = _Scale.over(steps)
+    # A single bucket has no width: draw it from edge to edge.
+    places = [x.share(step) for step in steps] if len(steps) > 1 else [0.0, 1.0]
+    repeat = len(places) // len(steps)
+    floor = [0.0] * len(places)
+    layers = Markup("")
+    for number, layer in enumerate(shares, 1):
+        roof = [low + high for low, high in zip(floor, list(layer) * repeat, strict=True)]
+        there = [f"{_x(at)} {_y(share)}" for at, share in zip(places, roof, strict=True)]
+        back = [f"{_x(at)} {_y(share)}" for at, share in zip(places, floor, strict=True)]
+        layers += _path(f"layer c{number}", ["M" + "L".join([*there, *reversed(back)]) + "Z"])
+        floor = roof
+    y = _Scale(low=0, high=1)
+    return Drawing(
+        svg=_svg(layers),
+        x_ticks=_step_ticks(x),
+        y_ticks=_ticks(y, "percent"),
+        x_range=(x.low, x.high),
+    )
+
+
+def metric_unit(name: str, values: Sequence[float]) -> Unit:
+    """Percent for what is a share by its name and its values."""
+    is_share = any(word in name.lower() for word in _SHARES)
+    return "percent" if is_share and all(0 <= value <= 1 for value in values) else "number"
+
+
+def show_metric(name: str, value: float | None) -> str:
+    """A metric as people say it: shares in percent, the rest as numbers."""
+    if value is None:
+        return "–"
+    is_share = metric_unit(name, [value]) == "percent"
+    return f"{value * 100:.2f} %" if is_share else show_number(value)
+
+
+def show_quantity(quantity: str, value: float | None) -> str:
+    """A field of ``Prediction`` with its unit."""
+    if value is None:
+        return "–"
+    if quantity == "memory_bytes":
+        return show_bytes(value)
+    if quantity == "samples_per_s":
+        return f"{show_count(value)}/s"
+    if quantity == "dollars":
+        return f"${value:,.2f}" if value >= 0.01 or value == 0 else f"${value:.2g}"
+    return show_duration(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """Values to shares of an axis."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def over(
+        cls,
+        values: Sequence[float],
+        *,
+        log: bool = False,
+        from_zero: bool = False,
+        padding: float = 0.0,
+    ) -> _Scale:
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if log:
+            low, high = math.log10(low), math.log10(high)
+        elif from_zero:
+            low = min(low, 0.0)
+        # A diverged loss can be so large that the span itself is beyond what a float holds.
+        low, high = max(low, -_LARGEST), min(high, _LARGEST)
+        if high - low <= max(abs(low), abs(high), 1e-200) * 1e-12:
+            # A flat line, or one point: give it room on both sides.
+            room = abs(low) / 2 if abs(low) > 1e-200 else 0.5
+            low, high = low - room, high + room
+        room = padding * (high - low)
+        floor = low if from_zero and low == 0 else low - room
+        return cls(low=floor, high=high + room, log=log)
+
+    def share(self, value: float) -> float:
+        place = math.log10(value) if self.log else max(-_LARGEST, min(value, _LARGEST))
+        return (place - self.low) / (self.high - self.low)
+
+
+def _trailing_mean(values: Sequence[float], keep: float) -> list[float]:
+    mean = weight = 0.0
+    means: list[float] = []
+    for value in values:
+        weight = keep * weight + 1
+        # The weights so far add up to ``weight``: no pull towards the zero it started from.
+        mean += (value - mean) / weight
+        means.append(mean)
+    return means
+
+
+def _extremes(bucket: Sequence[Point]) -> list[Point]:
+    finite = [i for i, (_, value) in enumerate(bucket) if math.isfinite(value)]
+    kept = {next((i for i, (_, value) in enumerate(bucket) if not math.isfinite(value)), None)}
+    if finite:
+        kept |= {min(finite, key=lambda i: bucket[i][1]), max(finite, key=lambda i: bucket[i][1])}
+    return [bucket[i] for i in sorted(i for i in kept if i is not None)]
+
+
+def _line(series: Series, x: _Scale, y: _Scale) -> Markup:
+    pieces: list[list[str]] = [[]]
+    for step, value in series.points:
+        if math.isfinite(value):
+            pieces[-1].append(f"{_x(x.share(step))} {_y(y.share(value))}")
+        elif pieces[-1]:
+            pieces.append([])
+    whole = [piece for piece in pieces if piece]
+    # "h0" gives a lone point its round cap: a dot.
+    drawn = _path(
+        f"{series.style} c{series.colour}",
+        ("M" + "L".join(piece) + ("h0" if len(piece) == 1 else "") for piece in whole),
+        key=series.key,
+    )
+    if series.style == "dots":
+        dots = (f"M{place}h0" for piece in whole for place in piece)
+        drawn += _path(f"dot c{series.colour}", dots)
+    return drawn
+
+
+def _ticks(scale: _Scale, unit: Unit, count: int = 6) -> tuple[Tick, ...]:
+    # Memory is counted in powers of 1024: round numbers there are round in its own unit.
+    size = 1024 ** int(math.log(max(scale.high, 1), 1024)) if unit == "bytes" else 1
+    step = _round_step((scale.high - scale.low) / size / count) * size
+    first, last = math.ceil(scale.low / step), math.floor(scale.high / step)
+    return tuple(
+        Tick(at=scale.share(i * step), label=_tick_label(i * step, unit))
+        for i in range(first, last + 1)
+    )
+
+
+def _tick_label(value: float, unit: Unit) -> str:
+    if unit == "bytes":
+        return show_bytes(value).replace(".0 ", " ")
+    if unit == "rate":
+        return show_count(value)
+    if unit == "percent":
+        return f"{value * 100:.4g} %"
+    return f"{value:.4g}"
+
+
+def _step_ticks(scale: _Scale) -> tuple[Tick, ...]:
+    step = max(1, round(_round_step((scale.high - scale.low) / 5)))
+    first, last = math.ceil(scale.low / step), math.floor(scale.high / step)
+    return tuple(
+        Tick(at=scale.share(i * step), label=f"{i * step:,}") for i in range(first, last + 1)
+    )
+
+
+def _log_ticks(scale: _Scale) -> tuple[Tick, ...]:
+    few = scale.high - scale.low < 2.5
+    stride = max(1, math.ceil((scale.high - scale.low) / 6))
+    first, last = max(math.floor(scale.low), -307), min(math.ceil(scale.high), 307)
+    decades = range(first, last + 1, stride)
+    values = [digit * 10.0**decade for decade in decades for digit in ((1, 2, 5) if few else (1,))]
+    inside = [value for value in values if scale.low <= math.log10(value) <= scale.high]
+    if len(inside) < 3 and few and max(abs(scale.low), abs(scale.high)) < 300:
+        # Less than a decade: round numbers in between say more.
+        low, high = 10**scale.low, 10**scale.high
+        step = _round_step((high - low) / 5)
+        inside = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return tuple(
+        Tick(at=scale.share(value), label=_tick_label(value, "number")) for value in inside
+    )
+
+
+def _round_step(rough: float) -> float:
+    """The next of 1, 2, 5 × 10ⁿ."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(digit * power for digit in (1, 2, 5, 10) if rough <= digit * power * 1.0001)
+
+
+def _x(share: float) -> str:
+    return f"{share * _WIDTH:.1f}".removesuffix(".0")
+
+
+def _y(share: float) -> str:
+    return f"{(1 - share) * _HEIGHT:.1f}".removesuffix(".0")
+
+
+def _path(classes: str, pieces: Iterable[str], *, key: str | None = None) -> Markup:
+    d = "".join(pieces)
+    if not d:
+        return Markup("")
+    named = Markup(' data-key="{}"').format(key) if key else ""
+    return Markup('<path class="{}"{} d="{}"/>').format(classes, named, d)
+
+
+def _svg(content: Markup) -> Markup:
+    return Markup(
+        '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
+    ).format(_WIDTH, _HEIGHT, content)

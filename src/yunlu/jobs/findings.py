@@ -1,0 +1,191 @@
+"""What a report tells: values only, the same in ``report.json`` and behind the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yunlu.core.states import RunState
+from yunlu.core.value import Value
+from yunlu.planning.plan import Plan
+
+
+class Curve(Value):
+    """One quantity over the global step, thinned to at most 1,000 points."""
+
+    key: str
+    """``train_loss``, ``lr``, ..., or ``validation/METRIC``."""
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class TimeSplit(Value):
+    """Where the time went."""
+
+    totals: dict[str, float]
+    """Seconds by part, over all lives of the run."""
+    steps: tuple[int, ...]
+    """The last step of each stretch."""
+    shares: dict[str, tuple[float, ...]]
+    """Share of each part in each stretch; they add up to 1."""
+
+
+class Comparison(Value):
+    """One predicted quantity beside what was measured."""
+
+    quantity: str
+    """A field of ``Prediction``."""
+    predicted: float | None
+    measured: float | None
+    ratio: float | None
+    """Measured over predicted; None where either is missing or the run is not complete."""
+    so_far: bool
+    """A total that is still growing."""
+
+
+class EvaluationRow(Value):
+    """The scores on one split after one step."""
+
+    split: str
+    step: int
+    loss: float | None
+    metrics: dict[str, float]
+    seconds: float | None
+    best: bool
+    """The best on the validation data, by the headline metric."""
+
+
+class Headline(Value):
+    """The figure people quote."""
+
+    metric: str
+    value: float
+    split: str
+    step: int
+
+
+class ClassScore(Value):
+    """How well one label was found; None where nothing allows a score."""
+
+    label: str
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    support: int
+
+
+class ConfusionMatrix(Value):
+    """How often each true label (row) was taken for each label (column)."""
+
+    split: str
+    step: int
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    classes: tuple[ClassScore, ...]
+
+
+class Example(Value):
+    """One sample of an evaluation, for people."""
+
+    input: str
+    expected: str
+    predicted: str
+
+
+class SavedCheckpoint(Value):
+    """A checkpoint that was written; only the last and the best are kept."""
+
+    step: int
+    path: str
+    bytes: float | None
+    seconds: float | None
+    stalled_s: float | None
+    metrics: dict[str, float]
+    kept: bool
+
+
+class Failure(Value):
+    """Why the run failed."""
+
+    code: str
+    message: str
+    hint: str | None
+    traceback: str | None
+
+
+class Environment(Value):
+    """On what the run ran."""
+
+    yunlu: str | None
+    python: str | None
+    platform: str | None
+    git_commit: str | None
+    git_dirty: bool | None
+    """Whether tracked files differed from the commit."""
+    packages: dict[str, str]
+    devices: tuple[str, ...]
+
+
+class Lineage(Value):
+    """From what the model was made."""
+
+    fingerprint: str | None
+    source: str | None
+    counts: dict[str, int]
+    about: dict[str, Any]
+
+
+class Exported(Value):
+    """The trained model, as it left the run."""
+
+    path: str
+    files: tuple[str, ...]
+    from_step: int | None
+    """The step whose weights these are."""
+
+
+class Report(Value):
+    """Everything about one run."""
+
+    run_id: str
+    path: str
+    name: str
+    task: str | None
+    model: str | None
+    parameters: int | None
+    trainable: int | None
+    state: RunState
+    reason: str | None
+    created_at: float | None
+    finished_at: float | None
+    """The last sign of life, once the run rests."""
+    lives: int
+    """How often a worker started; each one after the first is a resume."""
+    resumed_from: tuple[int | None, ...]
+    """The step each later life went on from, where it is known."""
+    step: int
+    epoch: float | None
+    job: dict[str, Any]
+    job_yaml: str
+    """What the job sets; what stands at its default is left out."""
+    plan: Plan | None
+    comparisons: tuple[Comparison, ...]
+    headline: Headline | None
+    curves: tuple[Curve, ...]
+    time: TimeSplit | None
+    evaluations: tuple[EvaluationRow, ...]
+    confusion: ConfusionMatrix | None
+    examples: tuple[Example, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    warnings: tuple[str, ...]
+    failure: Failure | None
+    environment: Environment | None
+    lineage: Lineage | None
+    exported: Exported | None
+
+    def curve(self, key: str) -> Curve | None:
+        """The curve of this name, if the run recorded one."""
+        return next((curve for curve in self.curves if curve.key == key), None)
+
+    def comparison(self, quantity: str) -> Comparison:
+        """Predicted beside measured for a field of ``Prediction``."""
+        return next(each for each in self.comparisons if each.quantity == quantity)

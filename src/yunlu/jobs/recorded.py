@@ -1,0 +1,232 @@
+"""What a run's two logs say, once its later lives have overwritten the steps they did again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from yunlu.core.files import read_lines
+from yunlu.core.rundir import Event, EventKind
+from yunlu.core.states import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.jobs.charts import Point
+
+Record = dict[str, float]
+"""The numbers of one step, by the names of ``METRIC_KEYS``."""
+
+PARTS = ("data", "compute", "communication", "checkpoint", "evaluation", "other")
+"""Where time goes; ``other`` is start-up, the final scoring and whatever no part claims."""
+_IN_STEP = ("data_s", "compute_s", "communication_s")
+_AFTER_STEP = ("checkpoint_s", "evaluate_s")
+_CLAIMED = (*_IN_STEP, *_AFTER_STEP)
+_STRETCHES = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One worker, from its start to its last sign."""
+
+    started_at: float
+    """When its process started."""
+    began_at: float
+    """When it could first write."""
+    ended_at: float
+    resumed_from: int | None
+    """The step it went on from; None for the first life, or where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The logs of a run. Steps that a crash undid and no life has reached again are left out."""
+
+    events: Sequence[Event]
+    records: Sequence[Record]
+    """One per step, in order."""
+    lives: Sequence[Life]
+
+    def all(self, kind: EventKind) -> list[dict[str, Any]]:
+        """The data of each event of a kind."""
+        return [event.data for event in self.events if event.kind == kind]
+
+    def last(self, kind: EventKind) -> dict[str, Any] | None:
+        """The data of the newest event of a kind."""
+        found = self.all(kind)
+        return found[-1] if found else None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that workers were alive: the time between two lives costs nothing."""
+        return sum(life.ended_at - life.started_at for life in self.lives)
+
+    def by_step(self, kind: EventKind) -> list[dict[str, Any]]:
+        """Data of the events that belong to a step, without the steps that a resume undid."""
+        return [
+            event.data
+            for event in self.events
+            if event.kind == kind and not _undone(event.data.get("step"), event.at, self.lives)
+        ]
+
+
+def read_recorded(run: RunDir) -> Recorded:
+    """Read both logs. Lines that this version does not know are passed over."""
+    events = list(_known(record for record, _ in read_lines(run.events)))
+    read = (numbers(record) for record, _ in read_lines(run.metrics))
+    records = [record for record in read if "step" in record]
+    lives = _lives(events, records)
+    latest = {
+        int(record["step"]): record
+        for record in records
+        if "at" not in record or not _undone(record["step"], record["at"], lives)
+    }
+    return Recorded(events=events, records=[latest[step] for step in sorted(latest)], lives=lives)
+
+
+def number(value: object) -> float | None:
+    """A number, finite or not, also from its name in JSON (``"NaN"``); else None."""
+    if not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def numbers(data: Any) -> dict[str, float]:
+    """The named numbers of a mapping; what is not a number is left out."""
+    named = data.items() if isinstance(data, dict) else ()
+    return {str(name): value for name, each in named if (value := number(each)) is not None}
+
+
+def points(records: Iterable[Record], key: str) -> list[Point]:
+    """One key of the records over the step."""
+    return [(int(record["step"]), record[key]) for record in records if key in record]
+
+
+def step_s(record: Record) -> float:
+    """The seconds of a step itself."""
+    return sum(record.get(key, 0.0) for key in _IN_STEP)
+
+
+def samples_of_steps(records: Sequence[Record]) -> dict[int, float]:
+    """Samples that each step consumed, from the running count."""
+    counts: dict[int, float] = {}
+    before_step, before = 0, 0.0
+    for step, count in points(records, "samples"):
+        counts[step] = (count - before) / (step - before_step)
+        before_step, before = step, count
+    return counts
+
+
+def rates(records: Sequence[Record], counts: dict[int, float]) -> list[Point]:
+    """A count of each step over the seconds of that step."""
+    seconds = {int(record["step"]): step_s(record) for record in records}
+    return [(step, count / seconds[step]) for step, count in counts.items() if seconds[step] > 0]
+
+
+def parts_over_time(recorded: Recorded) -> tuple[list[int], dict[str, list[float]]]:
+    """Shares of the parts in up to 60 stretches of steps, with the last step of each."""
+    seconds = [
+        [*(record.get(key, 0.0) for key in _CLAIMED), other]
+        for record, other in zip(recorded.records, _unclaimed(recorded), strict=True)
+    ]
+    stretches = min(_STRETCHES, len(seconds))
+    edges = [round(i * len(seconds) / stretches) for i in range(stretches + 1)]
+    steps: list[int] = []
+    shares: dict[str, list[float]] = {part: [] for part in PARTS}
+    for start, end in pairwise(edges):
+        sums = [sum(column) for column in zip(*seconds[start:end], strict=True)]
+        if (whole := sum(sums)) > 0:
+            steps.append(int(recorded.records[end - 1]["step"]))
+            for part, spent in zip(PARTS, sums, strict=True):
+                shares[part].append(spent / whole)
+    return steps, shares
+
+
+def part_totals(recorded: Recorded) -> dict[str, float]:
+    """Seconds by part; with ``other`` they add up to the time that workers were alive."""
+    totals = {
+        part: sum(record.get(key, 0.0) for record in recorded.records)
+        for part, key in zip(PARTS, _CLAIMED, strict=False)
+    }
+    rest = recorded.wall_s - sum(totals.values()) if recorded.lives else 0.0
+    return totals | {"other": max(rest, 0.0)}
+
+
+def _known(lines: Iterable[object]) -> Iterable[Event]:
+    for line in lines:
+        try:
+            yield Event.model_validate(line)
+        except ValidationError:
+            continue
+
+
+def _lives(events: Sequence[Event], records: Sequence[Record]) -> list[Life]:
+    starts = [i for i, event in enumerate(events) if event.kind == EventKind.LIFE]
+    ats = [record["at"] for record in records if "at" in record]
+    lives: list[Life] = []
+    for start, end in pairwise([*starts, len(events)]):
+        own = [event for event in events[start:end] if not _from_outside(event)]
+        began_at = own[0].at
+        until = events[end].at if end < len(events) else math.inf
+        signs = [event.at for event in own] + [at for at in ats if began_at <= at < until]
+        process_at = number(own[0].data.get("process_started_at"))
+        lives.append(
+            Life(
+                started_at=began_at if process_at is None else min(process_at, began_at),
+                began_at=began_at,
+                ended_at=max(signs),
+                resumed_from=_resumed_from(own) if lives else None,
+            )
+        )
+    return lives
+
+
+def _resumed_from(events: Iterable[Event]) -> int | None:
+    """The step a later life went on from: 0 if it said that there was none to go on from."""
+    for event in events:
+        if "resumed_from_step" in event.data:
+            return int(event.data["resumed_from_step"] or 0)
+    return None
+
+
+def _from_outside(event: Event) -> bool:
+    """Others write "pending" and "lost", perhaps hours after the worker's last sign."""
+    return event.kind == EventKind.STATE and event.data.get("state") in {
+        RunState.PENDING,
+        RunState.LOST,
+    }
+
+
+def _undone(step: object, at: float, lives: Sequence[Life]) -> bool:
+    """Whether a later life went back to before this step."""
+    place = number(step)
+    return place is not None and any(
+        life.began_at > at and life.resumed_from is not None and place > life.resumed_from
+        for life in lives
+    )
+
+
+def _unclaimed(recorded: Recorded) -> list[float]:
+    """Seconds since the step before that no part claims; a step that began a life has none."""
+    unclaimed = [0.0] * min(len(recorded.records), 1)
+    for before, after in pairwise(recorded.records):
+        since, until = number(before.get("at")), number(after.get("at"))
+        if (
+            since is None
+            or until is None
+            or any(since < life.began_at <= until for life in recorded.lives)
+        ):
+            unclaimed.append(0.0)
+        else:
+            # A record is stamped when its step ends; what came after that step lies before this one.
+            held_up_s = sum(before.get(key, 0.0) for key in _AFTER_STEP)
+            unclaimed.append(max(until - since - held_up_s - step_s(after), 0.0))
+    return unclaimed

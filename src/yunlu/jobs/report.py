@@ -1,0 +1,357 @@
+"""The report of a run: everything its files tell, as one value, and as a page for people.
+
+Built by reading alone, so a running, failed, lost or never-started run has a report too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import EventKind
+from yunlu.core.settings import read_settings
+from yunlu.core.states import RunState, replay_move
+from yunlu.core.units import show_bytes
+from yunlu.jobs.charts import smooth, thin
+from yunlu.jobs.findings import (
+    Comparison,
+    Curve,
+    Environment,
+    Exported,
+    Failure,
+    Lineage,
+    Report,
+    SavedCheckpoint,
+    TimeSplit,
+)
+from yunlu.jobs.recorded import (
+    number,
+    numbers,
+    part_totals,
+    parts_over_time,
+    points,
+    rates,
+    read_recorded,
+    samples_of_steps,
+    step_s,
+)
+from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
+from yunlu.planning.plan import Measured, Plan
+from yunlu.spec.job import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.core.value import Value
+    from yunlu.jobs.charts import Point
+    from yunlu.jobs.findings import EvaluationRow
+    from yunlu.jobs.recorded import Recorded
+
+__all__ = ["Report", "build_report", "write_report"]
+
+V = TypeVar("V", bound="Value")
+
+_SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
+_TOTALS = ("total_s", "dollars")
+_QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
+
+
+def build_report(run: RunDir) -> Report:
+    """Read a run's files into one value, whatever state it is in."""
+    recorded = read_recorded(run)
+    job = _read_job(run)
+    state, reason = _state(recorded)
+    plan = _parse(Plan, recorded.last(EventKind.PLAN))
+    metric, evaluations = read_evaluations(recorded, asked=plan.best_metric if plan else "auto")
+    shown = detailed(recorded, evaluations)
+    model = recorded.last(EventKind.MODEL) or {}
+    newest = recorded.records[-1] if recorded.records else {}
+    return Report(
+        run_id=run.id,
+        path=str(run.path.absolute()),
+        name=job.get("name") or run.id,
+        task=job.get("task"),
+        model=model.get("name") or _model_name(job),
+        parameters=model.get("parameters"),
+        trainable=model.get("trainable"),
+        state=state,
+        reason=reason,
+        created_at=recorded.events[0].at if recorded.events else None,
+        finished_at=_finished_at(recorded, state),
+        lives=len(recorded.lives),
+        resumed_from=tuple(life.resumed_from for life in recorded.lives[1:]),
+        step=int(newest.get("step", 0)),
+        epoch=newest.get("epoch"),
+        job=job,
+        job_yaml=_job_yaml(job),
+        plan=plan,
+        comparisons=_comparisons(recorded, plan, complete=state is RunState.FINISHED),
+        headline=quote(metric, evaluations),
+        curves=_curves(recorded, evaluations),
+        time=_time_split(recorded),
+        evaluations=evaluations,
+        confusion=confusion_of(shown),
+        examples=tuple(example_of(each) for each in shown.get("examples") or ()),
+        checkpoints=_checkpoints(recorded, run),
+        warnings=tuple(str(each.get("message", "")) for each in recorded.all(EventKind.WARNING)),
+        failure=_failure(recorded) if state is RunState.FAILED else None,
+        environment=_environment(recorded.last(EventKind.ENVIRONMENT)),
+        lineage=_lineage(recorded.last(EventKind.DATA)),
+        exported=_exported(recorded.last(EventKind.EXPORT)),
+    )
+
+
+def write_report(run: RunDir) -> Report:
+    """Build the report and publish ``report.json`` and ``report.html`` in the run's directory."""
+    # Jinja and the page are of no use to those who only read the value.
+    from yunlu.jobs.page import render_page  # noqa: PLC0415
+
+    report = build_report(run)
+    page = render_page(report, language=read_settings().language)
+    try:
+        write_atomically(run.report_json, report.model_dump_json() + "\n")
+        write_atomically(run.report_html, page)
+    except OSError as error:
+        raise StoreError(
+            f"The report cannot be written to {run.path}: {error.strerror or error}.",
+            hint="Free some space or give yourself write access; the run itself is unharmed.",
+        ) from error
+    return report
+
+
+def _state(recorded: Recorded) -> tuple[RunState, str | None]:
+    state, reason = RunState.PENDING, None
+    for each in recorded.all(EventKind.STATE):
+        if each.get("state") not in set(RunState):
+            continue
+        told = RunState(each["state"])
+        if replay_move(state, told) is told:
+            state, reason = told, each.get("reason")
+    return state, reason
+
+
+def _read_job(run: RunDir) -> dict[str, Any]:
+    try:
+        job = json.loads(run.job.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(job, dict):
+        return {}
+    return _without_secrets(job)
+
+
+def _without_secrets(value: Any, *, inside_options: bool = False) -> Any:
+    """Reports are shown around: storage options and URLs lose whatever opens a door."""
+    if isinstance(value, dict):
+        return {
+            key: "***"
+            if inside_options and _SECRET.search(str(key)) and each is not None
+            else _without_secrets(each, inside_options=inside_options or key == "options")
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_secrets(each, inside_options=inside_options) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", value)
+    return value
+
+
+def _job_yaml(job: dict[str, Any]) -> str:
+    if not job:
+        return ""
+    parsed = _parse(Job, job)
+    # A job of another version is shown as it is.
+    shown = parsed.model_dump(mode="json", exclude_defaults=True) if parsed else job
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _model_name(job: dict[str, Any]) -> str | None:
+    model = job.get("model")
+    return model.get("name") if isinstance(model, dict) else model
+
+
+def _parse(kind: type[V], data: dict[str, Any] | None) -> V | None:
+    """The value, or None where it is missing or of another version."""
+    try:
+        return kind.model_validate(data) if data is not None else None
+    except ValidationError:
+        return None
+
+
+def _finished_at(recorded: Recorded, state: RunState) -> float | None:
+    if state.is_active or not recorded.events:
+        return None
+    return recorded.lives[-1].ended_at if recorded.lives else recorded.events[-1].at
+
+
+def _comparisons(
+    recorded: Recorded, plan: Plan | None, *, complete: bool
+) -> tuple[Comparison, ...]:
+    predicted = plan.prediction.model_dump() if plan else {}
+    measured = _measured(recorded, predicted)
+    rows: list[Comparison] = []
+    for quantity in _QUANTITIES:
+        foretold, seen = predicted.get(quantity), measured.get(quantity)
+        so_far = quantity in _TOTALS and not complete
+        ratio = seen / foretold if foretold and seen is not None and not so_far else None
+        rows.append(
+            Comparison(
+                quantity=quantity,
+                predicted=foretold,
+                measured=seen,
+                ratio=ratio,
+                so_far=so_far,
+            )
+        )
+    return tuple(rows)
+
+
+def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float | None]:
+    """What the worker measured; until it says so, what its records give."""
+    said = _parse(Measured, recorded.last(EventKind.MEASURED))
+    if said is not None:
+        return said.model_dump()
+    memory = [value for _, value in points(recorded.records, "memory_bytes")]
+    samples = samples_of_steps(recorded.records)
+    # As the worker counts: a step waits for data and computes; a stall is not part of it.
+    busy = sorted(step_s(each) for each in recorded.records)
+    busy_s = sum(busy)
+    total_s = recorded.wall_s or None
+    price, planned_s = predicted.get("dollars"), predicted.get("total_s")
+    return {
+        "memory_bytes": max(memory, default=None),
+        "step_s": busy[len(busy) // 2] if busy_s else None,
+        "samples_per_s": sum(samples.values()) / busy_s if busy_s and samples else None,
+        "total_s": total_s,
+        "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
+    }
+
+
+def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
+    records = recorded.records
+    samples = samples_of_steps(records)
+    items = dict(points(records, "items"))
+    validation = [row for row in rows if row.split == "validation"]
+    metrics = dict.fromkeys(name for row in validation for name in row.metrics)
+    drawn: dict[str, Sequence[Point]] = {
+        **_with_smoothed("train_loss", points(records, "loss")),
+        "validation_loss": [(row.step, row.loss) for row in validation if row.loss is not None],
+        **{
+            f"validation/{name}": [
+                (row.step, row.metrics[name]) for row in validation if name in row.metrics
+            ]
+            for name in metrics
+        },
+        "lr": points(records, "lr"),
+        **_with_smoothed("grad_norm", points(records, "grad_norm")),
+        **_with_smoothed("samples_per_s", rates(records, samples)),
+        # Where each sample is one item the second curve would only repeat the first.
+        **_with_smoothed("items_per_s", rates(records, items) if items != samples else []),
+        "memory_bytes": points(records, "memory_bytes"),
+    }
+    return tuple(_curve(key, curve) for key, curve in drawn.items() if curve)
+
+
+def _with_smoothed(key: str, curve: Sequence[Point]) -> dict[str, Sequence[Point]]:
+    """The curve as it was, and a quieter one for the eye; smoothed before thinning, so true."""
+    return {key: curve, f"{key}_smoothed": smooth(curve) if len(curve) >= 20 else []}
+
+
+def _curve(key: str, curve: Sequence[Point]) -> Curve:
+    kept = thin(curve)
+    return Curve(
+        key=key, steps=tuple(step for step, _ in kept), values=tuple(value for _, value in kept)
+    )
+
+
+def _time_split(recorded: Recorded) -> TimeSplit | None:
+    if not recorded.records:
+        return None
+    steps, shares = parts_over_time(recorded)
+    return TimeSplit(
+        totals=part_totals(recorded),
+        steps=tuple(steps),
+        shares={part: tuple(values) for part, values in shares.items()},
+    )
+
+
+def _checkpoints(recorded: Recorded, run: RunDir) -> tuple[SavedCheckpoint, ...]:
+    latest = {int(each.get("step", 0)): each for each in recorded.by_step(EventKind.CHECKPOINT)}
+    return tuple(
+        SavedCheckpoint(
+            step=step,
+            path=str(each.get("path", "")),
+            bytes=number(each.get("bytes")),
+            seconds=number(each.get("seconds")),
+            stalled_s=number(each.get("stalled_s")),
+            metrics=numbers(each.get("metrics")),
+            kept=bool(each.get("path")) and (run.path / str(each["path"])).exists(),
+        )
+        for step, each in sorted(latest.items())
+    )
+
+
+def _failure(recorded: Recorded) -> Failure | None:
+    error = recorded.last(EventKind.ERROR)
+    if error is None:
+        return None
+    return Failure(
+        code=str(error.get("code", "")),
+        message=str(error.get("message", "")),
+        hint=error.get("hint"),
+        traceback=error.get("traceback"),
+    )
+
+
+def _environment(data: dict[str, Any] | None) -> Environment | None:
+    if data is None:
+        return None
+    return Environment(
+        yunlu=data.get("yunlu"),
+        python=data.get("python"),
+        platform=data.get("platform"),
+        git_commit=data.get("git_commit"),
+        git_dirty=data.get("git_dirty"),
+        packages={str(k): str(v) for k, v in (data.get("packages") or {}).items()},
+        devices=tuple(_device(each) for each in data.get("devices") or ()),
+    )
+
+
+def _device(data: Any) -> str:
+    if not isinstance(data, dict):
+        return str(data)
+    memory = number(data.get("memory_bytes"))
+    size = f", {show_bytes(memory)}" if memory else ""
+    return f"{data.get('name') or data.get('kind')} ({data.get('kind')}{size})"
+
+
+def _lineage(data: dict[str, Any] | None) -> Lineage | None:
+    if data is None:
+        return None
+    return Lineage(
+        fingerprint=data.get("fingerprint"),
+        source=data.get("source"),
+        counts={
+            split: int(count)
+            for split in ("train", "validation", "test")
+            if (count := number(data.get(split))) is not None
+        },
+        about=_without_secrets(data.get("about") or {}),
+    )
+
+
+def _exported(data: dict[str, Any] | None) -> Exported | None:
+    if data is None:
+        return None
+    return Exported(
+        path=str(data.get("path", "")),
+        files=tuple(str(file) for file in data.get("files") or ()),
+        from_step=data.get("from_step"),
+    )

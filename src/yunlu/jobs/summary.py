@@ -1,0 +1,207 @@
+"""The report on a terminal: what happened, on one screen."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.states import RunState
+from yunlu.core.units import show_count, show_duration, show_number
+from yunlu.jobs.charts import show_metric, show_quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from yunlu.jobs.findings import ConfusionMatrix, EvaluationRow, Report
+
+_COLOURS = {
+    RunState.FINISHED: "green",
+    RunState.FAILED: "red",
+    RunState.LOST: "red",
+    RunState.STOPPED: "yellow",
+    RunState.STOPPING: "yellow",
+}
+_QUANTITIES = {
+    "memory_bytes": "peak memory",
+    "step_s": "step time",
+    "samples_per_s": "samples per second",
+    "total_s": "total time",
+    "dollars": "cost",
+}
+_PARTS = {
+    "data": "yellow",
+    "compute": "blue",
+    "communication": "green",
+    "checkpoint": "magenta",
+    "evaluation": "cyan",
+    "other": "bright_black",
+}
+_MOST_CLASSES = 12
+_MOST_EVALUATIONS = 8
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """State, scores, confusion, loss, predicted beside measured, time and paths."""
+    console.print(_heading(report))
+    if report.failure is not None:
+        console.print(Text(f"  {_clean(report.failure.message)}", "red"))
+        if report.failure.hint:
+            console.print(Text(f"  → {_clean(report.failure.hint)}"))
+    for warning in report.warnings:
+        console.print(Text(f"  ! {_clean(warning)}", "yellow"))
+    if (loss := report.curve("train_loss")) is not None:
+        console.print(_loss_line(loss.values))
+    if report.evaluations:
+        console.print(_evaluation_table(report.evaluations))
+    matrix = report.confusion
+    if matrix is not None and len(matrix.labels) <= _MOST_CLASSES:
+        console.print(_confusion_table(matrix))
+    if any(each.predicted is not None or each.measured is not None for each in report.comparisons):
+        console.print(_comparison_table(report))
+    if report.time is not None:
+        console.print(_time_line(report.time.totals))
+    console.print(_paths(report))
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """The curve in one line of text; ``×`` where a value is not finite."""
+    width = min(width, len(values))
+    groups = [
+        values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
+    ]
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    drawn: list[str] = []
+    for group in groups:
+        if not all(math.isfinite(value) for value in group):
+            drawn.append("×")
+            continue
+        mean = math.fsum(value / len(group) for value in group)
+        share = (mean - low) / (high - low) if high > low else 0.0
+        drawn.append(_BARS[min(int(share * len(_BARS)), len(_BARS) - 1)])
+    return "".join(drawn)
+
+
+def _clean(text: str) -> str:
+    """Labels and messages may carry anything, even codes that would steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
+
+
+def _heading(report: Report) -> Text:
+    colour = _COLOURS.get(report.state, "blue")
+    text = Text.assemble(
+        (_clean(report.name), "bold"), "  ", (report.state.value, f"bold {colour}")
+    )
+    if report.headline is not None:
+        value = show_metric(report.headline.metric, report.headline.value)
+        quoted = f"{_clean(report.headline.split)} {_clean(report.headline.metric)}"
+        text.append_text(Text.assemble("  ", quoted, " ", (value, "bold")))
+    facts = [report.task, report.model]
+    if report.parameters:
+        facts.append(f"{show_count(report.parameters)} parameters")
+    if report.step:
+        of = f" of {report.plan.steps:,}" if report.plan else ""
+        facts.append(f"step {report.step:,}{of}")
+    if report.lives > 1:
+        facts.append(f"resumed {report.lives - 1} ×")
+    if report.reason:
+        facts.append(report.reason)
+    known = " · ".join(_clean(fact) for fact in facts if fact)
+    return text.append(f"\n  {known}", "dim") if known else text
+
+
+def _loss_line(values: Sequence[float]) -> Text:
+    span = f"  {show_number(values[0])} → {show_number(values[-1])}"
+    return Text.assemble("\n  loss  ", (sparkline(values), "blue"), (span, "dim"))
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"  {title}",
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+
+
+def _evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
+    table = _table("Evaluation")
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    table.add_column("split")
+    for name in ("step", "loss", *names):
+        table.add_column(_clean(name), justify="right")
+    shown = [
+        row for row in rows if row.best or row.split == "test" or row in rows[-_MOST_EVALUATIONS:]
+    ]
+    for row in shown:
+        star = " ★" if row.best else ""
+        table.add_row(
+            Text(_clean(row.split) + star),
+            f"{row.step:,}",
+            show_metric("loss", row.loss),
+            *(show_metric(name, row.metrics.get(name)) for name in names),
+            style="bold" if row.split == "test" else "green" if row.best else None,
+        )
+    if len(shown) < len(rows):
+        table.caption = f"  {len(rows) - len(shown)} earlier evaluations are in the report"
+    return table
+
+
+def _confusion_table(matrix: ConfusionMatrix) -> Table:
+    table = _table(f"Confusion ({matrix.split}; rows are true labels)")
+    table.add_column("", no_wrap=True, max_width=20)
+    for label in matrix.labels:
+        table.add_column(Text(_clean(label)), justify="right", no_wrap=True, max_width=9)
+    for i, (label, row) in enumerate(zip(matrix.labels, matrix.counts, strict=True)):
+        cells = [
+            Text(str(count), "dim" if not count else "bold green" if i == j else "red")
+            for j, count in enumerate(row)
+        ]
+        table.add_row(Text(_clean(label)), *cells)
+    return table
+
+
+def _comparison_table(report: Report) -> Table:
+    table = _table("Predicted beside measured")
+    table.add_column("")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    for each in report.comparisons:
+        if each.predicted is None and each.measured is None:
+            continue
+        ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
+        table.add_row(
+            _QUANTITIES[each.quantity],
+            show_quantity(each.quantity, each.predicted),
+            show_quantity(each.quantity, each.measured),
+            "so far" if each.so_far and each.measured is not None else ratio,
+        )
+    return table
+
+
+def _time_line(totals: dict[str, float], width: int = 48) -> Text:
+    whole = sum(totals.values())
+    text = Text("  time  ")
+    spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
+    for part, seconds in spent.items():
+        text.append("█" * max(1, round(width * seconds / whole)), _PARTS[part])
+    legend = Text("\n        ")
+    for part, seconds in spent.items():
+        legend.append("■ ", _PARTS[part])
+        legend.append(f"{part} {show_duration(seconds)} ({seconds / whole:.0%})  ")
+    return text.append_text(legend)
+
+
+def _paths(report: Report) -> Text:
+    text = Text()
+    if report.exported is not None:
+        text.append(f"\n  model   {report.path}/{report.exported.path}")
+    return text.append(f"\n  report  {report.path}/report.html")

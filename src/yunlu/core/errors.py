@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,8 +23,18 @@ class YunluError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would forget the hint on the way out of a loading process.
+        return _rebuild, (type(self), self.message, self.hint)
+
     def __str__(self) -> str:
         return f"{self.message}\n  → {self.hint}" if self.hint else self.message
+
+
+def _rebuild(kind: type[YunluError], message: str, hint: str | None) -> YunluError:
+    error = kind.__new__(kind)
+    YunluError.__init__(error, message, hint=hint)
+    return error
 
 
 class JobError(YunluError):

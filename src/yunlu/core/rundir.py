@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class EventKind(StrEnum):
     """What can happen in a run. The comment names the keys of ``Event.data``."""
 
-    STATE = "state"  # state (a RunState value), reason?
-    LIFE = "life"  # number (1 = first start), pid, process_started_at, resumed_from_step?
+    STATE = "state"  # state (a RunState value), reason?, resumed_from_step?
+    LIFE = "life"  # number (1 = first start), pid, process_started_at, began_at
     ENVIRONMENT = "environment"  # python, platform, packages, git_commit?, devices, argv
     DATA = "data"  # fingerprint, source, train, validation, test (sample counts), about
     MODEL = "model"  # name, parameters, trainable

@@ -35,7 +35,7 @@ class Life:
     """One worker, from its start to its last sign."""
 
     started_at: float
-    """When its process started."""
+    """When it began; for a worker of its own, when its process started."""
     began_at: float
     """When it could first write."""
     ended_at: float
@@ -177,7 +177,7 @@ def _lives(events: Sequence[Event], records: Sequence[Record]) -> list[Life]:
         began_at = own[0].at
         until = events[end].at if end < len(events) else math.inf
         signs = [event.at for event in own] + [at for at in ats if began_at <= at < until]
-        process_at = number(own[0].data.get("process_started_at"))
+        process_at = number(own[0].data.get("began_at"))
         lives.append(
             Life(
                 started_at=began_at if process_at is None else min(process_at, began_at),

@@ -171,7 +171,7 @@ class CheckpointSpec(Value):
     """What is kept, and how often."""
 
     every: Count | Literal["auto", "epoch"] = "auto"
-    """Steps between checkpoints; ``auto`` weighs lost work against the time a save takes."""
+    """Steps between checkpoints; ``auto`` loses at most about a minute of work."""
     keep_last: Count = 2
     """How many of the newest are kept."""
     keep_best: CountOrZero = 1
@@ -222,7 +222,7 @@ class TrainSpec(Value):
     seed: Annotated[int, Field(ge=0, lt=2**32), _Checked] = 0
     """Decides the order of samples, the first weights and dropout."""
     deterministic: bool = True
-    """Refuse algorithms whose result varies from run to run."""
+    """Use algorithms whose result does not vary from run to run; warns where there is none."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:

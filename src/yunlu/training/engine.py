@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.prepare import Parts
+    from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
 
 

@@ -118,7 +118,7 @@ def _card(run: RunDir, job: Job, model: nn.Module, lineage: Lineage) -> str:
         *[
             f"- {key}: {value}"
             for key, value in about.items()
-            if isinstance(value, (str, int, float))
+            if isinstance(value, (str, int, float)) and key != "source"
         ],
         "",
         "## Lineage",

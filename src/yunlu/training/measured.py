@@ -35,6 +35,6 @@ def _seconds_alive(directory: RunDir) -> float:
     for event, _ in directory.read_events():
         if event.kind is EventKind.LIFE:
             total_s += seen_at - began_at if began_at is not None else 0.0
-            began_at = event.data["process_started_at"]
+            began_at = event.data["began_at"]
         seen_at = event.at
     return total_s + (time.time() - began_at if began_at is not None else 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.core.files import write_atomically
@@ -10,25 +9,15 @@ from yunlu.core.rundir import EventKind
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.parts import Parts
 from yunlu.training.profile import measure
 from yunlu.training.tasks.open import open_task
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from yunlu.catalog.machine import Machine
     from yunlu.core.rundir import RunDir
     from yunlu.spec.job import Job
-    from yunlu.training.tasks.task import Splits, Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """A task with its data loaded and its model built."""
-
-    task: Task
-    model: nn.Module
-    splits: Splits
+    from yunlu.training.tasks.task import Task
 
 
 def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
@@ -60,13 +49,15 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
     return Parts(task=task, model=model, splits=splits)
 
 
-def settle_plan(directory: RunDir, job: Job, parts: Parts, machine: Machine) -> Plan:
+def settle_plan(
+    directory: RunDir, job: Job, parts: Parts, machine: Machine, *, started_at: float
+) -> Plan:
     """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
     if directory.plan.exists():
         plan = Plan.model_validate_json(directory.plan.read_text())
     else:
         directory.emit(EventKind.PROGRESS, phase="measuring and planning")
-        profile = measure(job, parts.task, parts.model, parts.splits, machine)
+        profile = measure(job, parts, machine, started_at=started_at)
         plan = make_plan(job, machine, profile)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
     directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.machine import Machine
     from yunlu.spec.job import Job
+    from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch, Splits, Task
 
 _LOOK_SAMPLES = 8
@@ -44,8 +45,9 @@ _TIMED_S = 1.0
 _TIMED_PASSES = 5
 
 
-def measure(job: Job, task: Task, model: nn.Module, splits: Splits, machine: Machine) -> Profile:
-    """What the planner needs to know of this model, these data and this machine."""
+def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> Profile:
+    """What the planner needs to know; ``started_at`` is when this life of the run began."""
+    task, model, splits = parts.task, parts.model, parts.splits
     batch = choose_batch(job, len(splits.train))
     device = torch.device(machine.best_device.kind)
     order = StepOrder(samples=len(splits.train), batch=batch, seed=job.train.seed)
@@ -78,9 +80,9 @@ def measure(job: Job, task: Task, model: nn.Module, splits: Splits, machine: Mac
         load_s_per_sample=load_s / probe.samples,
         evaluate_s_per_sample=evaluate_s / probe.samples,
         train_samples=len(splits.train),
-        validation_samples=len(splits.validation) if splits.validation else 0,
-        test_samples=len(splits.test) if splits.test else 0,
-        startup_s=time.time() - psutil.Process().create_time(),
+        validation_samples=len(splits.validation) if splits.validation is not None else 0,
+        test_samples=len(splits.test) if splits.test is not None else 0,
+        startup_s=time.time() - started_at,
         resident_bytes=resident,
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),

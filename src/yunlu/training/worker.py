@@ -62,8 +62,8 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
     directory = RunDir(run_dir)
     try:
         with _only_worker(directory), _signals_as_stop() as stop:
-            _begin_life(directory)
-            return _live(directory, task, stop, plan_only=plan_only)
+            started_at = _begin_life(directory)
+            return _live(directory, task, stop, started_at=started_at, plan_only=plan_only)
     except RunBusyError as error:  # the other worker's run: nothing of ours belongs in its log
         sys.stderr.write(f"{error}\n")
         return RunState.FAILED
@@ -72,7 +72,9 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
         return RunState.FAILED
 
 
-def _live(directory: RunDir, task: Task | None, stop: StopRequest, *, plan_only: bool) -> RunState:
+def _live(
+    directory: RunDir, task: Task | None, stop: StopRequest, *, started_at: float, plan_only: bool
+) -> RunState:
     job = Job.model_validate_json(directory.job.read_text())
     _move(directory, RunState.PLANNING)
     machine = probe_machine()
@@ -80,7 +82,7 @@ def _live(directory: RunDir, task: Task | None, stop: StopRequest, *, plan_only:
     directory.emit(EventKind.ENVIRONMENT, **environment)
     torch.use_deterministic_algorithms(job.train.deterministic, warn_only=True)
     parts = prepare(directory, job, task)
-    plan = settle_plan(directory, job, parts, machine)
+    plan = settle_plan(directory, job, parts, machine, started_at=started_at)
     if plan_only or stop.is_set:
         reason = (
             "only the plan was asked for" if plan_only else "asked to stop before the first step"
@@ -148,15 +150,20 @@ def _move(directory: RunDir, state: RunState, **data: Any) -> RunState:
     return state
 
 
-def _begin_life(directory: RunDir) -> None:
+def _begin_life(directory: RunDir) -> float:
+    """Tell who lives, and since when; the process's own start tells it from a later namesake."""
     lives = sum(event.kind is EventKind.LIFE for event, _ in directory.read_events())
+    process_at = psutil.Process().create_time()
+    # In somebody's own Python process, the run begins now, not when that process did.
+    began_at = process_at if _is_worker_process() else time.time()
     directory.emit(
         EventKind.LIFE,
         number=lives + 1,
         pid=os.getpid(),
-        # In somebody's own Python process, the run begins now, not when that process did.
-        process_started_at=psutil.Process().create_time() if _is_worker_process() else time.time(),
+        process_started_at=process_at,
+        began_at=began_at,
     )
+    return began_at
 
 
 def _is_worker_process() -> bool:

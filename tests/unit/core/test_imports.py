@@ -67,9 +67,10 @@ def test_a_wrong_reference_is_named(reference: str, said: str) -> None:
         import_object(reference)
 
 
-def test_a_module_that_fails_on_import_says_why(tmp_path: Path) -> None:
-    broken = write(tmp_path / "broken_on_import.py", "raise RuntimeError('no licence')\n")
-    with pytest.raises(JobError, match="RuntimeError: no licence"):
+@pytest.mark.parametrize("failure", ["RuntimeError('no licence')", "SystemExit('no licence')"])
+def test_a_module_that_fails_on_import_says_why(tmp_path: Path, failure: str) -> None:
+    broken = write(tmp_path / "broken_on_import.py", f"raise {failure}\n")
+    with pytest.raises(JobError, match="no licence"):
         import_object(f"{broken}:Net")
 
 

@@ -39,7 +39,7 @@ class Writer:
         append_lines(self.run.events, [event.model_dump(mode="json")])
 
     def begin(self, *, number: int = 1, resumed_from: int | None = None) -> None:
-        self.emit(EventKind.LIFE, number=number, pid=4242, process_started_at=self.now - 2)
+        self.emit(EventKind.LIFE, number=number, pid=4242, began_at=self.now - 2)
         self.emit(EventKind.STATE, state=RunState.PLANNING)
         self.emit(EventKind.STATE, state=RunState.RUNNING, after=3, resumed_from_step=resumed_from)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from yunlu.core.errors import YunluError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -56,18 +58,48 @@ def load(
     workers: int,
 ) -> Iterator[Batch]:
     """Fetch and collate each list of indices."""
+    work = _Work(samples, collate)
     if workers == 0:
-        fetch = _fetcher(samples)
-        return (collate(fetch(chosen)) for chosen in indices)
+        return map(work, indices)
     loader = DataLoader(
-        cast("Any", samples),
+        cast("Any", work),
         batch_sampler=cast("Any", indices),
-        collate_fn=collate,
+        collate_fn=_unwrap,
         num_workers=workers,
         # Its own generator: the default one would draw from the training's random numbers.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return map(_raise_if_error, loader)
+
+
+class _Work:
+    """Fetches and collates; in a loading process, an error for the user travels as a value."""
+
+    def __init__(self, samples: Samples, collate: Callable[[Sequence[Any]], Batch]) -> None:
+        self._samples, self._collate = samples, collate
+        # torch's convention for fetching many samples in one go
+        self._fetch_many = getattr(samples, "__getitems__", None)
+
+    def __call__(self, indices: list[int]) -> Batch:
+        if self._fetch_many is not None:
+            return self._collate(self._fetch_many(indices))
+        return self._collate([self._samples[index] for index in indices])
+
+    def __getitems__(self, indices: list[int]) -> list[Batch | YunluError]:
+        try:
+            return [self(indices)]
+        except YunluError as error:  # torch would wrap it into a traceback
+            return [error]
+
+
+def _unwrap(made: list[Any]) -> Any:
+    return made[0]
+
+
+def _raise_if_error(made: Batch | YunluError) -> Batch:
+    if isinstance(made, YunluError):
+        raise made
+    return made
 
 
 def _micro_indices(
@@ -77,10 +109,3 @@ def _micro_indices(
         chosen = indices.tolist()
         for first in range(0, len(chosen), micro_batch):
             yield chosen[first : first + micro_batch]
-
-
-def _fetcher(samples: Samples) -> Callable[[list[int]], Sequence[Any]]:
-    many = getattr(samples, "__getitems__", None)  # torch's convention for fetching in one go
-    if many is not None:
-        return many
-    return lambda chosen: [samples[index] for index in chosen]

@@ -174,7 +174,8 @@ class TaskContract:
 
     def _score(self, task: Task, splits: Splits, *, size: int) -> Evaluation:
         model = self._build(task).eval()
-        samples = splits.validation or splits.test or splits.train
+        parts = (splits.validation, splits.test, splits.train)
+        samples = next(part for part in parts if part is not None)
         chosen = range(min(16, len(samples)))
         scorer = task.scorer()
         with torch.no_grad():

@@ -1,0 +1,224 @@
+"""Sounds as tensors: read, mixed to one channel, resampled, turned into log-mel frames."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yunlu.core.errors import DataError, missing_part
+from yunlu.training.data.table import FileRef
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.training.data.table import Column
+
+# Shapes: S samples of sound, T frames, F mel bands, K frequency bins of a spectrum.
+
+FRAMES_PER_SECOND = 100
+MEL_BANDS = 40
+MEMORY_LIMIT_BYTES = 512 * 2**20
+"""Features of one split are kept up to this size; the others are computed when asked for."""
+_WINDOW_S = 0.025
+_FLOOR = 1e-6
+"""Power below this is silence: keeps the logarithm finite."""
+
+
+class LogMel:
+    """Log-mel spectrogram: 25 ms Hann windows every 10 ms, triangular bands even on the mel scale."""
+
+    def __init__(self, sample_rate: int, bands: int = MEL_BANDS) -> None:
+        self.sample_rate, self.bands = sample_rate, bands
+        self.hop = max(1, sample_rate // FRAMES_PER_SECOND)
+        window = max(2, round(sample_rate * _WINDOW_S))
+        # Twice the window: bins lie closer than the narrowest band is wide.
+        self.bins = 2 ** math.ceil(math.log2(2 * window))
+        self._window = torch.hann_window(window)
+        self._filters = mel_filters(sample_rate, bands=bands, bins=self.bins // 2 + 1)
+
+    def __call__(self, wave: Tensor) -> Tensor:
+        """Frames ``(T, F)``, one per hop begun, of a mono wave in -1..1."""
+        spectrum = torch.stft(
+            wave,
+            self.bins,
+            hop_length=self.hop,
+            win_length=len(self._window),
+            window=self._window,
+            pad_mode="constant",
+            return_complex=True,
+        )
+        # Over the window's energy: white noise of power p then has p in every bin.
+        power = spectrum.abs().square() / self._window.square().sum()
+        return torch.log(power.T @ self._filters + _FLOOR)
+
+
+class Frames:
+    """Sounds reach the model as log-mel frames ``(T, F)``, each band normalised over the training."""
+
+    per_second = FRAMES_PER_SECOND
+
+    def __init__(self, sample_rate: int) -> None:
+        self.sample_rate = sample_rate
+        self.transform = LogMel(sample_rate)
+        self._mean = self._deviation = torch.zeros(self.transform.bands)
+
+    def learn(self, features: Sequence[Tensor]) -> None:
+        """Take the statistics of the training sounds."""
+        mean, deviation = measure(features)
+        self._mean, self._deviation = torch.tensor(mean), torch.tensor(deviation)
+
+    def normalise(self, features: Tensor) -> Tensor:
+        """To mean 0 and deviation 1, as over the training sounds."""
+        return (features - self._mean) / self._deviation
+
+    def describe(self) -> dict[str, Any]:
+        """What turns a wave into this input, for the export."""
+        return {
+            "input": "log-mel",
+            "sample_rate": self.sample_rate,
+            "hop": self.transform.hop,
+            "bins": self.transform.bins,
+            "bands": self.transform.bands,
+            "mean": self._mean.tolist(),
+            "deviation": self._deviation.tolist(),
+        }
+
+
+class Waves:
+    """Sounds reach the model as waves ``(S,)``, each brought to mean 0 and deviation 1."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self.sample_rate = self.per_second = sample_rate
+
+    def transform(self, wave: Tensor) -> Tensor:
+        """One wave at one loudness; silence stays silent."""
+        return (wave - wave.mean()) / torch.sqrt(wave.var(correction=0) + 1e-7)
+
+    def learn(self, features: Sequence[Tensor]) -> None:
+        """Nothing: each wave is its own measure."""
+
+    def normalise(self, features: Tensor) -> Tensor:
+        """As it is."""
+        return features
+
+    def describe(self) -> dict[str, Any]:
+        """What turns a wave into this input, for the export."""
+        return {"input": "wave", "sample_rate": self.sample_rate}
+
+
+class Sounds:
+    """A column of sounds as the model hears them, before normalisation; kept up to a limit."""
+
+    def __init__(
+        self, column: Column, front: Frames | Waves, *, limit_bytes: int = MEMORY_LIMIT_BYTES
+    ) -> None:
+        self._column, self._front = column, front
+        self.kept: list[Tensor] = []
+        """The first sounds, as far as the limit goes; they speak for the others in statistics."""
+        used = 0
+        for row in range(len(column)):
+            self.kept.append(self._compute(row))
+            used += self.kept[-1].nbytes
+            if used >= limit_bytes:
+                break
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """One sound, transformed."""
+        if index < len(self.kept):
+            return self.kept[index]
+        return self._compute(index)
+
+    def _compute(self, row: int) -> Tensor:
+        wave, _ = read_sound(self._column[row], row=row, sample_rate=self._front.sample_rate)
+        return self._front.transform(wave)
+
+
+def read_sound(item: Any, *, row: int = 0, sample_rate: int | None = None) -> tuple[Tensor, int]:
+    """One sound as a mono wave in -1..1, at ``sample_rate`` (its own where that is not given)."""
+    if isinstance(item, np.ndarray) and item.ndim == 1 and item.dtype.kind == "f":
+        return _read_array(item, row, sample_rate)
+    ref = FileRef(item) if isinstance(item, str) else item
+    if not isinstance(ref, FileRef):
+        raise DataError(
+            f"row {row}: a sound file was expected, not {type(item).__name__}",
+            hint="name the column of sounds with data.input",
+        )
+    samples, rate = _decode(ref)
+    if not len(samples):
+        raise DataError(f"{ref} holds no sound", hint="remove it from the data")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{ref} holds samples that are not finite numbers")
+    mono = samples.mean(axis=1, dtype=np.float32)
+    return torch.from_numpy(resample(mono, rate, sample_rate or rate)), sample_rate or rate
+
+
+def resample(wave: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """The same sound at another rate, low-passed first where that is lower."""
+    if rate == wanted:
+        return wave
+    from scipy.signal import resample_poly  # noqa: PLC0415 - slow to import, rarely needed
+
+    common = math.gcd(rate, wanted)
+    return resample_poly(wave, wanted // common, rate // common).astype(np.float32)
+
+
+def mel_filters(sample_rate: int, *, bands: int, bins: int, lowest_hz: float = 20.0) -> Tensor:
+    """Weights ``(K, F)`` of triangles with centres even on the mel scale (O'Shaughnessy, 1987)."""
+    nyquist = sample_rate / 2
+    edges = _to_hz(torch.linspace(_to_mel(lowest_hz), _to_mel(nyquist), bands + 2).double())
+    frequencies = torch.linspace(0, nyquist, bins).double()[:, None]
+    left, centre, right = edges[:-2], edges[1:-1], edges[2:]
+    rising = (frequencies - left) / (centre - left)
+    falling = (right - frequencies) / (right - centre)
+    return torch.minimum(rising, falling).clamp(min=0).float()
+
+
+def measure(features: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each band over all frames."""
+    frames = torch.cat(list(features)).double()
+    deviation = frames.std(dim=0, correction=0)
+    deviation = torch.where(deviation > 1e-5, deviation, torch.ones_like(deviation))
+    return frames.mean(dim=0).tolist(), deviation.tolist()
+
+
+def _decode(ref: FileRef) -> tuple[np.ndarray, int]:
+    try:
+        import soundfile  # noqa: PLC0415 - loads a C library; only sounds need it
+    except (ImportError, OSError) as error:
+        raise missing_part("soundfile", "train", "Reading sound files") from error
+    data = ref.read()
+    try:
+        return soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, TypeError, ValueError) as error:
+        reason = "the file is empty" if not data else "it is not a sound file, or is cut short"
+        raise DataError(
+            f"{ref} cannot be read as sound: {reason}",
+            hint="WAV, FLAC, OGG and MP3 are read; replace the file, or remove it from the data",
+        ) from error
+
+
+def _read_array(wave: np.ndarray, row: int, sample_rate: int | None) -> tuple[Tensor, int]:
+    if sample_rate is None:
+        raise DataError(
+            "sounds that come as arrays do not say how fast they are",
+            hint="set data.sample_rate, e.g. 16000",
+        )
+    if not len(wave) or not np.isfinite(wave).all():
+        raise DataError(f"row {row}: the sound is empty or holds numbers that are not finite")
+    return torch.from_numpy(wave.astype(np.float32)), sample_rate
+
+
+def _to_mel(hertz: float) -> float:
+    return 2595.0 * math.log10(1.0 + hertz / 700.0)
+
+
+def _to_hz(mel: Tensor) -> Tensor:
+    return 700.0 * (10.0 ** (mel / 2595.0) - 1.0)

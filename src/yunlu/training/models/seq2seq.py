@@ -1,0 +1,100 @@
+"""The encoder–decoder transformer.
+
+Shapes: B batch, S source length, T target length, D width, V vocabulary.
+"""
+
+# ruff: noqa: N803, N806 - capital letters in names are shapes
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from yunlu.training.models.transformer import Block, Embedding, Positions, check_sizes, initialize
+
+
+class Seq2SeqTransformer(nn.Module):
+    """Reads a source and answers with scores for each next token of the target."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        max_length: int,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
+        positions: Positions = "learned",
+    ) -> None:
+        """``layers`` counts the encoder's, and again the decoder's."""
+        super().__init__()
+        check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        # Source and target share one vocabulary, but not their positions.
+        self.source_embedding, self.target_embedding = (
+            Embedding(
+                vocabulary,
+                width,
+                heads,
+                max_length=max_length,
+                positions=positions,
+                dropout=dropout,
+            )
+            for _ in range(2)
+        )
+        self.encoder = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(
+            Block(width, heads, dropout=dropout, crossed=True) for _ in range(layers)
+        )
+        self.decoder_norm = nn.LayerNorm(width)
+        initialize(self, residuals=3 * layers)
+
+    def forward(self, source_BS: Tensor, source_mask_BS: Tensor, target_BT: Tensor) -> Tensor:
+        """Scores ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``."""
+        source_mask_BS = source_mask_BS.bool()
+        return self.decode(target_BT, self.encode(source_BS, source_mask_BS), source_mask_BS)
+
+    def encode(self, source_BS: Tensor, source_mask_BS: Tensor) -> Tensor:
+        """The memory ``(B, S, D)`` that the decoder attends to."""
+        x_BSD, turn = self.source_embedding(source_BS)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, turn=turn)
+        return self.encoder_norm(x_BSD)
+
+    def decode(self, target_BT: Tensor, memory_BSD: Tensor, source_mask_BS: Tensor) -> Tensor:
+        """Scores for the next token at each position of the target so far."""
+        x_BTD, turn = self.target_embedding(target_BT)
+        for layer in self.decoder:
+            x_BTD = layer(
+                x_BTD,
+                causal=True,
+                turn=turn,
+                memory_BSD=memory_BSD,
+                memory_mask_BS=source_mask_BS,
+            )
+        return functional.linear(self.decoder_norm(x_BTD), self.target_embedding.token.weight)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor,
+        *,
+        bos: int,
+        eos: int,
+        max_length: int,
+    ) -> Tensor:
+        """The likeliest token at each step: ``(B, ≤ max_length)``, ``eos`` after each end."""
+        source_mask_BS = source_mask_BS.bool()
+        memory_BSD = self.encode(source_BS, source_mask_BS)
+        target_BT = source_BS.new_full((len(source_BS), 1), bos)
+        ended_B = torch.zeros(len(source_BS), dtype=torch.bool, device=source_BS.device)
+        for _ in range(min(max_length, self.target_embedding.max_length)):
+            next_B = self.decode(target_BT, memory_BSD, source_mask_BS)[:, -1].argmax(dim=-1)
+            next_B = next_B.masked_fill(ended_B, eos)
+            target_BT = torch.cat((target_BT, next_B[:, None]), dim=1)
+            ended_B |= next_B == eos
+            if bool(ended_B.all()):
+                break
+        return target_BT[:, 1:]

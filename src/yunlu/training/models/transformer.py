@@ -1,0 +1,250 @@
+"""A compact pre-norm transformer: layers, the causal language model and the classifier.
+
+Shapes: B batch, L length, S length of the memory attended to, D width, H heads, K width of a head,
+V vocabulary, C classes. A mask is true where a token is real.
+"""
+
+# ruff: noqa: N803, N806 - capital letters in names are shapes
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from yunlu.core.errors import ModelError
+
+Positions = Literal["rotary", "learned"]
+
+
+class Attention(nn.Module):
+    """Attention of each position to the sequence itself, or to a memory."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        memory_BSD: Tensor,
+        *,
+        mask_BS: Tensor | None = None,
+        causal: bool = False,
+        turn: Tensor | None = None,
+    ) -> Tensor:
+        """``turn`` holds the rotary angles; without it positions carry no order of their own."""
+        q_BHLK = self._split(self.query(x_BLD))
+        k_BHSK = self._split(self.key(memory_BSD))
+        v_BHSK = self._split(self.value(memory_BSD))
+        if turn is not None:
+            q_BHLK, k_BHSK = rotate(q_BHLK, turn), rotate(k_BHSK, turn)
+        mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
+        y_BHLK = functional.scaled_dot_product_attention(
+            q_BHLK, k_BHSK, v_BHSK, attn_mask=mask_B11S, is_causal=causal
+        )
+        return self.out(y_BHLK.transpose(1, 2).flatten(2))
+
+    def _split(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Two layers applied to each position by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Widen, bend, narrow."""
+        return self.down(functional.gelu(self.up(x_BLD)))
+
+
+class Block(nn.Module):
+    """One layer: self-attention, attention to a memory where there is one, feed-forward."""
+
+    def __init__(self, width: int, heads: int, *, dropout: float, crossed: bool = False) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.cross_norm = nn.LayerNorm(width) if crossed else None
+        self.cross = Attention(width, heads) if crossed else None
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed = FeedForward(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        *,
+        mask_BL: Tensor | None = None,
+        causal: bool = False,
+        turn: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        memory_mask_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Each part adds to the stream; norms stand inside the branches."""
+        h_BLD = self.attention_norm(x_BLD)
+        attended_BLD = self.attention(h_BLD, h_BLD, mask_BS=mask_BL, causal=causal, turn=turn)
+        x_BLD = x_BLD + self.dropout(attended_BLD)
+        if self.cross is not None and self.cross_norm is not None:
+            assert memory_BSD is not None
+            found_BLD = self.cross(self.cross_norm(x_BLD), memory_BSD, mask_BS=memory_mask_BS)
+            x_BLD = x_BLD + self.dropout(found_BLD)
+        return x_BLD + self.dropout(self.feed(self.feed_norm(x_BLD)))
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors, with their positions: added here (learned) or as angles (rotary)."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        heads: int,
+        *,
+        max_length: int,
+        positions: Positions,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(max_length, width) if positions == "learned" else None
+        self.dropout = nn.Dropout(dropout)
+        angles = rotary_angles(max_length, width // heads) if positions == "rotary" else None
+        self.angles: Tensor | None
+        self.register_buffer("angles", angles, persistent=False)
+        self.max_length = max_length
+
+    def forward(self, ids_BL: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The vectors, and the rotary angles that attention needs."""
+        length = ids_BL.shape[1]
+        if length > self.max_length:
+            raise ModelError(
+                f"A sequence of {length} tokens is longer than the model's {self.max_length}."
+            )
+        x_BLD = self.token(ids_BL)
+        if self.position is not None:
+            x_BLD = x_BLD + self.position.weight[:length]
+        return self.dropout(x_BLD), None if self.angles is None else self.angles[:length]
+
+
+class CausalTransformer(nn.Module):
+    """A language model: each position answers with scores for the next token."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        max_length: int,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        dropout: float = 0.0,
+        tied: bool = True,
+        positions: Positions = "rotary",
+    ) -> None:
+        """``tied`` uses the embedding as the output layer too."""
+        super().__init__()
+        check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        self.embedding = Embedding(
+            vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
+        )
+        self.layers = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
+        initialize(self, residuals=2 * layers)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """Scores ``(B, L, V)``."""
+        x_BLD, turn = self.embedding(ids_BL)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, causal=True, turn=turn)
+        x_BLD = self.norm(x_BLD)
+        # Not a shared parameter: exported weights hold each tensor once.
+        weight_VD = self.embedding.token.weight if self.head is None else self.head.weight
+        return functional.linear(x_BLD, weight_VD)
+
+
+class TransformerClassifier(nn.Module):
+    """An encoder whose mean over the real tokens is classified."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        classes: int,
+        max_length: int,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.1,
+        positions: Positions = "learned",
+    ) -> None:
+        super().__init__()
+        check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        self.embedding = Embedding(
+            vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
+        )
+        self.layers = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        initialize(self, residuals=2 * layers)
+
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Scores ``(B, C)``; padding has no influence on them."""
+        mask_BL = mask_BL.bool()
+        x_BLD, turn = self.embedding(ids_BL)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, mask_BL=mask_BL, turn=turn)
+        weight_BL1 = mask_BL.unsqueeze(2).to(x_BLD.dtype)
+        total_BD = (self.norm(x_BLD) * weight_BL1).sum(dim=1)
+        return self.head(total_BD / weight_BL1.sum(dim=1))
+
+
+def rotary_angles(length: int, width: int) -> Tensor:
+    """Angle of each position and pair of components (Su et al. 2021, equation 15)."""
+    rates_k = 10_000.0 ** (-torch.arange(0, width, 2) / width)
+    return torch.outer(torch.arange(length), rates_k)
+
+
+def rotate(x_BHLK: Tensor, angles_Lk: Tensor) -> Tensor:
+    """Turn each pair of components by its angle; in float32, since angles grow with position."""
+    first, second = x_BHLK.float().chunk(2, dim=-1)
+    cos, sin = angles_Lk.cos(), angles_Lk.sin()
+    turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x_BHLK.dtype)
+
+
+def initialize(model: nn.Module, *, residuals: int, spread: float = 0.02) -> None:
+    """Small normal weights; the last layer of each branch smaller, so that depth adds no variance."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            last = name.endswith((".out", ".down"))
+            nn.init.normal_(module.weight, std=spread / residuals**0.5 if last else spread)
+            if module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch types it as never None
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=spread)
+
+
+def check_sizes(*, width: int, layers: int, heads: int, dropout: float) -> None:
+    """Refuse sizes that make no model, naming the argument."""
+    if layers < 1 or heads < 1 or width < 1:
+        raise ModelError(
+            f"model.args: width {width}, layers {layers} and heads {heads} must be at least 1."
+        )
+    if width % (2 * heads):
+        raise ModelError(
+            f"model.args.width: {width} does not divide into {heads} heads of even width.",
+            hint=f"use a multiple of {2 * heads}, such as {max(1, round(width / (2 * heads))) * 2 * heads}",
+        )
+    if not 0 <= dropout < 1:
+        raise ModelError(f"model.args.dropout: {dropout} is not in [0, 1).")

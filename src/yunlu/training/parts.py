@@ -1,0 +1,20 @@
+"""A task with its data loaded and its model built: what planning measures and the engine trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.training.tasks.task import Splits, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A task with its data loaded and its model built."""
+
+    task: Task
+    model: nn.Module
+    splits: Splits

@@ -1,0 +1,177 @@
+"""Short sounds to labels: spoken commands, events."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from yunlu.training.data.audio import FRAMES_PER_SECOND, Sounds, Waves
+from yunlu.training.data.features import find_column
+from yunlu.training.data.sources import load_tables
+from yunlu.training.models.build import build_model, check_call
+from yunlu.training.models.cnn import ConvNet
+from yunlu.training.models.hf import names_hf
+from yunlu.training.tasks.media import (
+    LABEL_NAMES,
+    SOUND_NAMES,
+    Labelled,
+    Labels,
+    choose_front,
+    classification_loss,
+    ends_in_softmax,
+    label_config,
+    read_hf_config,
+    sole_input,
+    wants_mask,
+)
+from yunlu.training.tasks.scoring import ClassScorer
+from yunlu.training.tasks.task import Batch, Splits, call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from yunlu.spec.job import Job
+    from yunlu.training.data.table import Table
+
+_WHOLE_SHARE = 0.99
+"""All but the longest percent of the training sounds stay whole: an outlier does not slow the rest."""
+
+
+class KeywordSpotting:
+    """Short sounds to labels: one label per sound, scored by accuracy.
+
+    Sounds become log-mel frames of one length, longer ones cut at the end, shorter ones padded; the
+    model gets them as images ``(N, 1, bands, frames)``. A Hugging Face model gets the wave itself
+    as ``input_values``.
+    """
+
+    metric = "accuracy"
+
+    def __init__(self) -> None:
+        self._gives_shares = self._with_mask = False
+
+    def load(self, job: Job) -> Splits:
+        """Read sounds and labels; features are computed once and kept where they fit."""
+        tables = load_tables(job.data, seed=job.train.seed)
+        sounds = find_column(tables.train, sole_input(job.data), SOUND_NAMES, key="data.input")
+        target = find_column(tables.train, job.data.target, LABEL_NAMES, key="data.target")
+        self._label_smoothing = job.train.label_smoothing
+        self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
+        self.front = choose_front(job, tables.train[sounds][0])
+        self.labels = Labels.learn(tables.train[target], row_of=tables.train.source_row)
+        train = self._read_part(tables.train, sounds, target, "training")
+        assert train is not None
+        kept = train.inputs.kept
+        self.front.learn(kept)
+        self.length = _choose_length(job, kept, self.front.per_second)
+        return Splits(
+            train=train,
+            validation=self._read_part(tables.validation, sounds, target, "validation"),
+            test=self._read_part(tables.test, sounds, target, "test"),
+            fingerprint=tables.fingerprint,
+            about={
+                "source": tables.source,
+                "labels": self.labels.names,
+                "sample_rate": self.front.sample_rate,
+                "seconds": round(self.length / self.front.per_second, 2),
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The model; the built-in one sees the spectrogram as a grey image."""
+        model = build_model(
+            job.model,
+            builtins={"cnn": build_spectrogram_cnn},
+            sizes={"in_channels": 1, "classes": len(self.labels)},
+            auto_class="AutoModelForAudioClassification",
+            hf_sizes=label_config(self.labels),
+        )
+        if not isinstance(self.front, Waves):
+            check_call(model, ("spectrograms",))
+        self._gives_shares = ends_in_softmax(model)
+        return model
+
+    def collate(self, samples: Sequence[tuple[Tensor, int]]) -> Batch:
+        """Normalise, then cut or pad to the common length."""
+        lengths = torch.tensor([min(len(sound), self.length) for sound, _ in samples])
+        sounds = torch.stack([self._fit(sound) for sound, _ in samples])
+        return Batch(
+            inputs=self._inputs(sounds, lengths),
+            targets=torch.tensor([target for _, target in samples]),
+            samples=len(samples),
+            items=len(samples),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """Cross-entropy summed over the sounds."""
+        return classification_loss(
+            call(model, batch),
+            batch.targets,
+            classes=len(self.labels),
+            label_smoothing=self._label_smoothing,
+            are_shares=self._gives_shares,
+        )
+
+    def scorer(self) -> ClassScorer:
+        """Accuracy, macro-F1 and confusion."""
+        return ClassScorer(self.labels.names)
+
+    def save_parts(self, directory: Path) -> None:
+        """How to turn a sound into the model's input, and its output into a label."""
+        parts = {"labels": self.labels.names, "length": self.length, **self.front.describe()}
+        text = json.dumps(parts, indent=2, ensure_ascii=False)
+        (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
+
+    def _read_part(
+        self, table: Table | None, sounds: str, target: str, part: str
+    ) -> Labelled[Sounds] | None:
+        if table is None:
+            return None
+        # Labels first: a wrong one is found before thousands of sounds are decoded.
+        targets = self.labels.encode(
+            table[target], table[sounds], part=part, row_of=table.source_row
+        )
+        return Labelled(Sounds(table[sounds], self.front), targets)
+
+    def _fit(self, sound: Tensor) -> Tensor:
+        sound = self.front.normalise(sound[: self.length])
+        missing = self.length - len(sound)
+        return functional.pad(sound, (0, 0, 0, missing) if sound.ndim == 2 else (0, missing))
+
+    def _inputs(self, sounds: Tensor, lengths: Tensor) -> tuple[Tensor, ...] | dict[str, Tensor]:
+        if not isinstance(self.front, Waves):
+            return (sounds.transpose(1, 2)[:, None].contiguous(),)
+        if not self._with_mask:
+            return {"input_values": sounds}
+        mask = torch.arange(self.length) < lengths[:, None]
+        return {"input_values": sounds, "attention_mask": mask.long()}
+
+
+def build_spectrogram_cnn(
+    in_channels: int,
+    classes: int,
+    *,
+    channels: list[int] = [16, 32, 64, 96],  # noqa: B006 - never changed; JSON knows lists only
+    dropout: float = 0.1,
+    stride: int = 2,
+) -> ConvNet:
+    """The ``cnn`` for spectrograms: deep enough that a position sees all bands and a syllable.
+
+    On ``made:spoken-words`` this reached 0.97 in 12 CPU seconds (10 epochs), where the two stages
+    that suit small images reached 0.59 in 69 (8 epochs).
+    """
+    return ConvNet(in_channels, classes, channels=channels, dropout=dropout, stride=stride)
+
+
+def _choose_length(job: Job, kept: Sequence[Tensor], per_second: int) -> int:
+    wanted = job.data.max_length
+    if wanted != "auto":
+        return max(1, wanted * per_second // FRAMES_PER_SECOND)
+    ordered = sorted(len(sound) for sound in kept)
+    return ordered[min(len(ordered) - 1, math.ceil(_WHOLE_SHARE * len(ordered)) - 1)]

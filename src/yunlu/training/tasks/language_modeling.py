@@ -1,0 +1,317 @@
+"""Text to the next token."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from yunlu.core.errors import DataError
+from yunlu.training.data.features import find_column
+from yunlu.training.data.files import Location, locate
+from yunlu.training.data.packages import PARTS
+from yunlu.training.data.readers import SUFFIXES
+from yunlu.training.data.sources import load_tables, read_text
+from yunlu.training.data.text import (
+    check_vocabulary,
+    fit_length,
+    id_type,
+    pad,
+    save_tokenizer,
+    texts_of,
+    token_config,
+)
+from yunlu.training.data.tokenizer import choose_tokenizer
+from yunlu.training.models.build import build_model, check_call
+from yunlu.training.models.hf import names_hf
+from yunlu.training.models.transformer import CausalTransformer
+from yunlu.training.tasks.decoding import Answers, extend
+from yunlu.training.tasks.scoring import IGNORED, loss_sum
+from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+from yunlu.training.tasks.text_classification import TEXT_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from yunlu.spec.job import DataSpec, Job
+    from yunlu.training.data.tokenizer import Tokenizer
+
+_SHORT, _LONG, _MANY_BYTES = 128, 512, 8 << 20
+_PIECE = 1 << 20
+_EXAMPLES, _WRITTEN = 2, 32
+
+Texts = dict[str, list[str]]
+"""Documents by part: ``train``, and ``validation`` and ``test`` where there are any."""
+
+
+class LanguageModeling:
+    """Text to the next token, scored by perplexity and bits per byte.
+
+    The text is one stream of tokens, cut into blocks; what is held out is its end, so that no
+    sentence stands on both sides. A Hugging Face model gets ``input_ids``; any other ``(ids,)``.
+    """
+
+    metric = "perplexity"
+
+    def __init__(self) -> None:
+        self._by_name = False
+
+    def load(self, job: Job) -> Splits:
+        """Read, tokenise once, cut into blocks."""
+        texts, fingerprint = _read(job)
+        self._label_smoothing = job.train.label_smoothing
+        self._by_name = names_hf(job.model.name)
+        self.tokenizer = choose_tokenizer(job.data, job.model, texts["train"], small="bytes")
+        many = sum(map(len, texts["train"])) > _MANY_BYTES
+        self.max_length = fit_length(job, self.tokenizer, wanted=_LONG if many else _SHORT)
+        blocks = {part: self._cut(texts[part], job.data, part) for part in texts}
+        return Splits(
+            train=blocks["train"],
+            validation=blocks.get("validation"),
+            test=blocks.get("test"),
+            fingerprint=fingerprint,
+            about={
+                "source": job.data.train,
+                "tokenizer": self.tokenizer.name,
+                "vocabulary": self.tokenizer.size,
+                "block": self.max_length,
+                "training_tokens": len(blocks["train"].stream),
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The model, with an output per token of the vocabulary."""
+        model = build_model(
+            job.model,
+            builtins={"transformer": CausalTransformer},
+            sizes={"vocabulary": self.tokenizer.size, "max_length": self.max_length},
+            auto_class="AutoModelForCausalLM",
+            hf_sizes=token_config(job, self.tokenizer),
+        )
+        if self._by_name:
+            check_vocabulary(job, model, self.tokenizer)
+        else:
+            check_call(model, ("ids",))
+        return model
+
+    def collate(self, samples: Sequence[tuple[np.ndarray, float]]) -> Batch:
+        """Each token is an input, and the target of the one before it."""
+        ids, mask = pad([block for block, _ in samples], self.tokenizer.pad)
+        targets = ids[:, 1:].masked_fill(~mask[:, 1:], IGNORED)
+        inputs = ids[:, :-1].contiguous()
+        in_bytes = torch.tensor([count for _, count in samples], dtype=torch.float64)
+        return Batch(
+            inputs={"input_ids": inputs, "attention_mask": mask[:, :-1].long()}
+            if self._by_name
+            else (inputs,),
+            targets=(targets, in_bytes),
+            samples=len(samples),
+            items=int(mask[:, 1:].sum()),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Answers]:
+        """Cross-entropy summed over the tokens."""
+        logits = logits_of(call(model, batch))
+        loss = loss_sum(logits, batch.targets[0], label_smoothing=self._label_smoothing)
+        return loss, Answers(logits, partial(self._write, model))
+
+    def scorer(self) -> StreamScorer:
+        """Perplexity, bits per byte, accuracy of the next token, and text the model wrote."""
+        return StreamScorer(self.tokenizer)
+
+    def save_parts(self, directory: Path) -> None:
+        """How to turn text into the model's input and back."""
+        save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
+
+    def _write(self, model: nn.Module, prompts: Tensor, count: int) -> Tensor:
+        def scores_of(ids: Tensor) -> Tensor:
+            if self._by_name:
+                return logits_of(model(input_ids=ids, attention_mask=torch.ones_like(ids)))
+            return logits_of(model(ids))
+
+        length, fill = self.max_length, self.tokenizer.pad
+        return extend(scores_of, prompts, count=count, length=length, fill=fill)
+
+    def _cut(self, texts: list[str], data: DataSpec, part: str) -> Blocks:
+        stream = _encode_stream(self.tokenizer, texts)
+        if len(stream) < 2:
+            raise DataError(f"the {part} text is empty: two tokens are the least to learn from")
+        in_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        return Blocks(stream, length=self.max_length, in_bytes=in_bytes, limit=data.limit)
+
+
+class Blocks:
+    """A stream of tokens in blocks that overlap by one: each token but the first is a target once."""
+
+    def __init__(
+        self, stream: np.ndarray, *, length: int, in_bytes: int, limit: int | None = None
+    ) -> None:
+        self.stream, self.length = stream, length
+        self.bytes_per_token = in_bytes / len(stream)
+        count = -(-(len(stream) - 1) // length)  # the last block may be shorter
+        self.count = count if limit is None else min(count, limit)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        """The block's tokens, and its targets' share of the bytes."""
+        block = self.stream[index * self.length : (index + 1) * self.length + 1]
+        return block, (len(block) - 1) * self.bytes_per_token
+
+
+class StreamScorer:
+    """Sums over tokens; the loss is counted afresh, without label smoothing."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._nats = self._right = self._tokens = self._bytes = 0.0
+        self._examples: list[Example] = []
+
+    def add(self, outputs: Answers, batch: Batch) -> None:
+        """Take one batch; on the first, let the model go on from the middle of a block."""
+        targets, in_bytes = batch.targets
+        if not self._examples:
+            self._examples = self._show(outputs, batch)
+        self._nats += loss_sum(outputs.logits, targets).item()
+        self._right += int((outputs.logits.argmax(dim=-1) == targets).sum())
+        self._tokens += batch.items
+        self._bytes += float(in_bytes.sum())
+
+    def result(self) -> Evaluation:
+        """``perplexity``, ``bits_per_byte`` (comparable between tokenizers), ``accuracy``."""
+        nats = self._nats / max(self._tokens, 1)
+        return Evaluation(
+            metrics={
+                "perplexity": math.exp(nats) if nats < 700 else math.inf,
+                "bits_per_byte": self._nats / math.log(2) / max(self._bytes, 1),
+                "accuracy": self._right / max(self._tokens, 1),
+            },
+            examples=self._examples,
+        )
+
+    def _show(self, outputs: Answers, batch: Batch) -> list[Example]:
+        given = batch.inputs
+        ids = (given["input_ids"] if isinstance(given, dict) else given[0])[:_EXAMPLES]
+        middle = ids.shape[1] // 2
+        if middle == 0:
+            return []
+        written = outputs.write(ids[:, :middle], _WRITTEN)
+        expected = ids[:, middle : middle + _WRITTEN]
+        spell = self._tokenizer.decode
+        return [
+            Example(input=spell(before), expected=spell(truth), predicted=spell(guess))
+            for before, truth, guess in zip(
+                ids[:, :middle].tolist(), expected.tolist(), written.tolist(), strict=True
+            )
+        ]
+
+
+def _read(job: Job) -> tuple[Texts, str]:
+    data = job.data
+    if _is_table(data):
+        tables = load_tables(data, seed=job.train.seed)
+        asked = data.input[0] if isinstance(data.input, list) and data.input else data.input
+        assert not isinstance(asked, list)
+        name = find_column(tables.train, asked, TEXT_NAMES, key="data.input")
+        parts = {"train": tables.train, "validation": tables.validation, "test": tables.test}
+        texts = {
+            part: texts_of(table, [name], part=part)
+            for part, table in parts.items()
+            if table is not None
+        }
+        return texts, tables.fingerprint
+    texts = _read_texts(data)
+    digest = xxhash.xxh3_128()
+    for part, documents in texts.items():
+        digest.update(f"{part}\0".encode())
+        for document in documents:
+            digest.update(document.encode("utf-8", "replace"))
+    _hold_out(texts, data)
+    return texts, digest.hexdigest()
+
+
+def _is_table(data: DataSpec) -> bool:
+    """Whether samples are rows with a text column, rather than plain text."""
+    if data.format != "auto":
+        return data.format != "text"
+    scheme = data.train.partition(":")[0]
+    if scheme == "made" or (scheme in {"hf", "sklearn"} and "://" not in data.train):
+        return scheme != "made"
+    location = locate(data.train, data.options)
+    if location.is_folder:
+        return not any(file.suffix == ".txt" for file in location.files())
+    # Prose, Markdown and programs are text; only the formats that hold columns are not.
+    return SUFFIXES.get(location.suffix, "text") != "text"
+
+
+def _read_texts(data: DataSpec) -> Texts:
+    texts = _named_parts(data) or {"train": [read_text(data.train, data.options)]}
+    for part, source in (("validation", data.validation), ("test", data.test)):
+        if source is not None:
+            texts[part] = [read_text(source, data.options)]
+    return texts
+
+
+def _named_parts(data: DataSpec) -> Texts:
+    """``train.txt`` beside ``test.txt`` or ``validation.txt`` in a folder: its own parts."""
+    if data.train.startswith("made:"):
+        return {}
+    folder = locate(data.train, data.options)
+    found: dict[str, Location] = {}
+    for child in folder.children() if folder.is_folder else ():
+        part = PARTS.get(child.name.partition(".")[0].lower())
+        if part is not None:
+            found[part] = child
+    if "train" not in found or len(found) < 2:
+        return {}
+    return {part: [read_text(child.url, data.options)] for part, child in found.items()}
+
+
+def _hold_out(texts: Texts, data: DataSpec) -> None:
+    """Cut what is not given off the end of the training text, between two lines."""
+    whole = texts["train"][0]
+    end = len(whole)
+    for part, share in (("test", data.split.test), ("validation", data.split.validation)):
+        if part in texts or not share:
+            continue
+        start = end - max(1, round(share * len(whole)))
+        line = whole.rfind("\n", 0, start) + 1
+        # A text without line breaks is cut where the share says.
+        start = line if line > start - share * len(whole) / 2 else start
+        if start < 1:
+            raise DataError(
+                f"{len(whole)} characters of text are too few to hold out validation and test",
+                hint="give more text, or name data.validation and data.test",
+            )
+        texts[part] = [whole[start:end]]
+        end = start
+    texts["train"] = [whole[:end]]
+
+
+def _encode_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """One array of ids; documents are separated by ``eos``."""
+    kind = id_type(tokenizer.size)
+    arrays: list[np.ndarray] = []
+    for number, text in enumerate(texts):
+        if number:
+            arrays.append(np.array([tokenizer.eos], dtype=kind))
+        encoded = (tokenizer.encode_batch([piece])[0] for piece in _pieces(text))
+        arrays.extend(np.asarray(ids, dtype=kind) for ids in encoded)
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=kind)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """About a million characters at a time, cut after a line: lists of ids are large."""
+    start = 0
+    while start < len(text):
+        cut = text.rfind("\n", start, start + _PIECE) + 1
+        end = len(text) if start + _PIECE >= len(text) else cut if cut > start else start + _PIECE
+        yield text[start:end]
+        start = end

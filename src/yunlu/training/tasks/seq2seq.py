@@ -1,0 +1,271 @@
+"""Texts to texts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from yunlu.core.errors import DataError
+from yunlu.training.data.features import customary
+from yunlu.training.data.sources import load_tables
+from yunlu.training.data.text import (
+    TokenLists,
+    check_vocabulary,
+    encode,
+    fit_length,
+    pad,
+    save_tokenizer,
+    texts_of,
+    token_config,
+)
+from yunlu.training.data.tokenizer import choose_tokenizer
+from yunlu.training.models.build import build_model, check_call
+from yunlu.training.models.hf import names_hf
+from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.tasks.decoding import Answers, extend, unwrapped
+from yunlu.training.tasks.scoring import IGNORED, loss_sum
+from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+from yunlu.training.tasks.transcripts import edit_distance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+    from yunlu.spec.job import Job
+    from yunlu.training.data.table import Table
+    from yunlu.training.data.tokenizer import Tokenizer
+
+SOURCE_NAMES = ("source", "src", "input", "article", "document", "question", "prompt", "text", "x")
+TARGET_NAMES = (
+    "target", "tgt", "output", "summary", "translation", "answer", "response", "completion", "label", "y",
+)  # fmt: skip
+_WRITTEN, _EXAMPLES = 200, 6
+
+
+class Seq2Seq:
+    """Texts to texts, scored by exact match of what the model writes on its own.
+
+    A Hugging Face model gets ``input_ids``, ``attention_mask`` and ``decoder_input_ids``; any other
+    ``(source, source_mask, target)``, where the target begins with ``bos``.
+    """
+
+    metric = "exact_match"
+
+    def __init__(self) -> None:
+        self._by_name = False
+
+    def load(self, job: Job) -> Splits:
+        """Read the pairs and tokenise them once, with one vocabulary for both sides."""
+        tables = load_tables(job.data, seed=job.train.seed)
+        names = _pair_columns(tables.train, job)
+        sources, targets = (texts_of(tables.train, [name], part="training") for name in names)
+        self._label_smoothing = job.train.label_smoothing
+        self._by_name = names_hf(job.model.name)
+        self.tokenizer = choose_tokenizer(job.data, job.model, [*sources, *targets], small="bytes")
+        limit = fit_length(job, self.tokenizer)
+        train = self._encode(sources, targets, limit)
+        longest = max(train.sources.longest, train.targets.longest)
+        self.max_length = longest if job.data.max_length == "auto" else limit
+        self._longest_answer = train.targets.longest
+        return Splits(
+            train=train,
+            validation=self._read_part(tables.validation, names, "validation"),
+            test=self._read_part(tables.test, names, "test"),
+            fingerprint=tables.fingerprint,
+            about={
+                "source": tables.source,
+                "columns": f"{names[0]} → {names[1]}",
+                "tokenizer": self.tokenizer.name,
+                "vocabulary": self.tokenizer.size,
+                "max_length": self.max_length,
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The model, with an output per token of the vocabulary."""
+        model = build_model(
+            job.model,
+            builtins={"transformer": Seq2SeqTransformer},
+            sizes={"vocabulary": self.tokenizer.size, "max_length": self.max_length},
+            auto_class="AutoModelForSeq2SeqLM",
+            hf_sizes=token_config(job, self.tokenizer),
+        )
+        if self._by_name:
+            check_vocabulary(job, model, self.tokenizer)
+        else:
+            check_call(model, ("source", "source_mask", "target"))
+        return model
+
+    def collate(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
+        """Pad both sides; the decoder reads the target one place late, behind ``bos``."""
+        source, source_mask = pad([source for source, _ in samples], self.tokenizer.pad)
+        target, target_mask = pad([target for _, target in samples], self.tokenizer.pad)
+        begin = torch.full((len(samples), 1), self.tokenizer.bos)
+        named = {"input_ids": source, "attention_mask": source_mask.long()}
+        given = (source, source_mask, torch.cat((begin, target[:, :-1]), dim=1))
+        return Batch(
+            inputs=named if self._by_name else given,
+            targets=target.masked_fill(~target_mask, IGNORED),
+            samples=len(samples),
+            items=int(target_mask.sum()),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Answers]:
+        """Cross-entropy summed over the target's tokens, each given the true ones before it."""
+        if isinstance(batch.inputs, dict):
+            # Where a target begins is the model's own convention.
+            shifted = unwrapped(model).prepare_decoder_input_ids_from_labels(labels=batch.targets)
+            outputs = model(**batch.inputs, decoder_input_ids=shifted)
+        else:
+            outputs = call(model, batch)
+        logits = logits_of(outputs)
+        loss = loss_sum(logits, batch.targets, label_smoothing=self._label_smoothing)
+        return loss, Answers(logits, partial(self._write, model))
+
+    def scorer(self) -> WritingScorer:
+        """Exact match and character error rate of written texts, accuracy of given ones."""
+        return WritingScorer(self.tokenizer)
+
+    def save_parts(self, directory: Path) -> None:
+        """How to turn text into the model's input and back."""
+        save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
+
+    @torch.no_grad()
+    def _write(self, model: nn.Module, batch: Batch, count: int) -> Tensor:
+        """What the model answers to the first sources of the batch, token by token."""
+        inner, longest, tokenizer = unwrapped(model), self._longest_answer, self.tokenizer
+        if isinstance(batch.inputs, dict):
+            some = {name: tensor[:count] for name, tensor in batch.inputs.items()}
+            written = inner.generate(**some, max_new_tokens=longest, do_sample=False, num_beams=1)
+            return written[:, 1:]  # the first token is the one that decoding starts from
+        source, mask = (tensor[:count] for tensor in batch.inputs[:2])
+        if isinstance(inner, Seq2SeqTransformer):
+            return inner.generate(
+                source, mask, bos=tokenizer.bos, eos=tokenizer.eos, max_length=longest
+            )
+
+        def scores_of(target: Tensor) -> Tensor:
+            return logits_of(model(source, mask, target))
+
+        begin = source.new_full((len(source), 1), tokenizer.bos)
+        return extend(scores_of, begin, count=longest, length=longest + 1, fill=tokenizer.pad)
+
+    def _read_part(self, table: Table | None, names: tuple[str, str], part: str) -> Pairs | None:
+        if table is None:
+            return None
+        sources, targets = (texts_of(table, [name], part=part) for name in names)
+        return self._encode(sources, targets, self.max_length)
+
+    def _encode(self, sources: list[str], targets: list[str], max_length: int) -> Pairs:
+        return Pairs(
+            encode(self.tokenizer, sources, max_length=max_length),
+            encode(self.tokenizer, targets, max_length=max_length, closed=True),
+        )
+
+
+class Pairs:
+    """The ids of sources and targets."""
+
+    def __init__(self, sources: TokenLists, targets: TokenLists) -> None:
+        self.sources, self.targets = sources, targets
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """One pair."""
+        return self.sources[index], self.targets[index]
+
+
+class WritingScorer:
+    """Compares what the model writes by itself, for the first samples: writing is slow."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._right = self._tokens = 0
+        self._written = self._exact = self._edits = self._letters = 0
+        self._wrong: list[Example] = []
+        self._matched: list[Example] = []
+
+    def add(self, outputs: Answers, batch: Batch) -> None:
+        """Count the tokens foretold; let the model write while there are too few texts."""
+        self._right += int((outputs.logits.argmax(dim=-1) == batch.targets).sum())
+        self._tokens += batch.items
+        count = min(_WRITTEN - self._written, batch.samples)
+        if count > 0:
+            self._compare(outputs.write(batch, count), batch)
+
+    def result(self) -> Evaluation:
+        """``exact_match``, ``character_error_rate``, ``token_accuracy``."""
+        written = max(self._written, 1)
+        return Evaluation(
+            metrics={
+                "exact_match": self._exact / written,
+                "character_error_rate": self._edits / max(self._letters, 1),
+                "token_accuracy": self._right / max(self._tokens, 1),
+            },
+            examples=[*self._wrong, *self._matched][:_EXAMPLES],
+        )
+
+    def _compare(self, answers: Tensor, batch: Batch) -> None:
+        given = batch.inputs
+        sources = given["input_ids"] if isinstance(given, dict) else given[0]
+        for source, answer, truth in zip(
+            sources.tolist(), answers.tolist(), batch.targets.tolist(), strict=False
+        ):
+            expected = self._spell(truth)
+            written = self._spell(answer)
+            self._written += 1
+            self._exact += written == expected
+            self._edits += edit_distance(written, expected)
+            self._letters += len(expected)
+            kept = self._matched if written == expected else self._wrong
+            if len(kept) < _EXAMPLES:
+                shown = self._spell(source)
+                kept.append(Example(input=shown, expected=expected, predicted=written))
+
+    def _spell(self, ids: list[int]) -> str:
+        """The text before the end mark; what a model writes after it does not count."""
+        eos = self._tokenizer.eos
+        written = ids[: ids.index(eos)] if eos in ids else ids
+        nothing = {IGNORED, self._tokenizer.pad}
+        return self._tokenizer.decode([token for token in written if token not in nothing]).strip()
+
+
+def _pair_columns(table: Table, job: Job) -> tuple[str, str]:
+    """Source and target: as named, by custom, or the two columns there are, in order."""
+    asked = job.data.input
+    if isinstance(asked, list):
+        if len(asked) != 1:
+            raise DataError(f"data.input names {len(asked)} columns; this task reads one")
+        asked = asked[0]
+    named = [name for name in (asked, job.data.target) if name is not None]
+    for name in named:
+        table[name]  # an unknown one is refused with the nearest
+    rest = [name for name in table.columns if name not in named]
+    source = asked or customary(table, [name for name in SOURCE_NAMES if name in _bare(rest)])
+    target = job.data.target or customary(
+        table, [name for name in TARGET_NAMES if name in _bare(rest) and name != source]
+    )
+    # `label<TAB>text` is how two columns without a header are read: here the first is the source.
+    if not named and set(table.columns) == {"label", "text"}:
+        source, target = table.columns
+    if len(table.columns) == 2 and (source is None or target is None or source == target):
+        first, second = table.columns
+        source = source if source not in {None, target} else (first if target != first else second)
+        target = second if source == first else first
+    if source is None or target is None or source == target:
+        raise DataError(
+            f"cannot tell source and target apart: the data has {', '.join(table.columns)}",
+            hint="set data.input and data.target to two of them",
+        )
+    return source, target
+
+
+def _bare(names: Sequence[str]) -> set[str]:
+    return {"".join(letter for letter in name.lower() if letter.isalnum()) for name in names}

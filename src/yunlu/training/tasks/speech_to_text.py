@@ -1,0 +1,261 @@
+"""Speech to text, character by character: connectionist temporal classification (CTC).
+
+A model gives scores for every frame, over the characters and a blank; CTC (Graves et al., 2006) sums
+over all ways the text can be spread over the frames, so nothing has to be aligned by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from yunlu.core.errors import DataError, ModelError
+from yunlu.training.data.audio import FRAMES_PER_SECOND, Frames, Sounds, Waves
+from yunlu.training.data.features import find_column
+from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import FileRef
+from yunlu.training.models.build import build_model, check_call
+from yunlu.training.models.conv_gru import ConvGRU
+from yunlu.training.models.hf import names_hf
+from yunlu.training.tasks.media import (
+    SOUND_NAMES,
+    choose_front,
+    read_hf_config,
+    sole_input,
+    wants_mask,
+)
+from yunlu.training.tasks.task import Batch, Splits, call, logits_of
+from yunlu.training.tasks.transcripts import Characters, TranscriptScorer, clean_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from yunlu.spec.job import Job
+    from yunlu.training.data.table import Table
+
+_TEXT_NAMES = ("text", "transcript", "transcription", "sentence", "y")
+log = logging.getLogger(__name__)
+
+
+class Utterances:
+    """Sounds with their texts; ``rows`` are those that can be learned from."""
+
+    def __init__(self, sounds: Sounds, texts: list[str], names: list[str]) -> None:
+        self.sounds, self.texts, self.names = sounds, texts, names
+        self.rows = list(range(len(texts)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str, str]:
+        """Features, text and name."""
+        row = self.rows[index]
+        return self.sounds[row], self.texts[row], self.names[row]
+
+
+class SpeechToText:
+    """Speech to text, scored by the share of wrong characters (``cer``).
+
+    The model gets log-mel frames ``(N, T, bands)`` and their lengths, and gives scores
+    ``(N, T', characters)``; where ``T'`` is not a fixed share of ``T`` it has a method
+    ``output_lengths(lengths)``. A Hugging Face model gets waves as ``input_values``.
+
+    The loss is summed over utterances and counted per character of their texts: a character then
+    weighs the same in a long utterance and in a short one, and the loss is comparable between data
+    sets with longer and shorter texts.
+    """
+
+    metric = "cer"
+
+    def load(self, job: Job) -> Splits:
+        """Read sounds and texts; training utterances that cannot be learned are left out."""
+        tables = load_tables(job.data, seed=job.train.seed)
+        sounds = find_column(tables.train, sole_input(job.data), SOUND_NAMES, key="data.input")
+        texts = find_column(tables.train, job.data.target, _TEXT_NAMES, key="data.target")
+        self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
+        self.front = choose_front(job, tables.train[sounds][0])
+        train = self._read_part(tables.train, sounds, texts, "training")
+        assert train is not None
+        self.characters = Characters.choose(job.model, train.texts)
+        self.front.learn(train.sounds.kept)
+        dropped = self._drop_hopeless(train, job)
+        return Splits(
+            train=train,
+            validation=self._read_part(tables.validation, sounds, texts, "validation"),
+            test=self._read_part(tables.test, sounds, texts, "test"),
+            fingerprint=tables.fingerprint,
+            about={
+                "source": tables.source,
+                "characters": "".join(self.characters.symbols.values()),
+                "sample_rate": self.front.sample_rate,
+                **dropped,
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The model, with a score for each character and the blank."""
+        bands = self.front.transform.bands if isinstance(self.front, Frames) else 1
+        model = build_model(
+            job.model,
+            builtins={"conv-gru": ConvGRU},
+            sizes={"features": bands, "symbols": self.characters.size},
+            auto_class="AutoModelForCTC",
+            hf_sizes={"vocab_size": self.characters.size, "pad_token_id": self.characters.blank},
+        )
+        if not isinstance(self.front, Waves):
+            check_call(model, ("frames", "lengths"))
+        return model
+
+    def collate(self, samples: Sequence[tuple[Tensor, str, str]]) -> Batch:
+        """Normalise, and pad to the longest."""
+        sounds = [self.front.normalise(sound) for sound, _, _ in samples]
+        texts = [text for _, text, _ in samples]
+        codes = [self.characters.encode(text) for text in texts]
+        lengths = torch.tensor([len(sound) for sound in sounds])
+        return Batch(
+            inputs=self._inputs(pad_sequence(sounds, batch_first=True), lengths),
+            targets={
+                "codes": torch.tensor([code for row in codes for code in row], dtype=torch.int64),
+                "code_lengths": torch.tensor([len(row) for row in codes]),
+                "lengths": lengths,
+                "texts": texts,
+                "names": [name for _, _, name in samples],
+            },
+            samples=len(samples),
+            # An empty text counts as one character: silence must be learned too.
+            items=sum(max(1, len(row)) for row in codes),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """The CTC loss summed over the utterances; outputs are scores and how many are real."""
+        scores = self._check(logits_of(call(model, batch)), batch.samples)
+        lengths: Tensor = batch.targets["lengths"]
+        real = _output_lengths(model, lengths, int(lengths.max()), scores.shape[1])
+        shares = scores.float().log_softmax(dim=-1).transpose(0, 1)
+        if shares.is_cuda and torch.are_deterministic_algorithms_enabled():
+            shares = shares.cpu()  # CTC's gradient on the GPU varies from run to run
+        loss = functional.ctc_loss(
+            shares,
+            batch.targets["codes"].to(shares.device),
+            real.to(shares.device),
+            batch.targets["code_lengths"].to(shares.device),
+            blank=self.characters.blank,
+            reduction="sum",
+            # An evaluated utterance may have more text than frames: infinite, and no one's fault.
+            zero_infinity=True,
+        )
+        return loss.to(scores.device), (scores, real)
+
+    def scorer(self) -> TranscriptScorer:
+        """Wrong characters, wrong words, and whole transcripts that are right."""
+        return TranscriptScorer(self.characters)
+
+    def save_parts(self, directory: Path) -> None:
+        """How to turn a sound into the model's input, and its output into text."""
+        parts = {
+            "characters": {str(code): symbol for code, symbol in self.characters.symbols.items()},
+            "blank": self.characters.blank,
+            **self.front.describe(),
+        }
+        text = json.dumps(parts, indent=2, ensure_ascii=False)
+        (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
+
+    def _read_part(
+        self, table: Table | None, sounds: str, texts: str, part: str
+    ) -> Utterances | None:
+        if table is None:
+            return None
+        said = [_text(value, table.source_row(row), part) for row, value in enumerate(table[texts])]
+        names = [_name(sound, table.source_row(row)) for row, sound in enumerate(table[sounds])]
+        return Utterances(Sounds(table[sounds], self.front), said, names)
+
+    def _drop_hopeless(self, train: Utterances, job: Job) -> dict[str, int]:
+        """Leave out what is too long for the job, or too short for its own text; say how many."""
+        wanted = job.data.max_length
+        longest = (
+            math.inf if wanted == "auto" else wanted * self.front.per_second / FRAMES_PER_SECOND
+        )
+        frames_given = _frames_given(job)
+        long: list[int] = []
+        short: list[int] = []
+        for row, sound in enumerate(train.sounds.kept):
+            if len(sound) > longest:
+                long.append(row)
+            elif frames_given(len(sound)) < self.characters.frames_needed(train.texts[row]):
+                short.append(row)
+        gone = {*long, *short}
+        train.rows = [row for row in train.rows if row not in gone]
+        if not train.rows:
+            raise DataError(
+                "no utterance can be learned from: each is too short for its text, or too long",
+                hint="check that the transcripts belong to the sounds, and data.max_length",
+            )
+        found = {"too long": len(long), "too short for their text": len(short)}
+        for reason, count in found.items():
+            if count:
+                log.warning("left out %s of %s utterances: %s", count, len(train.texts), reason)
+        return {f"left out, {reason}": count for reason, count in found.items() if count}
+
+    def _check(self, scores: Tensor, samples: int) -> Tensor:
+        size = self.characters.size
+        if scores.ndim != 3 or scores.shape[0] != samples or scores.shape[2] != size:
+            raise ModelError(
+                f"the model gives scores of shape {tuple(scores.shape)}; ({samples}, frames, {size}) "
+                "was expected: one per character and the blank, for each frame",
+            )
+        return scores
+
+    def _inputs(self, sounds: Tensor, lengths: Tensor) -> tuple[Tensor, ...] | dict[str, Tensor]:
+        if not isinstance(self.front, Waves):
+            return (sounds, lengths)
+        if not self._with_mask:
+            return {"input_values": sounds}
+        mask = torch.arange(sounds.shape[1]) < lengths[:, None]
+        return {"input_values": sounds, "attention_mask": mask.long()}
+
+
+def _text(value: Any, row: int, part: str) -> str:
+    # A sheet whose transcripts are all like 42 is read as numbers.
+    if isinstance(value, (str, int, np.integer)):
+        return clean_text(str(value))
+    raise DataError(
+        f"row {row} of the {part} data has no text: {value!r}",
+        hint="name the column of transcripts with data.target",
+    )
+
+
+def _name(sound: Any, row: int) -> str:
+    return PurePosixPath(str(sound)).name if isinstance(sound, (str, FileRef)) else f"row {row}"
+
+
+def _frames_given(job: Job) -> Callable[[int], int]:
+    """How many frames of scores a sound gets from the model; at most, where that is not known."""
+    if job.model.name == "conv-gru":
+        return lambda length: int(ConvGRU.output_lengths(torch.tensor(length)))
+    config = read_hf_config(job.model) if names_hf(job.model.name) else None
+    kernels, strides = getattr(config, "conv_kernel", ()), getattr(config, "conv_stride", ())
+
+    def convolved(length: int) -> int:
+        for kernel, stride in zip(kernels, strides, strict=True):
+            length = (length - kernel) // stride + 1
+        return length
+
+    return convolved
+
+
+def _output_lengths(model: Any, lengths: Tensor, frames_in: int, frames_out: int) -> Tensor:
+    """How many frames of scores belong to each sample; in proportion, where the model is silent."""
+    for name in ("output_lengths", "_get_feat_extract_output_lengths"):
+        if hasattr(model, name):
+            return getattr(model, name)(lengths).clamp(min=1, max=frames_out)
+    return (lengths * frames_out + frames_in - 1) // frames_in

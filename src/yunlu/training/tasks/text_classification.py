@@ -1,0 +1,237 @@
+"""Texts to labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from yunlu.core.errors import DataError
+from yunlu.training.data.features import customary, find_column
+from yunlu.training.data.sources import load_tables
+from yunlu.training.data.text import (
+    TokenLists,
+    check_vocabulary,
+    encode,
+    fit_length,
+    pad,
+    save_tokenizer,
+    texts_of,
+    token_config,
+)
+from yunlu.training.data.tokenizer import choose_tokenizer
+from yunlu.training.models.build import build_model, check_call
+from yunlu.training.models.hf import names_hf
+from yunlu.training.models.transformer import TransformerClassifier
+from yunlu.training.tasks.media import (
+    Labels,
+    classification_loss,
+    ends_in_softmax,
+    label_config,
+)
+from yunlu.training.tasks.scoring import ClassScorer
+from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+    from yunlu.spec.job import Job
+    from yunlu.training.data.table import Table
+    from yunlu.training.data.tokenizer import Tokenizer
+
+TEXT_NAMES = (
+    "text", "sentence", "review", "content", "document", "comment", "message", "body", "utterance",
+    "question", "title", "input", "x",
+)  # fmt: skip
+LABEL_NAMES = (
+    "label",
+    "labels",
+    "target",
+    "category",
+    "class",
+    "sentiment",
+    "intent",
+    "topic",
+    "y",
+)
+_EXAMPLES, _SEARCHED = 6, 500
+
+
+class TextClassification:
+    """Texts to labels: one label per text, scored by accuracy.
+
+    A Hugging Face model gets ``input_ids`` and ``attention_mask``; any other ``(ids, mask)``.
+    """
+
+    metric = "accuracy"
+
+    def __init__(self) -> None:
+        self._by_name = self._gives_shares = False
+
+    def load(self, job: Job) -> Splits:
+        """Read, tokenise once, and learn the labels from the training part."""
+        tables = load_tables(job.data, seed=job.train.seed)
+        target = find_column(tables.train, job.data.target, LABEL_NAMES, key="data.target")
+        inputs = _text_columns(tables.train, job, target)
+        texts = texts_of(tables.train, inputs, part="training")
+        self._label_smoothing = job.train.label_smoothing
+        self._by_name = names_hf(job.model.name)
+        self.labels = Labels.learn(tables.train[target])
+        self.tokenizer = choose_tokenizer(job.data, job.model, texts, small="bpe")
+        train = encode(self.tokenizer, texts, max_length=fit_length(job, self.tokenizer))
+        # Positions beyond the longest training text would never be trained.
+        self.max_length = train.longest if job.data.max_length == "auto" else job.data.max_length
+        held_out = {
+            part: self._read_part(table, inputs, target, part)
+            for part, table in (("validation", tables.validation), ("test", tables.test))
+        }
+        known = self.labels.encode(tables.train[target], tables.train[inputs[0]], part="training")
+        return Splits(
+            train=LabelledTexts(train, known),
+            validation=held_out["validation"],
+            test=held_out["test"],
+            fingerprint=tables.fingerprint,
+            about={
+                "source": tables.source,
+                "labels": self.labels.names,
+                "tokenizer": self.tokenizer.name,
+                "vocabulary": self.tokenizer.size,
+                "max_length": self.max_length,
+            },
+        )
+
+    def build(self, job: Job) -> nn.Module:
+        """The model, with an output per label."""
+        model = build_model(
+            job.model,
+            builtins={"transformer": TransformerClassifier},
+            sizes={
+                "vocabulary": self.tokenizer.size,
+                "classes": len(self.labels),
+                "max_length": self.max_length,
+            },
+            auto_class="AutoModelForSequenceClassification",
+            hf_sizes={**label_config(self.labels), **token_config(job, self.tokenizer)},
+        )
+        if self._by_name:
+            check_vocabulary(job, model, self.tokenizer)
+        else:
+            check_call(model, ("ids", "mask"))
+        self._gives_shares = ends_in_softmax(model)
+        return model
+
+    def collate(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
+        """Pad to the longest text of the batch."""
+        ids, mask = pad([ids for ids, _ in samples], self.tokenizer.pad)
+        named = {"input_ids": ids, "attention_mask": mask.long()}
+        return Batch(
+            inputs=named if self._by_name else (ids, mask),
+            targets=torch.tensor([label for _, label in samples]),
+            samples=len(samples),
+            items=len(samples),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """Cross-entropy summed over the texts."""
+        return classification_loss(
+            call(model, batch),
+            batch.targets,
+            classes=len(self.labels),
+            label_smoothing=self._label_smoothing,
+            are_shares=self._gives_shares,
+        )
+
+    def scorer(self) -> TextScorer:
+        """Accuracy, macro-F1, confusion, and a few texts with their answers."""
+        return TextScorer(self.labels.names, self.tokenizer)
+
+    def save_parts(self, directory: Path) -> None:
+        """How to turn a text into the model's input, and its output into a label."""
+        save_tokenizer(
+            self.tokenizer, directory, max_length=self.max_length, labels=self.labels.names
+        )
+
+    def _read_part(
+        self, table: Table | None, inputs: Sequence[str], target: str, part: str
+    ) -> LabelledTexts | None:
+        if table is None:
+            return None
+        texts = texts_of(table, inputs, part=part)
+        known = self.labels.encode(table[target], table[inputs[0]], part=part)
+        return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), known)
+
+
+class LabelledTexts:
+    """Pairs of a text's ids and the index of its label."""
+
+    def __init__(self, texts: TokenLists, labels: Tensor) -> None:
+        self.texts, self.labels = texts, labels
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """One pair."""
+        return self.texts[index], int(self.labels[index])
+
+
+class TextScorer(ClassScorer):
+    """A class scorer that also keeps a few texts: the first mistakes, and the first of all."""
+
+    def __init__(self, labels: Sequence[str], tokenizer: Tokenizer) -> None:
+        super().__init__(labels)
+        self._names, self._tokenizer = list(labels), tokenizer
+        self._looked_at = 0
+        self._wrong: list[Example] = []
+        self._right: list[Example] = []
+
+    def add(self, outputs: Any, batch: Batch | Tensor) -> None:
+        """Count, and keep examples until there are enough."""
+        super().add(outputs, batch)
+        # Mistakes are worth showing, but not worth searching a large data set for.
+        if isinstance(batch, Batch) and self._looked_at < _SEARCHED:
+            self._looked_at += batch.samples
+            self._keep(logits_of(outputs).argmax(dim=-1), batch)
+
+    def result(self) -> Evaluation:
+        """The counts' figures with the examples."""
+        examples = [*self._wrong, *self._right][:_EXAMPLES]
+        return super().result().model_copy(update={"examples": examples})
+
+    def _keep(self, guesses: Tensor, batch: Batch) -> None:
+        given = batch.inputs
+        ids, mask = given.values() if isinstance(given, dict) else given
+        for row, guess, truth in zip(
+            range(len(ids)), guesses.tolist(), batch.targets.tolist(), strict=True
+        ):
+            kept = self._right if guess == truth else self._wrong
+            if len(kept) < _EXAMPLES:
+                text = self._tokenizer.decode(ids[row][mask[row].bool()].tolist())
+                kept.append(
+                    Example(input=text, expected=self._names[truth], predicted=self._names[guess])
+                )
+
+
+def _text_columns(table: Table, job: Job, target: str) -> list[str]:
+    """The columns that hold the text: as named, by custom, or the only one with words in it."""
+    asked = job.data.input
+    if asked is not None:
+        names = [asked] if isinstance(asked, str) else asked
+        for name in names:
+            table[name]  # an unknown one is refused with the nearest
+        return names
+    others = [name for name in table.columns if name != target]
+    found = customary(table, [name for name in TEXT_NAMES if name != target])
+    if found is not None and found != target:
+        return [found]
+    worded = [name for name in others if isinstance(table[name], list)]
+    if len(worded) == 1:
+        return worded
+    raise DataError(
+        f"cannot tell which column is the text: the data has {', '.join(table.columns)}",
+        hint="set data.input to one of them",
+    )

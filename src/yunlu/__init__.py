@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.client import Run, load_run, resume, runs, train, validate
+    from yunlu.client import Run, load_run, plan, resume, runs, train, validate
     from yunlu.core.errors import YunluError
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
@@ -20,6 +20,7 @@ _HOMES = {
     "YunluError": "yunlu.core.errors",
     "load_job": "yunlu.spec.load",
     "load_run": "yunlu.client",
+    "plan": "yunlu.client",
     "resume": "yunlu.client",
     "runs": "yunlu.client",
     "train": "yunlu.client",
@@ -28,6 +29,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "train",
+    "plan",
     "Job",
     "load_job",
     "validate",

@@ -1,0 +1,349 @@
+"""How a run looks while it lives: moving on a terminal, plain lines elsewhere, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.cli.page import ACCENT, indented, plain_table, to_json
+from yunlu.core.rundir import Event, EventKind
+from yunlu.core.states import RunState
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.jobs.follow import Happening, Metric
+from yunlu.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import TextIO
+
+    from rich.console import Console, RenderableType
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.planning.plan import Prediction
+
+_LABEL = 12
+_LINE_EVERY_S = 5.0
+_PACE_S = 10.0
+
+
+class Display(Protocol):
+    """Shows what happens in a run, one happening at a time."""
+
+    def show(self, happening: Happening) -> None:
+        """Take one event or metric record."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Say something that is not the run's own."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        ...
+
+
+class Course:
+    """What a display remembers of a run: its plan, its newest step, its pace."""
+
+    def __init__(self) -> None:
+        self.plan: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
+        self.saved_step: int | None = None
+        self._recent: deque[tuple[float, int, float]] = deque()
+
+    def take(self, happening: Happening) -> None:
+        """Remember what matters later."""
+        if isinstance(happening, Metric):
+            self._take_record(happening.record)
+        elif happening.kind is EventKind.PLAN:
+            self.plan = happening.data
+        elif happening.kind is EventKind.CHECKPOINT:
+            self.saved_step = happening.data.get("step")
+
+    @property
+    def steps(self) -> int:
+        """Steps planned; 0 while there is no plan."""
+        return self.plan.get("steps") or 0
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over the last seconds, evaluations included."""
+        if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
+            return None
+        (began_at, _, before), (at, _, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (at - began_at)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """At the pace of the last seconds."""
+        if len(self._recent) < 2 or self.steps <= self.record["step"]:
+            return None
+        (began_at, first, _), (at, last, _) = self._recent[0], self._recent[-1]
+        return (self.steps - last) * (at - began_at) / (last - first) if last > first else None
+
+    def where(self) -> str:
+        """``step 420/1000  epoch 4.2/10``."""
+        text = f"step {self.record['step']}"
+        text += f"/{self.steps}" if self.steps else ""
+        epochs = f"/{self.epochs_at(self.steps):.4g}" if self.epochs_at(self.steps) else ""
+        return f"{text}  epoch {float(self.record.get('epoch') or 0):.1f}{epochs}"
+
+    def figures(self) -> list[tuple[str, str]]:
+        """What the newest step measured, as name and text."""
+        record = self.record
+        pairs = [
+            ("loss", show_number(float(record["loss"])) if "loss" in record else None),
+            ("lr", f"{float(record['lr']):.2e}" if "lr" in record else None),
+            ("samples/s", show_count(self.samples_per_s) if self.samples_per_s else None),
+            ("memory", show_bytes(record["memory_bytes"]) if "memory_bytes" in record else None),
+            ("saved", f"step {self.saved_step}" if self.saved_step else None),
+        ]
+        return [(name, text) for name, text in pairs if text is not None]
+
+    def epochs_at(self, step: int) -> float | None:
+        """Epochs that a step completes."""
+        each = self.plan.get("steps_per_epoch")
+        return step / each if each and step else None
+
+    def _take_record(self, record: dict[str, Any]) -> None:
+        if self.record and record["step"] <= self.record["step"]:  # a later life did it again
+            self._recent.clear()
+        self.record = record
+        self._recent.append((record["at"], record["step"], record.get("samples") or 0))
+        while len(self._recent) > 2 and record["at"] - self._recent[0][0] > _PACE_S:
+            self._recent.popleft()
+
+
+class LiveDisplay:
+    """For a terminal: what happened stays above, what is happening moves below."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._course = Course()
+        self._spinner = Spinner("dots", style=ACCENT)
+        self._phase: str | None = "starting the worker"
+        self._live = Live(
+            console=console, get_renderable=self._moving, transient=True, refresh_per_second=8
+        )
+        self._live.start()
+
+    def show(self, happening: Happening) -> None:
+        """Print what stays; keep what moves."""
+        self._course.take(happening)
+        if isinstance(happening, Metric):
+            self._phase = None
+            return
+        if happening.kind is EventKind.PROGRESS:
+            self._phase = happening.data.get("phase")
+        elif happening.kind is EventKind.STATE:
+            state = happening.data.get("state")
+            self._phase = "stopping: saving a checkpoint" if state == RunState.STOPPING else None
+        block = describe(happening, self._course)
+        if block is not None:
+            self._console.print(block)
+
+    def note(self, message: str) -> None:
+        """A yellow line."""
+        self._console.print(_row("", Text(message, style="yellow")))
+
+    def close(self) -> None:
+        """Stop moving."""
+        self._live.stop()
+
+    def _moving(self) -> RenderableType:
+        course = self._course
+        lines: list[RenderableType] = []
+        if course.record and course.steps:
+            left = course.remaining_s
+            share = f"{course.record['step'] / course.steps:4.0%}"
+            where = course.where() + (f"  ETA {show_duration(left)}" if left is not None else "")
+            room = self._console.width - len(share + where) - 8
+            bar = ProgressBar(
+                total=course.steps,
+                completed=course.record["step"],
+                width=max(8, min(48, room)),
+                complete_style=ACCENT,
+                finished_style="green",
+            )
+            grid = Table.grid(padding=(0, 1))
+            text = Text(where, no_wrap=True, overflow="ellipsis")
+            grid.add_row(" ", bar, Text(share, style="bold"), text)
+            lines.append(grid)
+        phase = self._phase or ("" if lines else "working")
+        text = Text(phase, style="dim") if phase else _figures(course.figures())
+        text.no_wrap, text.overflow = True, "ellipsis"
+        # Not padded to the far edge: the ^C a terminal echoes there would begin a new line.
+        line = Table.grid(padding=(0, 1))
+        line.add_row(self._spinner, text)
+        lines.append(indented(line))
+        return Group(*lines)
+
+
+class PlainDisplay:
+    """For a file or a pipe: a line for each event, and one for the steps every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._course = Course()
+        self._shown_at = 0.0
+
+    def show(self, happening: Happening) -> None:
+        """Print the event; print a step only when the last line is old enough."""
+        course = self._course
+        course.take(happening)
+        if isinstance(happening, Metric):
+            last = course.steps and course.record["step"] >= course.steps
+            if happening.at - self._shown_at >= _LINE_EVERY_S or last:
+                self._shown_at = happening.at
+                self._print(_row("train", Text(step_line(course))))
+            return
+        if happening.kind is EventKind.PROGRESS:
+            self._print(_row("", Text(f"{happening.data.get('phase')} ...")))
+        block = describe(happening, course)
+        if block is not None:
+            self._print(block)
+
+    def note(self, message: str) -> None:
+        """A line."""
+        self._print(_row("", Text(message)))
+
+    def close(self) -> None:
+        """Nothing moves here."""
+
+    def _print(self, block: RenderableType) -> None:
+        with self._console.capture() as text:
+            self._console.print(block)
+        # Tables are padded to the width of the page: of no use in a file.
+        lines = [line.rstrip() for line in text.get().splitlines()]
+        self._console.file.write("\n".join(lines) + "\n")
+        self._console.file.flush()
+
+
+class JsonDisplay:
+    """For programs: every event and metric record is one JSON line."""
+
+    def __init__(self, run_dir: RunDir, out: TextIO | None = None) -> None:
+        self._run_id = run_dir.id
+        self._out = out or sys.stdout
+
+    def show(self, happening: Happening) -> None:
+        """Write one line."""
+        if isinstance(happening, Metric):
+            line = {"event": "metrics", "run": self._run_id, **happening.record}
+        else:
+            line = {"event": happening.kind.value, "run": self._run_id, "at": happening.at}
+            line |= happening.data
+        self._out.write(to_json(line) + "\n")
+        self._out.flush()
+
+    def note(self, message: str) -> None:
+        """For the person who watches: not on standard output."""
+        sys.stderr.write(f"{message}\n")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def step_line(course: Course) -> str:
+    """One line about the newest step."""
+    parts = [course.where(), *(f"{name} {text}" for name, text in course.figures())]
+    left = course.remaining_s
+    return "  ".join(parts) + (f"  ETA {show_duration(left)}" if left is not None else "")
+
+
+def describe(event: Event, course: Course) -> RenderableType | None:
+    """What an event leaves on the page; None where it leaves nothing."""
+    data, row = event.data, None
+    match event.kind:
+        case EventKind.PLAN:
+            return plan_block(Plan.model_validate(data))
+        case EventKind.DATA:
+            row = _row("data", data_line(data))
+        case EventKind.MODEL:
+            count = show_count(data.get("parameters") or 0)
+            row = _row("model", Text(f"{data.get('name')}, {count} parameters"))
+        case EventKind.EVALUATION:
+            row = _row(str(data.get("split")), evaluation_line(data, course), style=ACCENT)
+        case EventKind.WARNING:
+            row = _row("warning", Text(str(data.get("message"))), style="yellow")
+        case EventKind.STATE if data.get("resumed_from_step") is not None:
+            row = _row("resumed", Text(f"from the checkpoint of step {data['resumed_from_step']}"))
+        case _:
+            pass
+    return row
+
+
+def plan_block(plan: Plan) -> RenderableType:
+    """The table of choices, and under it what they foretell."""
+    table = plain_table()
+    table.add_column("choice", style="bold", no_wrap=True)
+    table.add_column("value", style=ACCENT, overflow="fold", ratio=2)
+    table.add_column("reason", ratio=5)
+    for choice in plan.choices:
+        style = "bold" if choice.pinned else "dim"
+        table.add_row(choice.name, choice.value, Text(choice.reason, style=style))
+    return Group("", indented(table), "", _row("foretold", prediction_line(plan.prediction)))
+
+
+def prediction_line(foretold: Prediction) -> Text:
+    """Memory, step time, pace, total time, cost."""
+    dollars = foretold.dollars
+    return _joined(
+        [
+            show_bytes(foretold.memory_bytes),
+            f"{show_duration(foretold.step_s)} a step",
+            f"{show_count(foretold.samples_per_s)} samples/s",
+            f"{show_duration(foretold.total_s)} in all",
+            "no price set" if dollars is None else f"${dollars:.2f}",
+        ]
+    )
+
+
+def evaluation_line(data: Mapping[str, Any], course: Course) -> Text:
+    """Where it was taken, and every figure."""
+    step, width = int(data.get("step") or 0), len(str(course.steps))
+    epoch = course.epochs_at(step)
+    text = Text(f"step {step:>{width}}" + (f"  epoch {epoch:<4.3g}" if epoch else "") + "  ")
+    named = {**(data.get("metrics") or {}), "loss": data.get("loss")}
+    found = {key: show_number(float(value)) for key, value in named.items() if value is not None}
+    return text.append_text(_figures((key, f"{value:<7}") for key, value in found.items()))
+
+
+def data_line(data: Mapping[str, Any]) -> Text:
+    """How many samples each part has, and where they come from."""
+    counts = [
+        f"{data[part]:,} {part}" for part in ("train", "validation", "test") if data.get(part)
+    ]
+    return _joined(counts).append(f"  {data.get('source')}", style="dim")
+
+
+def _row(label: str, content: Text, *, style: str = "dim") -> RenderableType:
+    grid = Table.grid(padding=(0, 0))
+    grid.add_column(width=_LABEL + 1, no_wrap=True)
+    grid.add_column()
+    grid.add_row(Text(f" {label}", style=style), content)
+    return grid
+
+
+def _figures(pairs: Iterable[tuple[str, str]]) -> Text:
+    text = Text()
+    for name, value in pairs:
+        text.append("  " if text else "").append(f"{name} ", style="dim").append(
+            value, style="bold"
+        )
+    return text
+
+
+def _joined(parts: Iterable[str]) -> Text:
+    text = Text()
+    for part in parts:
+        text.append(" · " if text else "", style="dim").append(part)
+    return text

@@ -1,0 +1,74 @@
+"""What every verb prints with: the page, its colours, its tables, its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.states import RunState
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ACCENT = "dark_orange"
+STATE_STYLES = {
+    RunState.PENDING: ("○", "cyan"),
+    RunState.PLANNING: ("◔", "cyan"),
+    RunState.RUNNING: ("●", "bold green"),
+    RunState.STOPPING: ("◑", "yellow"),
+    RunState.FINISHED: ("✔", "green"),
+    RunState.STOPPED: ("■", "yellow"),
+    RunState.FAILED: ("✘", "bold red"),
+    RunState.LOST: ("?", "bold magenta"),
+}
+_PAGE = 140
+
+
+def make_console() -> Console:
+    """Standard output, at a width that reads well where no terminal says its own."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PAGE)
+
+
+def plain_table() -> Table:
+    """A table with a rule under its head and no frame."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        header_style="dim",
+        border_style="bright_black",
+    )
+
+
+def indented(block: RenderableType) -> RenderableType:
+    """One space from the edge, as everything else."""
+    return Padding(block, (0, 0, 0, 1), expand=False)
+
+
+def state_text(state: RunState) -> Text:
+    """The state with its sign and colour."""
+    sign, style = STATE_STYLES[state]
+    return Text(f"{sign} {state}", style=style)
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON: numbers that are not finite become text."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

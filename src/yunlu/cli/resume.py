@@ -1,0 +1,32 @@
+"""``yunlu resume``: another life for a run that was stopped, failed or was lost."""
+
+from __future__ import annotations
+
+from yunlu.cli.page import make_console
+from yunlu.cli.train import leave, watch
+from yunlu.jobs import service
+from yunlu.jobs.follow import end_of
+
+
+def resume(
+    run: str = "last",
+    /,
+    *,
+    detach: bool = False,
+    json: bool = False,
+) -> int:
+    """Go on with a stopped, failed or lost run from its newest good checkpoint.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        detach: Return at once; the run goes on.
+        json: Write every event and metric record as one JSON line, and nothing else.
+    """
+    run_dir = service.find(run)
+    since = end_of(run_dir)
+    service.resume(run_dir)
+    if not json:
+        make_console().print(f"\n resuming    [bold]{run_dir.id}[/]")
+    if detach:
+        return leave(run_dir, json=json)
+    return watch(run_dir, json=json, since=since)

@@ -1,0 +1,148 @@
+"""``yunlu show``: one run on one screen."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from yunlu.cli.display import plan_block
+from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
+from yunlu.client import Run
+from yunlu.core.rundir import EventKind
+from yunlu.core.units import show_bytes, show_duration, show_number
+from yunlu.jobs import service
+from yunlu.jobs.run import remaining_s
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.jobs.run import RunRecord
+
+_FEW = 8
+
+
+def show(run: str = "last", /, *, json: bool = False) -> int:
+    """Show one run: job, state, plan, evaluations, checkpoints, warnings, paths.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        json: Print the same as JSON.
+    """
+    run_dir = service.find(run)
+    record, data = service.read_record(run_dir), _collect(run_dir)
+    if json:
+        print(to_json({**record.model_dump(mode="json"), **data}))
+        return 0
+    console = make_console()
+    _print_head(console, run_dir, record)
+    made = Run(run_dir.path).plan
+    if made is not None:
+        console.print(plan_block(made))
+    _print_rows(console, "evaluations", _evaluations(data["evaluations"]))
+    _print_rows(console, "checkpoints", _checkpoints(data["checkpoints"]))
+    console.print()
+    for warning in data["warnings"]:
+        console.print(Text(f" warning     {warning}", style="yellow"))
+    _print_paths(console, data["paths"])
+    return 0
+
+
+def _collect(run_dir: RunDir) -> dict[str, Any]:
+    found: dict[EventKind, list[dict[str, Any]]] = {kind: [] for kind in EventKind}
+    for event, _ in run_dir.read_events():
+        found[event.kind].append(event.data)
+    details = {"confusion", "examples"}
+    kept = {entry["step"]: entry for entry in found[EventKind.CHECKPOINT]}.values()
+    return {
+        "plan": found[EventKind.PLAN][-1] if found[EventKind.PLAN] else None,
+        "evaluations": [
+            {key: value for key, value in each.items() if key not in details}
+            for each in found[EventKind.EVALUATION]
+        ],
+        # Old checkpoints are removed as new ones come: what is still there counts.
+        "checkpoints": [entry for entry in kept if (run_dir.path / entry["path"]).exists()],
+        "warnings": [str(each.get("message")) for each in found[EventKind.WARNING]],
+        "paths": {
+            name: str(path)
+            for name, path in (
+                ("run", run_dir.path),
+                ("job", run_dir.job_source if run_dir.job_source.exists() else run_dir.job),
+                ("model", run_dir.model),
+                ("report", run_dir.report_html),
+                ("log", run_dir.log),
+            )
+            if path.exists()
+        },
+    }
+
+
+def _print_head(console: Console, run_dir: RunDir, record: RunRecord) -> None:
+    title = Text(f"\n {record.id}", style=f"bold {ACCENT}")
+    console.print(Text.assemble(title, (f"  {record.task} · {record.model}", "dim")))
+    line = Text.assemble(" ", state_text(record.state))
+    if record.step is not None and record.steps:
+        line.append(f"  step {record.step}/{record.steps} ({record.progress or 0:.0%})")
+    if record.metric_value is not None:
+        line.append(f"  {record.metric} ").append(show_number(record.metric_value), style="bold")
+    eta_s = remaining_s(run_dir, record)
+    if eta_s is not None:
+        line.append(f"  ETA {show_duration(eta_s)}")
+    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created_at))
+    console.print(line.append(f"  since {created}", style="dim"))
+    if record.error:
+        console.print(Text(f" {record.error}", style="red"))
+    if record.state.can_resume:
+        console.print(Text(f" yunlu resume {record.id} goes on", style="dim"))
+
+
+def _evaluations(rows: list[dict[str, Any]]) -> Table | None:
+    if not rows:
+        return None
+    names = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or {}))
+    table = _small_table("split", "step", "loss", *names)
+    if len(rows) > _FEW:
+        table.add_row(f"({len(rows) - _FEW} earlier)", style="dim")
+    for row in rows[-_FEW:]:
+        figures = {"loss": row.get("loss"), **(row.get("metrics") or {})}
+        cells = [_cell(figures.get(name)) for name in ("loss", *names)]
+        table.add_row(str(row.get("split")), str(row.get("step")), *cells)
+    return table
+
+
+def _checkpoints(rows: list[dict[str, Any]]) -> Table | None:
+    if not rows:
+        return None
+    table = _small_table("step", "size", "saved in", "path")
+    for row in rows[-_FEW:]:
+        table.add_row(
+            str(row.get("step")),
+            show_bytes(row.get("bytes") or 0),
+            show_duration(row.get("seconds") or 0),
+            str(row.get("path")),
+        )
+    return table
+
+
+def _small_table(*names: str) -> Table:
+    table = plain_table()
+    for name in names:
+        table.add_column(name, justify="left" if name in {"split", "path"} else "right")
+    return table
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else show_number(float(value))
+
+
+def _print_rows(console: Console, title: str, table: Table | None) -> None:
+    if table is not None:
+        console.print(Text(f"\n {title}", style=f"bold {ACCENT}"), indented(table), sep="\n")
+
+
+def _print_paths(console: Console, paths: dict[str, str]) -> None:
+    for name, path in paths.items():
+        console.print(Text.assemble((f" {name:<12}", "dim"), path), soft_wrap=True)

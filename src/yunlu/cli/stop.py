@@ -1,0 +1,28 @@
+"""``yunlu stop``: save and stop a run, or end it at once."""
+
+from __future__ import annotations
+
+from yunlu.cli.page import make_console, state_text
+from yunlu.jobs import service
+
+
+def stop(run: str = "last", /, *, now: bool = False) -> int:
+    """Ask a run to save a checkpoint and stop, and wait until it rests.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        now: Do not save: end it at once.
+    """
+    console = make_console()
+    run_dir = service.find(run)
+    before = service.read_record(run_dir)
+    if not before.state.is_active:
+        console.print(state_text(before.state), f" {run_dir.id} rests already: nothing to stop")
+        return 0
+    said = "ending it" if now else "saving a checkpoint"
+    with console.status(f"stopping {run_dir.id}: {said}"):
+        record = service.stop(run_dir, now=now)
+    again = f"; yunlu resume {record.id} goes on" if record.state.can_resume else ""
+    step = f" at step {record.step}" if record.step else ""
+    console.print(state_text(record.state), f" {record.id}{step}{again}")
+    return 0

@@ -1,0 +1,157 @@
+"""``yunlu train``: from a job file to a trained, evaluated, reported model."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from yunlu.cli.display import Display, JsonDisplay, LiveDisplay, PlainDisplay
+from yunlu.cli.page import ACCENT, make_console, to_json
+from yunlu.client import source_of, validate
+from yunlu.core.errors import StoreError, YunluError
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.follow import follow
+from yunlu.jobs.run import error_of, log_tail
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from rich.console import Console
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.jobs.follow import Position
+    from yunlu.spec.job import Job
+
+STOPPED_CODE = 130
+"""What a shell gives a program that Ctrl-C ended."""
+
+
+def train(
+    job: str,
+    /,
+    *,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    detach: bool = False,
+    json: bool = False,
+    name: Annotated[str | None, Parameter(show_default=False)] = None,
+) -> int:
+    """Train a job: plan it, show its progress, report on it.
+
+    Ctrl-C saves a checkpoint and stops; `yunlu resume` goes on from there.
+
+    Args:
+        job: The job file: YAML, or Python (jobs.py:name).
+        overrides: Change the job: --set train.epochs=3; may be repeated.
+        detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
+        json: Write every event and metric record as one JSON line, and nothing else.
+        name: Name the run.
+    """
+    asked = validate(job, overrides=(*overrides, *([f"name={name}"] if name else [])))
+    run_dir = service.submit(asked, source=source_of(job))
+    if not json:
+        _print_title(make_console(), run_dir, asked)
+    service.start(run_dir)
+    if detach:
+        return leave(run_dir, json=json)
+    return watch(run_dir, json=json)
+
+
+def watch(run_dir: RunDir, *, json: bool, since: Position | None = None) -> int:
+    """Show the run until it rests, then its result; the exit code."""
+    console = make_console()
+    display = _open_display(run_dir, console, json=json)
+    try:
+        _follow(run_dir, display, since)
+    finally:
+        display.close()
+    return _conclude(run_dir, None if json else console)
+
+
+def leave(run_dir: RunDir, *, json: bool) -> int:
+    """Say where a run is that goes on without us."""
+    if json:
+        print(to_json({"run": run_dir.id, "dir": str(run_dir.path)}))
+    else:
+        make_console().print(f" started     yunlu logs -f {run_dir.id}", highlight=False)
+    return 0
+
+
+def _open_display(run_dir: RunDir, console: Console, *, json: bool) -> Display:
+    if json:
+        return JsonDisplay(run_dir)
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+def _follow(run_dir: RunDir, display: Display, since: Position | None) -> None:
+    answered = 0
+    with _counted_signals() as presses:
+        for batch in follow(run_dir, since=since):
+            for happening in batch:
+                display.show(happening)
+            if len(presses) > answered:
+                answered += 1
+                now = answered > 1
+                display.note("killed" if now else "stopping: saving a checkpoint (again to kill)")
+                service.request_stop(run_dir, now=now)
+
+
+@contextmanager
+def _counted_signals() -> Generator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them: the run is to be stopped first."""
+    presses: list[int] = []
+
+    def count(number: int, _frame: Any) -> None:
+        presses.append(number)
+
+    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield presses
+    finally:
+        for number, reaction in before.items():
+            signal.signal(number, reaction)
+
+
+def _conclude(run_dir: RunDir, console: Console | None) -> int:
+    record = service.read_record(run_dir)
+    _write_report(run_dir, console)
+    if record.state in {RunState.FAILED, RunState.LOST}:
+        raise _why(run_dir, record.state)
+    if record.state is RunState.FINISHED:
+        return 0
+    if console is not None:
+        where = f" at step {record.step}" if record.step else ""
+        console.print(f" stopped{where}; go on with: yunlu resume {run_dir.id}", style="yellow")
+    return STOPPED_CODE
+
+
+def _write_report(run_dir: RunDir, console: Console | None) -> None:
+    from yunlu.jobs.report import write_report  # noqa: PLC0415 (needed only at the end)
+    from yunlu.jobs.summary import print_summary  # noqa: PLC0415
+
+    try:
+        report = write_report(run_dir)
+    except (OSError, YunluError) as error:  # the model is what was asked for; it is there
+        if console is not None:
+            console.print(f" warning     the report could not be written: {error}", style="yellow")
+        return
+    if console is not None and report.state == RunState.FINISHED:
+        print_summary(report, console)
+
+
+def _why(run_dir: RunDir, state: RunState) -> YunluError:
+    error = error_of(event for event, _ in run_dir.read_events())
+    if error is None:
+        return StoreError(f"{run_dir.id} is {state}", hint=f"see {run_dir.log}")
+    if state is RunState.LOST:
+        words = "".join(f"\n  {line}" for line in log_tail(run_dir, 8))
+        said = f"; its last words:{words}" if words else ""
+        return type(error)(f"{error.message}{said}", hint=f"yunlu resume {run_dir.id} goes on")
+    return error
+
+
+def _print_title(console: Console, run_dir: RunDir, job: Job) -> None:
+    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]{job.task}[/]\n")

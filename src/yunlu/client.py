@@ -1,0 +1,306 @@
+"""The calls: train, plan, resume, and the runs they make."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from yunlu.core.errors import JobError, StoreError, did_you_mean, missing_part
+from yunlu.core.rundir import Event, EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.core.value import Value
+from yunlu.jobs import service
+from yunlu.jobs.follow import end_of, follow
+from yunlu.jobs.run import error_of, move
+from yunlu.planning.plan import Plan
+from yunlu.spec.job import Job, ModelSpec, TrainSpec
+from yunlu.spec.load import job_from_mapping, load_job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LIVE_TASK = "yunlu.training.tasks.objects"
+_WORKER = "yunlu.training.worker"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run:
+    """One run, looked at from outside: every property reads what its files say now."""
+
+    dir: Path
+    """Its directory: events, metrics, checkpoints, model, report."""
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r}, {self.state})"
+
+    @property
+    def id(self) -> str:
+        """Its name in the store."""
+        return self.dir.name
+
+    @property
+    def state(self) -> RunState:
+        """Where it stands."""
+        return service.read_record(self._files).state
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The final evaluation: on the test data where there is some, else on the validation data."""
+        found = [event.data for event in self.events() if event.kind is EventKind.EVALUATION]
+        tested = [data for data in found if data.get("split") == "test"] or found
+        if not tested:
+            return {}
+        return {"loss": tested[-1]["loss"], **tested[-1]["metrics"]}
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was decided and foretold, once it is."""
+        path = self._files.plan
+        return Plan.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """Wait until it rests; raise the worker's error if it failed or was lost."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for _ in follow(self._files, since=end_of(self._files)):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.id} did not rest within {timeout_s:g} s")
+        if self.state in {RunState.FAILED, RunState.LOST}:
+            raise error_of(self.events()) or StoreError(f"{self.id} is {self.state}")
+        return self
+
+    def stop(self, *, now: bool = False) -> Run:
+        """Ask it to save and stop, and wait; ``now`` ends it without saving."""
+        service.stop(self._files, now=now)
+        return self
+
+    def resume(self, *, wait: bool = True) -> Run:
+        """Give it another life, from its newest good checkpoint."""
+        service.resume(self._files)
+        return self.wait() if wait else self
+
+    def events(self) -> list[Event]:
+        """All that happened, in order."""
+        return [event for event, _ in self._files.read_events()]
+
+    def history(self) -> list[dict[str, Any]]:
+        """One record per step; a step that a resumed life did again stands once."""
+        from yunlu.jobs.recorded import read_recorded  # noqa: PLC0415 (used by few)
+
+        return list(read_recorded(self._files).records)
+
+    def report(self) -> Path:
+        """Write the report, and say where the page is."""
+        from yunlu.jobs.report import write_report  # noqa: PLC0415 (used by few)
+
+        write_report(self._files)
+        return self._files.report_html
+
+    @property
+    def _files(self) -> RunDir:
+        return RunDir(self.dir)
+
+
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
+    task: str | None = None,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    wait: bool = True,
+    **train_options: Any,
+) -> Run:
+    """Train a job and return its run.
+
+    Args:
+        job: A job file or a ``Job``. Without it, say ``model``, ``data`` and ``task``.
+        model: A name as in a job file, or a model object, which is trained in this process.
+        data: A path or name as in a job file; with a model object, the samples themselves.
+        loss: With a model object: what to minimise.
+        metrics: With a model object: what else to measure.
+        task: The task's name.
+        overrides: ``a.b=c``, as with ``--set``.
+        name: Names the run.
+        wait: Return when the run rests (and raise if it failed), or at once.
+        train_options: Keys of the job's ``train`` part, such as ``epochs=3``; ``lr`` is the
+            optimiser's.
+    """
+    if _is_live(model):
+        if job is not None or task is not None or overrides:
+            raise JobError(
+                "a model object brings its own task: job, task and overrides do not go with it"
+            )
+        if not wait:
+            raise JobError(
+                "a model object is trained in this process, which therefore waits",
+                hint="for a run in the background, put the model in a module: model='module:Class'",
+            )
+        live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
+        made = _live_job(model, name, train_options)
+        run_dir = service.submit(made)
+        return _train_here(run_dir, live)
+    asked = _ask(job, overrides, train_options, model=model, data=data, task=task, name=name)
+    run_dir = service.submit(asked, source=source_of(job))
+    service.start(run_dir)
+    run = Run(run_dir.path)
+    return run.wait() if wait else run
+
+
+def plan(
+    job: str | Path | Job | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    task: str | None = None,
+    overrides: Sequence[str] = (),
+    **train_options: Any,
+) -> Plan:
+    """Decide and foretell without training: what would be done, why, and what it would take."""
+    if _is_live(model):
+        raise JobError("a model object cannot be planned apart from training it: use yunlu.train")
+    return service.make_plan(_ask(job, overrides, train_options, model=model, data=data, task=task))
+
+
+def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
+    """The job, if it is valid; else an error that names every fault."""
+    return _ask(job, overrides, {})
+
+
+def runs() -> list[Run]:
+    """All runs, newest first."""
+    home = service.home()
+    return [Run(home / record.id) for record in service.list_runs()]
+
+
+def load_run(run_id: str) -> Run:
+    """The run with this id, a unique beginning of it, or the ``last`` one."""
+    return Run(service.find(run_id).path)
+
+
+def resume(
+    run_id: str,
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
+    wait: bool = True,
+) -> Run:
+    """Give a stopped, failed or lost run another life.
+
+    A run of live objects needs the same objects again.
+    """
+    if model is not None:
+        run_dir = service.find(run_id)
+        live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
+        service.reopen_here(run_dir)
+        return _train_here(run_dir, live)
+    run = Run(service.resume(run_id).path)
+    return run.wait() if wait else run
+
+
+def source_of(job: str | Path | Job | None) -> Path | None:
+    """The file a job came from; ``jobs.py:name`` names one inside a file."""
+    if job is None or isinstance(job, Job):
+        return None
+    return Path(re.sub(r"(?<=\.py):\w+$", "", str(job)))
+
+
+def _is_live(model: Any) -> bool:
+    return model is not None and not isinstance(model, str | Path | Mapping | ModelSpec)
+
+
+def _ask(
+    job: str | Path | Job | None,
+    overrides: Sequence[str],
+    train_options: Mapping[str, Any],
+    **parts: Any,
+) -> Job:
+    """One job from a file or value and whatever was said besides."""
+    options = _options(train_options)
+    said = {key: _plain(value) for key, value in parts.items() if value is not None}
+    if isinstance(job, str | Path):
+        asked = load_job(job, overrides=overrides)
+        if not said and not options:
+            return asked
+        mapping = asked.model_dump(mode="json")
+    else:
+        mapping = {} if job is None else job.model_dump(mode="json")
+        if overrides:
+            raise JobError("overrides go with a job file; say the values as arguments instead")
+    mapping |= said
+    if options:
+        mapping["train"] = _merge(mapping.get("train") or {}, options)
+    return job_from_mapping(mapping, where="train()" if job is None else "job")
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    known = {*TrainSpec.model_fields, "lr"}
+    for name in options:
+        if name not in known:
+            raise JobError(f"train() has no option {name!r}", hint=did_you_mean(name, known))
+    chosen = {key: _plain(value) for key, value in options.items()}
+    if "lr" in chosen:
+        chosen["optimizer"] = _merge(_spelt_out(chosen.get("optimizer")), {"lr": chosen.pop("lr")})
+    return chosen
+
+
+def _merge(mapping: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(mapping)
+    for one, other in (("epochs", "steps"), ("steps", "epochs")):
+        if one in options and other not in options:  # the length said last is the one meant
+            merged.pop(other, None)
+    for key, value in options.items():
+        before = merged.get(key)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(cast("Any", before), cast("Any", value)) if both else value
+    return merged
+
+
+def _spelt_out(optimizer: Any) -> dict[str, Any]:
+    return {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer or {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Value):
+        return value.model_dump(mode="json", exclude_unset=True)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) -> Job:
+    kind = type(model).__name__
+    mapping = {
+        "name": name,
+        "task": service.IN_PROCESS,
+        "model": {"name": kind},
+        "data": {"train": service.IN_PROCESS},
+        "train": _options(train_options),
+    }
+    job = job_from_mapping(mapping, where="train()")
+    return job if name else job.model_copy(update={"name": kind.lower()})
+
+
+def _live_task(**parts: Any) -> Any:
+    try:
+        objects = import_module(_LIVE_TASK)
+    except ModuleNotFoundError as error:
+        raise missing_part(error.name or "torch", "train", "Training in this process") from error
+    return objects.ObjectTask(**parts)
+
+
+def _train_here(run_dir: RunDir, live: Any) -> Run:
+    try:
+        import_module(_WORKER).run(run_dir.path, task=live)
+    finally:
+        record = service.read_record(run_dir)
+        if record.state.is_active:  # an interrupt came between two of its own words
+            move(run_dir, record, RunState.STOPPED, reason="interrupted")
+    return Run(run_dir.path).wait()

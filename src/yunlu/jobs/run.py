@@ -1,0 +1,280 @@
+"""What a run's log of events says about it: a record, folded from the events one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import TrainingError, YunluError
+from yunlu.core.rundir import Event, EventKind, RunDir
+from yunlu.core.states import RunState, check_move, replay_move
+from yunlu.core.value import Value
+from yunlu.pool.local import WorkerProcess, launch_lock, recorded_worker, worker_lock_is_free
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_TAIL_BYTES = 32_768
+
+
+class RunRecord(Value):
+    """One row of the index: where a run stands after the events before ``offset``."""
+
+    id: str
+    name: str
+    task: str
+    model: str
+    state: RunState = RunState.PENDING
+    created_at: float
+    updated_at: float
+    offset: int = 0
+    """Bytes of ``events.jsonl`` that this record has taken in."""
+    pid: int | None = None
+    process_started_at: float | None = None
+    step: int | None = None
+    steps: int | None = None
+    metric: str | None = None
+    """The name of the figure people quote for this task."""
+    metric_value: float | None = None
+    error: str | None = None
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the steps done."""
+        return min(1.0, self.step / self.steps) if self.step is not None and self.steps else None
+
+
+def new_record(run_dir: RunDir) -> RunRecord | None:
+    """A record that has read no event yet; None where the directory is not a run."""
+    try:
+        job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
+        created_at = run_dir.job.stat().st_mtime
+        name = job.get("name") or run_dir.id.rpartition("-")[0] or run_dir.id
+        task, model = str(job["task"]), str(job["model"]["name"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return RunRecord(
+        id=run_dir.id,
+        name=name,
+        task=task,
+        model=model,
+        created_at=created_at,
+        updated_at=created_at,
+    )
+
+
+def replay(run_dir: RunDir, record: RunRecord) -> RunRecord:
+    """The record after the events that came since; from the start if the log was replaced."""
+    if record.offset > _size(run_dir):
+        record = new_record(run_dir) or record.model_copy(update={"offset": 0})
+    for event, offset in run_dir.read_events(offset=record.offset):
+        record = fold(record, event, offset)
+    step = last_step(run_dir) if record.state.is_active else None
+    if step is not None and step > (record.step or 0):
+        record = record.model_copy(update={"step": step})
+    return record
+
+
+def fold(record: RunRecord, event: Event, offset: int) -> RunRecord:
+    """The record after one more event; pure."""
+    data = event.data
+    changes: dict[str, Any] = {"offset": offset, "updated_at": event.at}
+    if record.offset == 0:
+        changes["created_at"] = event.at
+    match event.kind:
+        case EventKind.STATE:
+            changes |= _fold_state(record, data)
+        case EventKind.LIFE:
+            changes |= {key: data.get(key) for key in ("pid", "process_started_at")}
+        case EventKind.PLAN:
+            changes |= {"steps": data.get("steps"), "metric": data.get("best_metric")}
+        case EventKind.EVALUATION:
+            metric, value = headline(data, record.metric)
+            changes |= {"metric": metric, "metric_value": value}
+            changes["step"] = max(record.step or 0, data.get("step") or 0)
+        case EventKind.CHECKPOINT:
+            changes["step"] = max(record.step or 0, data.get("step") or 0)
+        case EventKind.ERROR:
+            changes["error"] = data.get("message")
+        case _:
+            pass
+    return record.model_copy(update=changes)
+
+
+def headline(evaluation: dict[str, Any], wanted: str | None) -> tuple[str, float | None]:
+    """The figure people quote: the one the plan watches, else the first metric, else the loss."""
+    figures: dict[str, Any] = {
+        **(evaluation.get("metrics") or {}),
+        "loss": evaluation.get("loss"),
+    }
+    name = wanted if wanted is not None and wanted in figures else next(iter(figures))
+    value = math.nan if figures[name] is None else float(figures[name])
+    return name, None if math.isnan(value) else value  # a database has no NaN, only nothing
+
+
+def settle(run_dir: RunDir, record: RunRecord) -> RunRecord:
+    """Bring the record up to date; if the worker vanished, add that to the run's events."""
+    record = replay(run_dir, record)
+    if not record.state.is_active or worker_is_alive(run_dir, record):
+        return record
+    try:
+        with launch_lock(run_dir, wait=False):
+            record = replay(run_dir, record)  # its last words may have arrived meanwhile
+            if record.state.is_active and not worker_is_alive(run_dir, record):
+                # Who was asked to stop and is gone has stopped, if not gracefully.
+                stopped = record.state is RunState.STOPPING
+                verdict = RunState.STOPPED if stopped else RunState.LOST
+                record = move(run_dir, record, verdict, reason=_last_words(run_dir, record))
+    except BlockingIOError:  # somebody is just starting or burying its worker
+        pass
+    return record
+
+
+def move(run_dir: RunDir, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
+    """Move the run, if the table of moves allows it, by one event. The caller holds its lock."""
+    check_move(record.state, state)
+    run_dir.emit(EventKind.STATE, state=state.value, **data)
+    return replay(run_dir, record)
+
+
+def worker_is_alive(run_dir: RunDir, record: RunRecord) -> bool:
+    """Whether a process is answerable for the run: by its identity, or by the lock it holds."""
+    worker = worker_of(run_dir, record)
+    return (worker is not None and worker.is_alive()) or not worker_lock_is_free(run_dir)
+
+
+def worker_of(run_dir: RunDir, record: RunRecord) -> WorkerProcess | None:
+    """The process that said it works on the run, else the one that was started for it."""
+    recorded = recorded_worker(run_dir)
+    if record.pid is None or record.process_started_at is None:
+        return recorded
+    if recorded is not None and recorded.pid == record.pid:
+        return recorded  # measured the same way as we look: the best identity there is
+    return WorkerProcess(
+        pid=record.pid,
+        process_started_at=record.process_started_at,
+        host=recorded.host if recorded else socket.gethostname(),
+        detached=False,
+    )
+
+
+def error_of(events: Iterable[Event]) -> YunluError | None:
+    """Why the last life of the run failed or was lost, as the error the worker raised."""
+    error: YunluError | None = None
+    for event in events:
+        data = event.data
+        if event.kind is EventKind.ERROR:
+            error = _as_error(data)
+        elif event.kind is EventKind.STATE and data.get("state") == RunState.PENDING:
+            error = None
+        elif event.kind is EventKind.STATE and data.get("state") == RunState.LOST:
+            error = TrainingError(data.get("reason") or "the worker vanished")
+    return error
+
+
+def last_step(run_dir: RunDir) -> int | None:
+    """The newest step in the metrics."""
+    tail = recent_metrics(run_dir)
+    return tail[-1]["step"] if tail else None
+
+
+def recent_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The last few metric records, without reading the whole file."""
+    try:
+        with run_dir.metrics.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
+    except FileNotFoundError:
+        return []
+    return list(_whole_records(lines))
+
+
+def remaining_s(run_dir: RunDir, record: RunRecord) -> float | None:
+    """How long the rest of the steps takes at the recent pace."""
+    recent = recent_metrics(run_dir)
+    if record.state is not RunState.RUNNING or len(recent) < 2 or not record.steps:
+        return None
+    first, last = recent[0], recent[-1]
+    if last["step"] <= first["step"]:  # a resume lies between them
+        return None
+    pace_s = (last["at"] - first["at"]) / (last["step"] - first["step"])
+    return max(0.0, (record.steps - last["step"]) * pace_s)
+
+
+def log_tail(run_dir: RunDir, lines: int = 20) -> list[str]:
+    """The last lines the worker printed."""
+    try:
+        text = run_dir.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-lines:]
+
+
+def _fold_state(record: RunRecord, data: dict[str, Any]) -> dict[str, Any]:
+    told = RunState(data["state"])
+    state = replay_move(record.state, told)
+    if state is not told:
+        return {}
+    changes: dict[str, Any] = {"state": state}
+    if state is RunState.PENDING:  # a new life: the old worker and its error are history
+        changes |= {"pid": None, "process_started_at": None, "error": None}
+    if state is RunState.RUNNING and data.get("resumed_from_step") is not None:
+        changes["step"] = data["resumed_from_step"]  # later steps of the old life are undone
+    if state is RunState.LOST:
+        changes["error"] = data.get("reason")
+    return changes
+
+
+def _last_words(run_dir: RunDir, record: RunRecord) -> str:
+    worker = worker_of(run_dir, record)
+    if worker is None or (record.state is RunState.PENDING and not worker.detached):
+        return "whoever submitted the run ended before its worker was started"
+    code = worker.exit_code()
+    if code is None:
+        return f"the worker (process {worker.pid}) vanished without a word"
+    if code < 0:
+        name = signal.Signals(-code).name
+        note = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        return f"the worker (process {worker.pid}) was ended by {name}{note}"
+    return f"the worker (process {worker.pid}) ended with exit code {code} without a word"
+
+
+def _as_error(data: dict[str, Any]) -> YunluError:
+    code = data.get("code") or "internal"
+    kinds = {kind.code: kind for kind in YunluError.__subclasses__() if "code" in vars(kind)}
+    error = kinds.get(code, YunluError)(
+        data.get("message") or "the run failed", hint=data.get("hint")
+    )
+    error.code = code
+    if data.get("traceback"):
+        error.__cause__ = WorkerTraceback(data["traceback"])
+    return error
+
+
+class WorkerTraceback(Exception):  # noqa: N818 (it is the trace of an error, not one more)
+    """Where the error arose, in the worker's own words; shown with ``--debug``."""
+
+    def __str__(self) -> str:
+        return "in the worker:\n" + str(self.args[0])
+
+
+def _whole_records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # half a line, at the end or after a crash
+            continue
+        if isinstance(record, dict) and "step" in record and "at" in record:
+            yield record
+
+
+def _size(run_dir: RunDir) -> int:
+    try:
+        return run_dir.events.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,268 @@
+"""The index of runs: SQLite beside the run directories, derived from their events.
+
+Deleting it loses nothing. Every transaction is one short write, so that many processes share it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DatabaseError
+
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import RunDir
+from yunlu.jobs.run import RunRecord, new_record, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator
+
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+T = TypeVar("T")
+
+SCHEMA = "0001"
+"""The newest migration: known here so that Alembic is imported only to migrate."""
+
+_COLUMNS = tuple(RunRecord.model_fields)
+_RUNS = sa.table("runs", *(sa.column(name) for name in _COLUMNS))
+_BUSY_S = 10
+_PAUSES_S = (0.02, 0.1, 0.5)
+_FAULTS = (DatabaseError, sqlite3.DatabaseError)
+
+
+class Store:
+    """The index of the runs under one home."""
+
+    def __init__(self, home: Path) -> None:
+        """Open the index, making, migrating or rebuilding it where needed."""
+        self.home = home
+        self.path = home / "index.sqlite"
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            self._engine = _connect(self.path)
+            self._is_ready = False
+            self._retry(self._ensure_schema)
+        except OSError as error:
+            raise StoreError(f"the run store {home} cannot be used: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._engine.dispose()
+
+    def reconcile(self) -> list[RunRecord]:
+        """Bring every row up to date with the run directories; all runs, newest first.
+
+        Takes in new events, finds runs the index does not know, forgets those whose directory is
+        gone, and marks a run lost when its worker vanished.
+        """
+        known = {record.id: record for record in self.records()}
+        found = {run_dir.id: run_dir for run_dir in _run_directories(self.home)}
+        current: list[RunRecord] = []
+        for run_id, run_dir in found.items():
+            before = known.get(run_id)
+            start = before or new_record(run_dir)
+            if start is None:  # a stranger's directory
+                continue
+            after = settle(run_dir, start) if _may_change(run_dir, before) else start
+            current.append(after)
+            if after != before:
+                self._put(after)
+        self._forget(known.keys() - found.keys())
+        return sorted(current, key=lambda record: record.created_at, reverse=True)
+
+    def refresh(self, run_dir: RunDir) -> RunRecord:
+        """Bring one row up to date."""
+        start = self.get(run_dir.id) or new_record(run_dir)
+        if start is None:
+            raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
+        record = settle(run_dir, start)
+        self._put(record)
+        return record
+
+    def records(self) -> list[RunRecord]:
+        """The rows as they stand."""
+        rows = self._do(lambda connection: connection.execute(sa.select(_RUNS)).mappings().all())
+        return [RunRecord.model_validate(dict(row)) for row in rows]
+
+    def get(self, run_id: str) -> RunRecord | None:
+        """One row as it stands."""
+        query = sa.select(_RUNS).where(_RUNS.c.id == run_id)
+        row = self._do(lambda connection: connection.execute(query).mappings().one_or_none())
+        return None if row is None else RunRecord.model_validate(dict(row))
+
+    def _put(self, record: RunRecord) -> None:
+        values = record.model_dump(mode="json")
+        values |= {"metric_value": record.metric_value}  # a float column, also when not finite
+        statement = insert(_RUNS).values(values)
+        # Who has read further knows better: a slow reader never turns the index back.
+        statement = statement.on_conflict_do_update(
+            index_elements=["id"],
+            set_={name: statement.excluded[name] for name in _COLUMNS if name != "id"},
+            where=(_RUNS.c.offset <= statement.excluded.offset)
+            | (_RUNS.c.created_at < statement.excluded.created_at),
+        )
+        self._do(lambda connection: connection.execute(statement))
+
+    def _forget(self, run_ids: Iterable[str]) -> None:
+        gone = [run_id for run_id in run_ids if not (self.home / run_id).exists()]
+        if gone:
+            statement = sa.delete(_RUNS).where(_RUNS.c.id.in_(gone))
+            self._do(lambda connection: connection.execute(statement))
+
+    def _do(self, work: Callable[[sa.Connection], T]) -> T:
+        """One short transaction."""
+
+        def act() -> T:
+            self._ensure_schema()
+            with self._engine.begin() as connection:
+                return work(connection)
+
+        return self._retry(act)
+
+    def _retry(self, act: Callable[[], T]) -> T:
+        """Begin anew when the index was deleted, replaced or damaged under us: it is derived."""
+        for pause_s in _PAUSES_S:
+            try:
+                return act()
+            except _FAULTS as error:
+                self._is_ready = False
+                self._engine.dispose()
+                if _is_damage(error):
+                    self._put_aside()
+                time.sleep(pause_s)
+        try:
+            return act()
+        except _FAULTS as error:
+            raise StoreError(
+                f"the index {self.path} cannot be read or written: {getattr(error, 'orig', error)}",
+                hint="if this stays so, delete the file: it is rebuilt from the run directories",
+            ) from error
+
+    def _put_aside(self) -> None:
+        """Make room for a fresh index, unless somebody else has."""
+        with _alone(self.home):
+            try:
+                with self._engine.connect() as connection:
+                    connection.execute(sa.select(_RUNS)).all()
+            except _FAULTS as error:
+                self._engine.dispose()
+                if _is_damage(error) and self.path.exists():
+                    self.path.rename(self.path.with_suffix(f".damaged-{time.time():.0f}"))
+                    self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        """The write-ahead log of an index that is gone must not be replayed into a new one."""
+        for suffix in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+    def _ensure_schema(self) -> None:
+        if not self._is_ready and not (self.path.exists() and _schema_of(self._engine) == SCHEMA):
+            with _alone(self.home):
+                if not self.path.exists():
+                    self._remove_logs()
+                self._migrate()
+        self._is_ready = True
+
+    def _migrate(self) -> None:
+        version = _schema_of(self._engine)
+        if version == SCHEMA:
+            return
+        if version is not None and version > SCHEMA:
+            raise StoreError(
+                f"{self.path} has schema {version}, made by a newer Yunlu; this one knows {SCHEMA}",
+                hint="upgrade Yunlu, or delete the file: it is rebuilt from the run directories",
+            )
+        from alembic import command  # noqa: PLC0415 (half a second, needed once per schema)
+        from alembic.config import Config  # noqa: PLC0415
+
+        _use_write_ahead_log(self._engine)
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+        with self._engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def _connect(path: Path) -> sa.Engine:
+    engine = sa.create_engine(
+        sa.URL.create("sqlite", database=str(path)), connect_args={"timeout": _BUSY_S}
+    )
+
+    # The driver opens transactions at its own moments and not before DDL; we say BEGIN ourselves.
+    @event.listens_for(engine, "connect")
+    def configure(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:  # pyright: ignore[reportUnusedFunction]
+        connection.isolation_level = None  # pyright: ignore[reportAttributeAccessIssue]
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA synchronous=NORMAL")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:  # pyright: ignore[reportUnusedFunction]
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _is_damage(error: Exception) -> bool:
+    return "malformed" in str(error) or "not a database" in str(error)
+
+
+def _use_write_ahead_log(engine: sa.Engine) -> None:
+    """Readers no longer wait for writers. The file remembers it; no transaction may be open."""
+    connection = engine.raw_connection()
+    try:
+        connection.cursor().execute("PRAGMA journal_mode=WAL")
+    finally:
+        connection.close()
+
+
+def _schema_of(engine: sa.Engine) -> str | None:
+    with engine.connect() as connection:
+        if not sa.inspect(connection).has_table("alembic_version"):
+            return None
+        version: Any = connection.exec_driver_sql(
+            "SELECT version_num FROM alembic_version"
+        ).scalar()
+        return version
+
+
+@contextmanager
+def _alone(home: Path) -> Generator[None]:
+    """One process at a time makes, migrates or replaces the index."""
+    with (home / ".index.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run_directories(home: Path) -> Iterator[RunDir]:
+    for path in home.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            yield RunDir(path)
+
+
+def _may_change(run_dir: RunDir, record: RunRecord | None) -> bool:
+    """Whether it is worth reading: a run at rest without new events is not."""
+    if record is None or record.state.is_active:
+        return True
+    try:
+        return run_dir.events.stat().st_size != record.offset
+    except FileNotFoundError:
+        return True

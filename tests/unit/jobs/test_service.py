@@ -1,0 +1,232 @@
+import fcntl
+import time
+
+import psutil
+import pytest
+
+from yunlu.core.errors import StoreError, TrainingError
+from yunlu.core.rundir import EventKind
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.follow import follow
+from yunlu.pool.local import recorded_worker
+from yunlu.spec.job import Job
+
+pytestmark = pytest.mark.usefixtures("fake_worker")
+
+
+def until_rest(run_dir):
+    for _ in follow(run_dir, poll_s=0.02):
+        pass
+    worker = recorded_worker(run_dir)
+    while worker.detached and worker.exit_code() is None:  # reaped: no child is left behind
+        time.sleep(0.01)
+    return service.read_record(run_dir)
+
+
+def until(run_dir, kind, **data):
+    for batch in follow(run_dir, poll_s=0.02):
+        for event in batch:
+            if getattr(event, "kind", None) is kind and data.items() <= event.data.items():
+                return
+    raise AssertionError(f"the run rests without {kind} {data}")
+
+
+def states(run_dir):
+    return [e.data["state"] for e, _ in run_dir.read_events() if e.kind is EventKind.STATE]
+
+
+def test_submit_makes_a_whole_run_with_a_readable_id(own_home, make_job, tmp_path):
+    source = tmp_path / "digits.yaml"
+    source.write_text("task: x  # as the user wrote it\n")
+    run_dir = service.submit(make_job(name="My.Digits"), source=source)
+    prefix, _, suffix = run_dir.id.rpartition("-")
+    assert prefix == "my-digits"
+    assert len(suffix) == 6
+    assert int(suffix, 16) >= 0
+    assert Job.model_validate_json(run_dir.job.read_bytes()).name == "My.Digits"
+    assert run_dir.job_source.read_text() == source.read_text()
+    assert states(run_dir) == ["pending"]
+    assert not list(own_home.glob(".new-*"))
+
+
+def test_unnamed_job_gets_a_name_a_job_may_have(make_job):
+    run_dir = service.submit(make_job(name=None, task="my_tasks:Odd"))
+    assert Job.model_validate_json(run_dir.job.read_bytes()).name == "my-tasks-odd"
+
+
+def test_failed_submit_leaves_nothing_behind(own_home, make_job, tmp_path):
+    with pytest.raises(StoreError, match="cannot be written"):
+        service.submit(make_job(), source=tmp_path / "gone.yaml")
+    assert not [path for path in own_home.iterdir() if path.is_dir()]
+
+
+def test_started_run_goes_from_pending_to_finished(make_job):
+    run_dir = service.submit(make_job())
+    service.start(run_dir)
+    record = until_rest(run_dir)
+    assert states(run_dir) == ["pending", "planning", "running", "finished"]
+    assert (record.step, record.steps, record.metric_value) == (20, 20, 0.9)
+
+
+def test_worker_runs_where_the_job_was_submitted(make_job, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run_dir = service.submit(make_job("wait"))
+    monkeypatch.chdir(tmp_path)
+    worker = service.start(run_dir)
+    assert psutil.Process(worker.pid).cwd() == str(tmp_path / "here")
+    service.stop(run_dir, now=True)
+
+
+def test_run_is_started_once(make_job):
+    run_dir = service.submit(make_job("wait"))
+    service.start(run_dir)
+    with pytest.raises(StoreError, match="started before"):
+        service.start(run_dir)
+    service.stop(run_dir, now=True)
+
+
+def test_stopped_run_saves_and_resumes_to_the_end(make_job):
+    run_dir = service.submit(make_job("wait"))
+    service.start(run_dir)
+    until(run_dir, EventKind.STATE, state="running")
+    assert service.stop(run_dir.id).state is RunState.STOPPED
+    until_rest(run_dir)
+    assert service.resume(run_dir.id[:8]).path == run_dir.path
+    assert until_rest(run_dir).state is RunState.FINISHED
+    assert states(run_dir) == [
+        "pending", "planning", "running", "stopping", "stopped",
+        "pending", "planning", "running", "finished",
+    ]  # fmt: skip
+
+
+def test_run_ended_at_once_has_stopped_and_can_resume(make_job):
+    run_dir = service.submit(make_job("wait"))
+    service.start(run_dir)
+    until(run_dir, EventKind.STATE, state="running")
+    record = service.stop(run_dir, now=True)
+    assert record.state is RunState.STOPPED
+    assert record.state.can_resume
+
+
+def test_stop_before_the_worker_listens_still_ends_stopped(make_job):
+    run_dir = service.submit(make_job("wait"))
+    service.start(run_dir)  # the interpreter is only starting
+    assert service.stop(run_dir).state is RunState.STOPPED
+
+
+def test_stop_of_a_run_that_was_never_started(make_job):
+    run_dir = service.submit(make_job())
+    assert service.stop(run_dir).state is RunState.STOPPED
+    with pytest.raises(StoreError, match="it is stopped"):
+        service.start(run_dir)
+
+
+def test_stop_of_a_resting_run_changes_nothing(make_job):
+    run_dir = service.submit(make_job())
+    service.start(run_dir)
+    until_rest(run_dir)
+    before = run_dir.events.read_bytes()
+    assert service.stop(run_dir).state is RunState.FINISHED
+    assert run_dir.events.read_bytes() == before
+
+
+def test_worker_that_dies_without_a_word_leaves_a_lost_run(make_job):
+    run_dir = service.submit(make_job("die at once"))
+    service.start(run_dir)
+    record = until_rest(run_dir)
+    assert record.state is RunState.LOST
+    assert "exit code 3" in record.error
+
+
+def test_finished_run_is_not_resumed(make_job):
+    run_dir = service.submit(make_job())
+    service.start(run_dir)
+    until_rest(run_dir)
+    with pytest.raises(StoreError, match="is finished"):
+        service.resume(run_dir.id)
+
+
+def test_running_run_is_not_resumed(make_job):
+    run_dir = service.submit(make_job("wait"))
+    service.start(run_dir)
+    until(run_dir, EventKind.STATE, state="running")
+    with pytest.raises(StoreError, match="has a worker"):
+        service.resume(run_dir.id)
+    service.stop(run_dir, now=True)
+
+
+def test_held_worker_lock_forbids_a_second_worker(make_job, monkeypatch):
+    monkeypatch.setattr(service, "_LEAVE_S", 0)
+    run_dir = service.submit(make_job())
+    run_dir.emit(EventKind.STATE, state="failed")
+    with (run_dir.path / "worker.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="has a worker"):
+            service.resume(run_dir)
+    assert states(run_dir) == ["pending", "failed"]
+
+
+def test_run_of_live_objects_is_resumed_only_from_python(make_job):
+    run_dir = service.submit(make_job(task=service.IN_PROCESS))
+    run_dir.emit(EventKind.STATE, state="stopped")
+    with pytest.raises(StoreError, match="only Python"):
+        service.resume(run_dir)
+
+
+def test_program_that_trains_in_itself_is_not_signalled(make_job):
+    run_dir = service.submit(make_job(task=service.IN_PROCESS))
+    run_dir.emit(EventKind.STATE, state="planning")
+    run_dir.emit(EventKind.STATE, state="running")
+    with pytest.raises(StoreError, match="inside the Python process") as caught:
+        service.stop(run_dir, now=True)
+    assert "Ctrl-C" in (caught.value.hint or "")
+
+
+def test_resume_whose_directory_is_gone_rests_again(make_job, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run_dir = service.submit(make_job())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rmdir()
+    with pytest.raises(StoreError, match="no longer there"):
+        service.start(run_dir)
+    assert service.read_record(run_dir).state is RunState.FAILED
+
+
+def test_find_takes_an_id_a_unique_beginning_or_last(make_job):
+    first = service.submit(make_job(name="alpha"))
+    second = service.submit(make_job(name="beta"))
+    assert service.find(first.id).path == first.path
+    assert service.find("al").path == first.path
+    assert service.find("last").path == service.find("latest").path == second.path
+
+
+def test_find_says_what_it_cannot_decide(make_job):
+    with pytest.raises(StoreError, match="no runs"):
+        service.find("last")
+    service.submit(make_job())
+    service.submit(make_job())
+    with pytest.raises(StoreError, match="any of 2 runs"):
+        service.find("digits")
+    with pytest.raises(StoreError, match="no run 'x'"):
+        service.find("x")
+
+
+def test_listing_runs_makes_no_home(own_home):
+    assert service.list_runs() == []
+    assert not own_home.exists()
+
+
+def test_plan_is_made_without_leaving_a_run(own_home, make_job):
+    seen = []
+    plan = service.make_plan(make_job(), on_event=lambda event: seen.append(event.kind))
+    assert plan.steps == 20
+    assert EventKind.PROGRESS in seen
+    assert not own_home.exists()
+
+
+def test_planner_that_dies_is_quoted(make_job):
+    with pytest.raises(TrainingError, match="a library is missing"):
+        service.make_plan(make_job("die at once"))

@@ -1,0 +1,133 @@
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import EventKind
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.store import MIGRATIONS, SCHEMA, Store
+
+
+def test_schema_known_to_the_store_is_the_newest_migration():
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    assert ScriptDirectory.from_config(config).get_heads() == [SCHEMA]
+
+
+def test_submitted_run_is_in_the_index(own_home, make_job):
+    run_dir = service.submit(make_job())
+    with Store(own_home) as store:
+        record = store.get(run_dir.id)
+    assert record is not None
+    assert (record.name, record.task, record.model) == ("digits", "tabular-classification", "mlp")
+    assert record.state is RunState.PENDING
+
+
+def test_deleted_index_is_rebuilt_from_the_run_directories(own_home, make_job):
+    for name in ("a", "b", "c"):
+        run_dir = service.submit(make_job(name=name))
+        run_dir.emit(EventKind.STATE, state="failed")
+    before = service.list_runs()
+    (own_home / "index.sqlite").unlink()
+    assert service.list_runs() == before
+    assert [record.state for record in before] == [RunState.FAILED] * 3
+
+
+def test_log_of_a_deleted_index_is_not_replayed_into_the_new_one(own_home, make_job):
+    service.submit(make_job())
+    store = Store(own_home)  # stays open: its write-ahead log is left behind
+    store.records()
+    shutil.copy(own_home / "index.sqlite-wal", own_home / "kept")
+    (own_home / "index.sqlite").unlink()
+    (own_home / "kept").replace(own_home / "index.sqlite-wal")
+    assert len(service.list_runs()) == 1
+    store.close()
+
+
+def test_damaged_index_is_put_aside_and_rebuilt(own_home, make_job):
+    run_dir = service.submit(make_job())
+    (own_home / "index.sqlite").write_bytes(b"this is no database, by any reading" * 100)
+    assert [record.id for record in service.list_runs()] == [run_dir.id]
+    assert list(own_home.glob("index.damaged-*"))
+
+
+def test_index_of_a_newer_yunlu_is_refused_before_a_run_is_made(own_home, make_job):
+    with Store(own_home):
+        pass
+    connection = sqlite3.connect(own_home / "index.sqlite")
+    connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreError, match="newer Yunlu") as caught:
+        service.submit(make_job())
+    assert "rebuilt" in (caught.value.hint or "")
+    assert not [path for path in own_home.iterdir() if path.is_dir()]
+
+
+def test_current_schema_is_opened_without_alembic(own_home):
+    with Store(own_home):
+        pass
+    script = (
+        "import sys; from pathlib import Path; from yunlu.jobs.store import Store;"
+        f"Store(Path({str(own_home)!r})).close(); print('alembic' in sys.modules)"
+    )
+    said = subprocess.run(  # a fresh interpreter: this one has imported Alembic
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "False"
+
+
+def test_home_that_is_a_file_is_refused_in_words(own_home, make_job):
+    own_home.write_text("not a directory")
+    with pytest.raises(StoreError, match="cannot be used"):
+        service.submit(make_job())
+
+
+def test_directory_that_is_no_run_is_passed_over(own_home, make_job):
+    run_dir = service.submit(make_job())
+    (own_home / "notes").mkdir()
+    (own_home / "torn").mkdir()
+    (own_home / "torn" / "job.json").write_text('{"task": ')
+    assert [record.id for record in service.list_runs()] == [run_dir.id]
+
+
+def test_removed_run_is_forgotten(own_home, make_job):
+    run_dir = service.submit(make_job())
+    shutil.rmtree(run_dir.path)
+    assert service.list_runs() == []
+    with Store(own_home) as store:
+        assert store.records() == []
+
+
+def test_slow_reader_does_not_turn_the_index_back(own_home, make_job):
+    run_dir = service.submit(make_job())
+    with Store(own_home) as store:
+        old = store.get(run_dir.id)
+        run_dir.emit(EventKind.STATE, state="failed")
+        new = store.refresh(run_dir)
+        store._put(old)
+        assert store.get(run_dir.id) == new
+
+
+def test_figure_that_is_not_finite_is_kept(own_home, make_job):
+    run_dir = service.submit(make_job())
+    run_dir.emit(EventKind.EVALUATION, split="test", step=1, loss=float("inf"), metrics={})
+    with Store(own_home) as store:
+        store.refresh(run_dir)
+        assert store.get(run_dir.id).metric_value == float("inf")
+        run_dir.emit(EventKind.EVALUATION, split="test", step=2, loss=float("nan"), metrics={})
+        assert store.refresh(run_dir).metric_value is None
+
+
+def test_run_woken_behind_the_indexs_back_is_noticed(own_home, make_job):
+    run_dir = service.submit(make_job())
+    run_dir.emit(EventKind.STATE, state="failed")
+    assert service.list_runs()[0].state is RunState.FAILED
+    run_dir.emit(EventKind.STATE, state="pending")
+    assert service.list_runs()[0].state is RunState.PENDING

@@ -31,6 +31,10 @@ class Profile(Value):
     """From the start of the worker to the first step."""
     resident_bytes: int
     """Memory of the process before training."""
+    threads: int
+    """CPU threads that the figures above were measured with."""
+    threads_gain: float | None
+    """How much faster all threads were than one; absent where there was nothing to choose."""
     task_metric: str
     """The figure people quote for this task."""
     metrics: tuple[str, ...]

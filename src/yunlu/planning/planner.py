@@ -99,6 +99,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
     total_s = _predict_total(profile, steps=steps, step_s=step_s, evaluate_every=evaluate_every)
     choose("compile", *_choose_compile(job, device, total_s), pinned=train.compile != "auto")
+    choose("threads", profile.threads, _threads_reason(profile), pinned=train.threads != "auto")
     workers, reason = _choose_workers(job, machine, profile, batch=batch)
     choose("data workers", workers, reason, pinned=train.workers != "auto")
     every, reason = _choose_checkpoints(job, steps_per_epoch, step_s)
@@ -126,7 +127,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
         stopping_metric=_choose_metric(patience.metric if patience else "auto", profile),
         compile=_choose_compile(job, device, total_s)[0],
         workers=workers,
-        threads=machine.cores,
+        threads=profile.threads,
         choices=tuple(choices),
         prediction=Prediction(
             memory_bytes=fixed + activations,
@@ -215,6 +216,12 @@ def _choose_compile(job: Job, device: Device, total_s: float) -> tuple[bool, str
     if device.kind == "cpu":
         return False, "compiling gains little on a CPU"
     return True, f"pays back within {show_duration(total_s)}"
+
+
+def _threads_reason(profile: Profile) -> str:
+    if profile.threads_gain is None:
+        return "all that there are"
+    return f"all cores run this model {profile.threads_gain:.2g} × as fast as one does"
 
 
 def _choose_workers(job: Job, machine: Machine, profile: Profile, *, batch: int) -> tuple[int, str]:

@@ -217,6 +217,8 @@ class TrainSpec(Value):
     """Arithmetic of the forward and backward pass; ``auto`` takes what the device does fast."""
     compile: bool | Auto = "auto"
     """Compile the model (torch.compile)."""
+    threads: Count | Auto = "auto"
+    """CPU threads that compute; ``auto`` measures once whether more than one is faster here."""
     workers: CountOrZero | Auto = "auto"
     """Processes that load data; 0 loads in the training process."""
     seed: Annotated[int, Field(ge=0, lt=2**32), _Checked] = 0

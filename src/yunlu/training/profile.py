@@ -29,6 +29,7 @@ from yunlu.training.checkpoint.state import (
 )
 from yunlu.training.data.order import StepOrder
 from yunlu.training.optim.build import build_optimizer
+from yunlu.training.threads import choose_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -64,7 +65,12 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         )
         probe, load_s = _collate(task, splits, indices[:micro])
         probe = probe.to(device)
-        probe_s = _time(lambda: _backward(task, model, probe), device)
+
+        def time_pass() -> float:
+            return _time(lambda: _backward(task, model, probe), device)
+
+        threads = choose_threads(job, machine, micro_batch=micro, time_pass=time_pass)
+        probe_s = time_pass()
         optimizer = build_optimizer(model, job.train.optimizer, lr=0.0, weight_decay=0.0, l2=0.0)
         update_s = _time(optimizer.step, device)
         optimizer.zero_grad(set_to_none=True)
@@ -84,6 +90,8 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         test_samples=len(splits.test) if splits.test is not None else 0,
         startup_s=time.time() - started_at,
         resident_bytes=resident,
+        threads=threads.count,
+        threads_gain=threads.gain,
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),
     )

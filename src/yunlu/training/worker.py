@@ -61,7 +61,7 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
     """Live one life of a run; every way it can end is an event, never an escaped exception."""
     directory = RunDir(run_dir)
     try:
-        with _only_worker(directory), _signals_as_stop() as stop:
+        with _only_worker(directory), _torch_as_it_was(), _signals_as_stop() as stop:
             started_at = _begin_life(directory)
             return _live(directory, task, stop, started_at=started_at, plan_only=plan_only)
     except RunBusyError as error:  # the other worker's run: nothing of ours belongs in its log
@@ -89,6 +89,7 @@ def _live(
         )
         return _move(directory, RunState.STOPPED, reason=reason)
 
+    torch.set_num_threads(plan.threads)
     seed_everything(job.train.seed)
     engine = Engine(job, plan, parts)
     trackers = TrackerThread(
@@ -181,6 +182,19 @@ def _only_worker(directory: RunDir) -> Generator[None]:
                 f"Run {directory.id} already has a worker.", hint="`yunlu ps` shows it."
             ) from error
         yield
+
+
+@contextmanager
+def _torch_as_it_was() -> Generator[None]:
+    """Put torch's global settings back: the run may live in somebody's own process."""
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
 
 
 @contextmanager

@@ -14,9 +14,7 @@ GIB = 1 << 30
 
 
 def machine(**changes: object) -> Machine:
-    cpu = Device(
-        kind="cpu", name="test", memory_bytes=8 * GIB, fast_precisions=("fp32", "bf16")
-    )
+    cpu = Device(kind="cpu", name="test", memory_bytes=8 * GIB, fast_precisions=("fp32", "bf16"))
     fields = {"hostname": "here", "cores": 4, "memory_bytes": 16 * GIB, "devices": (cpu,)}
     return Machine.model_validate(fields | changes)
 
@@ -27,7 +25,8 @@ def profile(**changes: object) -> Profile:
         "activation_bytes_per_sample": 1e5, "probe_samples": 32, "probe_s": 0.016,
         "update_s": 0.002, "load_s_per_sample": 1e-6, "evaluate_s_per_sample": 1e-4,
         "train_samples": 1000, "validation_samples": 100, "test_samples": 100,
-        "startup_s": 3.0, "resident_bytes": GIB // 4, "task_metric": "accuracy",
+        "startup_s": 3.0, "resident_bytes": GIB // 4, "threads": 2, "threads_gain": 1.7,
+        "task_metric": "accuracy",
         "metrics": ("accuracy", "loss"),
     }  # fmt: skip
     return Profile.model_validate(fields | changes)

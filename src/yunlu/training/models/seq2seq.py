@@ -25,22 +25,14 @@ class Seq2SeqTransformer(nn.Module):
         layers: int = 2,
         heads: int = 4,
         dropout: float = 0.0,
-        positions: Positions = "learned",
+        positions: Positions = "rotary",
     ) -> None:
         """``layers`` counts the encoder's, and again the decoder's."""
         super().__init__()
         check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
-        # Source and target share one vocabulary, but not their positions.
-        self.source_embedding, self.target_embedding = (
-            Embedding(
-                vocabulary,
-                width,
-                heads,
-                max_length=max_length,
-                positions=positions,
-                dropout=dropout,
-            )
-            for _ in range(2)
+        # One embedding for both sides and the output: what is copied need not be translated.
+        self.embedding = Embedding(
+            vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
         )
         self.encoder = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(width)
@@ -57,14 +49,14 @@ class Seq2SeqTransformer(nn.Module):
 
     def encode(self, source_BS: Tensor, source_mask_BS: Tensor) -> Tensor:
         """The memory ``(B, S, D)`` that the decoder attends to."""
-        x_BSD, turn = self.source_embedding(source_BS)
+        x_BSD, turn = self.embedding(source_BS)
         for layer in self.encoder:
             x_BSD = layer(x_BSD, mask_BL=source_mask_BS, turn=turn)
         return self.encoder_norm(x_BSD)
 
     def decode(self, target_BT: Tensor, memory_BSD: Tensor, source_mask_BS: Tensor) -> Tensor:
         """Scores for the next token at each position of the target so far."""
-        x_BTD, turn = self.target_embedding(target_BT)
+        x_BTD, turn = self.embedding(target_BT)
         for layer in self.decoder:
             x_BTD = layer(
                 x_BTD,
@@ -73,7 +65,7 @@ class Seq2SeqTransformer(nn.Module):
                 memory_BSD=memory_BSD,
                 memory_mask_BS=source_mask_BS,
             )
-        return functional.linear(self.decoder_norm(x_BTD), self.target_embedding.token.weight)
+        return functional.linear(self.decoder_norm(x_BTD), self.embedding.token.weight)
 
     @torch.no_grad()
     def generate(
@@ -90,7 +82,7 @@ class Seq2SeqTransformer(nn.Module):
         memory_BSD = self.encode(source_BS, source_mask_BS)
         target_BT = source_BS.new_full((len(source_BS), 1), bos)
         ended_B = torch.zeros(len(source_BS), dtype=torch.bool, device=source_BS.device)
-        for _ in range(min(max_length, self.target_embedding.max_length)):
+        for _ in range(min(max_length, self.embedding.max_length)):
             next_B = self.decode(target_BT, memory_BSD, source_mask_BS)[:, -1].argmax(dim=-1)
             next_B = next_B.masked_fill(ended_B, eos)
             target_BT = torch.cat((target_BT, next_B[:, None]), dim=1)

@@ -223,16 +223,21 @@ def rotate(x_BHLK: Tensor, angles_Lk: Tensor) -> Tensor:
     return turned.to(x_BHLK.dtype)
 
 
-def initialize(model: nn.Module, *, residuals: int, spread: float = 0.02) -> None:
-    """Small normal weights; the last layer of each branch smaller, so that depth adds no variance."""
+def initialize(model: nn.Module, *, residuals: int) -> None:
+    """Weights that keep the variance of what passes through them, whatever the width.
+
+    The last layer of each branch is smaller, so that a stream of many branches keeps it too
+    (Radford et al. 2019, section 2.3). Embeddings and the head are small: a model begins unsure.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
+            spread = 0.02 if name == "head" else module.in_features**-0.5
             last = name.endswith((".out", ".down"))
             nn.init.normal_(module.weight, std=spread / residuals**0.5 if last else spread)
             if module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch types it as never None
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=spread)
+            nn.init.normal_(module.weight, std=0.02)
 
 
 def check_sizes(*, width: int, layers: int, heads: int, dropout: float) -> None:

@@ -186,7 +186,7 @@ class _Scale:
         elif from_zero:
             low = min(low, 0.0)
         # A diverged loss can be so large that the span itself is beyond what a float holds.
-        low, high = max(low, -_LARGEST), min(high, _LARGEST)
+        low, high = (max(-_LARGEST, min(edge, _LARGEST)) for edge in (low, high))
         if high - low <= max(abs(low), abs(high), 1e-200) * 1e-12:
             # A flat line, or one point: give it room on both sides.
             room = abs(low) / 2 if abs(low) > 1e-200 else 0.5

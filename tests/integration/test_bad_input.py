@@ -86,6 +86,19 @@ def test_a_loss_that_explodes(yunlu: Yunlu, tmp_path: Path) -> None:
     refused(yunlu("train", path), "not finite", "train.optimizer.lr")
 
 
+def test_a_full_disk(
+    yunlu: Yunlu, tmp_path: Path, small_disk: Path, environment: dict[str, str]
+) -> None:
+    environment["YUNLU_HOME"] = str(small_disk / "home")
+    path = job(tmp_path, "task: image-classification\nmodel: cnn\ndata: sklearn:digits\n"
+                         "train: {epochs: 3, checkpoint: {every: 10, keep_last: 9}}\n")  # fmt: skip
+    refused(yunlu("train", path), "No space left", "yunlu resume")
+    assert "failed" in yunlu("ps", "--all").out
+    (run,) = (small_disk / "home").glob("job-*")
+    kept = list((run / "checkpoints").iterdir())
+    assert kept == [] or all(entry.name.startswith("step-") for entry in kept)
+
+
 def test_an_unknown_model_argument(yunlu: Yunlu, tmp_path: Path) -> None:
     path = job(tmp_path, "task: tabular-regression\nmodel: {name: mlp, args: {hiden: [8]}}\n"
                          "data: sklearn:diabetes\n")  # fmt: skip

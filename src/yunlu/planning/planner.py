@@ -221,7 +221,9 @@ def _choose_compile(job: Job, device: Device, total_s: float) -> tuple[bool, str
 def _threads_reason(profile: Profile) -> str:
     if profile.threads_gain is None:
         return "all that there are"
-    return f"all cores run this model {profile.threads_gain:.2g} × as fast as one does"
+    if profile.threads_gain < 1:
+        return f"one is {1 / profile.threads_gain:.2g} × as fast as all for this model, here"
+    return f"all are {profile.threads_gain:.2g} × as fast as one for this model, here"
 
 
 def _choose_workers(job: Job, machine: Machine, profile: Profile, *, batch: int) -> tuple[int, str]:

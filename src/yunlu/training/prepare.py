@@ -12,6 +12,7 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.parts import Parts
 from yunlu.training.profile import measure
 from yunlu.training.tasks.open import open_task
+from yunlu.training.tasks.task import SPECIAL_KEYS, Heeds
 
 if TYPE_CHECKING:
     from yunlu.catalog.machine import Machine
@@ -24,6 +25,7 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
     """Load and build, telling what was found."""
     directory.emit(EventKind.PROGRESS, phase="loading data")
     task = task or open_task(job.task)
+    _warn_of_idle_keys(directory, job, task)
     seed_everything(job.train.seed)
     splits = task.load(job)
     directory.emit(
@@ -62,3 +64,15 @@ def settle_plan(
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
     directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
     return plan
+
+
+def _warn_of_idle_keys(directory: RunDir, job: Job, task: Task) -> None:
+    """A key that this task does not read is a mistake its user wants to know of."""
+    if not isinstance(task, Heeds):  # somebody's own task may read anything
+        return
+    for key in SPECIAL_KEYS:
+        part, name = key.split(".")
+        fields = type(getattr(job, part)).model_fields
+        is_set = getattr(getattr(job, part), name) != fields[name].default
+        if is_set and key not in task.heeds:
+            directory.warn(f"{key} is set, but means nothing to the task {job.task}.")

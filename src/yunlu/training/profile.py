@@ -69,15 +69,18 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         def time_pass() -> float:
             return _time(lambda: _backward(task, model, probe), device)
 
-        threads = choose_threads(job, machine, micro_batch=micro, time_pass=time_pass)
+        weights = list(model.parameters())
+        parameters = sum(weight.numel() for weight in weights)
+        shape = (parameters, flops / look.samples, micro)
+        threads = choose_threads(job, machine, shape=shape, time_pass=time_pass)
         probe_s = time_pass()
         optimizer = build_optimizer(model, job.train.optimizer, lr=0.0, weight_decay=0.0, l2=0.0)
         update_s = _time(optimizer.step, device)
         optimizer.zero_grad(set_to_none=True)
         metrics, evaluate_s = _score(task, model, probe, device)
     return Profile(
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        trainable=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+        parameters=parameters,
+        trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         flops_per_sample=flops / look.samples if flops else None,
         activation_bytes_per_sample=activation_bytes / look.samples,
         probe_samples=probe.samples,

@@ -19,7 +19,7 @@ from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from yunlu.catalog.machine import Machine
@@ -38,19 +38,25 @@ class Threads:
 
 
 def choose_threads(
-    job: Job, machine: Machine, *, micro_batch: int, time_pass: Callable[[], float]
+    job: Job, machine: Machine, *, shape: Sequence[float], time_pass: Callable[[], float]
 ) -> Threads:
-    """One thread or all; sets torch to the choice. ``time_pass`` times one pass as torch stands."""
+    """One thread or all; sets torch to the choice.
+
+    Args:
+        job: Its task and model belong to what a choice is remembered for.
+        machine: Where it was measured.
+        shape: Numbers that tell one pass from another: parameters, arithmetic, samples.
+        time_pass: Times one pass as torch stands.
+    """
     available = torch.get_num_threads()  # honours OMP_NUM_THREADS
     if job.train.threads != "auto":
         chosen = Threads(count=job.train.threads, gain=None)
     elif available == 1 or machine.best_device.kind != "cpu":
         chosen = Threads(count=available, gain=None)
     else:
-        shape = [job.model.model_dump(mode="json"), micro_batch, available, machine.hostname]
-        key = xxhash.xxh3_64_hexdigest(
-            json.dumps([*shape, torch.__version__], sort_keys=True).encode()
-        )
+        where = [machine.hostname, available, torch.__version__]
+        asked = [job.task, job.model.model_dump(mode="json"), *shape]
+        key = xxhash.xxh3_64_hexdigest(json.dumps([where, asked], sort_keys=True).encode())
         path = read_settings().cache / "threads" / f"{key}.json"
         try:
             gain = float(json.loads(path.read_text())["gain"])

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ def _live(
             summary = _finish(directory, engine, watch, environment, machine)
             state = RunState.FINISHED
     finally:
+        with suppress(OSError, TrainingError):  # whatever failed before is what gets told
+            watch.log.flush()
         watch.checkpoints.close()
         trackers.finish(state=state, summary=summary)
     return _move(directory, state)

@@ -130,3 +130,28 @@ def test_train_takes_live_objects_and_returns_the_run() -> None:
     assert run.state == "finished"
     assert run.metrics["accuracy"] >= 0.5
     assert len(run.history()) == 40 * 4
+
+
+def test_a_key_that_means_nothing_to_the_task_is_warned_of() -> None:
+    run = yunlu.train(model=net(), data=classes(), steps=2, label_smoothing=0.1)
+    said = [event.data["message"] for event in run.events() if event.kind == "warning"]
+    assert said == ["train.label_smoothing is set, but means nothing to the task python:objects."]
+
+
+def test_a_live_keras_model_trains_and_follows_evaluation() -> None:
+    from yunlu.core.settings import use_keras_on_torch
+
+    use_keras_on_torch()
+    keras = pytest.importorskip("keras")
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(16, "relu"), layers.Dropout(0.2), layers.Dense(3)]
+    )
+    before = [variable.value.detach().clone() for variable in model.variables]
+    run = yunlu.train(model=model, data=classes(), loss=nn.CrossEntropyLoss(), epochs=40, lr=0.02)
+    assert run.metrics["accuracy"] >= 0.5
+    assert any(
+        not torch.equal(old, variable.value)
+        for old, variable in zip(before, model.variables, strict=True)
+    )

@@ -34,35 +34,35 @@ def passes(one_s: float, all_s: float) -> Callable[[], float]:
 
 
 def test_all_threads_are_used_where_they_are_clearly_faster() -> None:
-    chosen = choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(1.8, 1.0))
+    chosen = choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(1.8, 1.0))
     assert chosen.count == torch.get_num_threads() == 2
     assert chosen.gain == 1.8
 
 
 @pytest.mark.parametrize("all_s", [0.95, 20.0])
 def test_one_thread_is_used_where_more_gain_little_or_harm(all_s: float) -> None:
-    chosen = choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(1.0, all_s))
+    chosen = choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(1.0, all_s))
     assert chosen.count == torch.get_num_threads() == 1
 
 
 def test_the_choice_is_remembered_for_the_same_shape_only() -> None:
-    choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(2.0, 1.0))
+    choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(2.0, 1.0))
     torch.set_num_threads(2)
-    again = choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(1.0, 9.0))
+    again = choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(1.0, 9.0))
     assert again.count == 2
-    other = choose_threads(job(), MACHINE, micro_batch=8, time_pass=passes(1.0, 9.0))
+    other = choose_threads(job(), MACHINE, shape=(9, 8), time_pass=passes(1.0, 9.0))
     assert other.count == 1
 
 
 def test_a_number_that_the_user_sets_is_taken_without_measuring() -> None:
-    chosen = choose_threads(job(threads=1), MACHINE, micro_batch=4, time_pass=lambda: 1 / 0)
+    chosen = choose_threads(job(threads=1), MACHINE, shape=(9, 4), time_pass=lambda: 1 / 0)
     assert (chosen.count, chosen.gain) == (1, None)
 
 
 def test_a_spoilt_memory_is_measured_again(tmp_path: Path) -> None:
-    choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(2.0, 1.0))
+    choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(2.0, 1.0))
     (kept,) = (tmp_path / "cache" / "threads").iterdir()
     kept.write_text("{}")
     torch.set_num_threads(2)
-    again = choose_threads(job(), MACHINE, micro_batch=4, time_pass=passes(1.0, 9.0))
+    again = choose_threads(job(), MACHINE, shape=(9, 4), time_pass=passes(1.0, 9.0))
     assert again.count == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,14 @@ from yunlu.training.tasks.media import (
     LABEL_NAMES,
     Labelled,
     Labels,
-    classification_loss,
+    OneLabel,
     ends_in_softmax,
     label_config,
     read_hf_config,
     read_hf_preprocessor,
     sole_input,
 )
-from yunlu.training.tasks.scoring import ClassScorer
-from yunlu.training.tasks.task import Batch, Splits, call
+from yunlu.training.tasks.task import Batch, Splits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 _IMAGE_NAMES = ("image", "img", "picture", "pixels", "x")
 
 
-class ImageClassification:
+class ImageClassification(OneLabel):
     """Images to labels: one label per image, scored by accuracy.
 
     Images become one shape and are normalised with the statistics of the training images, or with
@@ -55,7 +54,7 @@ class ImageClassification:
     its own order, a Hugging Face model ``pixel_values``.
     """
 
-    metric = "accuracy"
+    heeds = frozenset({"data.image_size", "train.label_smoothing"})
 
     def __init__(self) -> None:
         self._by_name = self._channels_last = self._gives_shares = False
@@ -112,20 +111,6 @@ class ImageClassification:
             samples=len(samples),
             items=len(samples),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """Cross-entropy summed over the images."""
-        return classification_loss(
-            call(model, batch),
-            batch.targets,
-            classes=len(self.labels),
-            label_smoothing=self._label_smoothing,
-            are_shares=self._gives_shares,
-        )
-
-    def scorer(self) -> ClassScorer:
-        """Accuracy, macro-F1 and confusion."""
-        return ClassScorer(self.labels.names)
 
     def save_parts(self, directory: Path) -> None:
         """How to turn an image into the model's input, and its output into a label."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,15 @@ from yunlu.training.tasks.media import (
     SOUND_NAMES,
     Labelled,
     Labels,
+    OneLabel,
     choose_front,
-    classification_loss,
     ends_in_softmax,
     label_config,
     read_hf_config,
     sole_input,
     wants_mask,
 )
-from yunlu.training.tasks.scoring import ClassScorer
-from yunlu.training.tasks.task import Batch, Splits, call
+from yunlu.training.tasks.task import Batch, Splits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +42,7 @@ _WHOLE_SHARE = 0.99
 """All but the longest percent of the training sounds stay whole: an outlier does not slow the rest."""
 
 
-class KeywordSpotting:
+class KeywordSpotting(OneLabel):
     """Short sounds to labels: one label per sound, scored by accuracy.
 
     Sounds become log-mel frames of one length, longer ones cut at the end, shorter ones padded; the
@@ -51,7 +50,7 @@ class KeywordSpotting:
     as ``input_values``.
     """
 
-    metric = "accuracy"
+    heeds = frozenset({"data.max_length", "data.sample_rate", "train.label_smoothing"})
 
     def __init__(self) -> None:
         self._gives_shares = self._with_mask = False
@@ -107,20 +106,6 @@ class KeywordSpotting:
             samples=len(samples),
             items=len(samples),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """Cross-entropy summed over the sounds."""
-        return classification_loss(
-            call(model, batch),
-            batch.targets,
-            classes=len(self.labels),
-            label_smoothing=self._label_smoothing,
-            are_shares=self._gives_shares,
-        )
-
-    def scorer(self) -> ClassScorer:
-        """Accuracy, macro-F1 and confusion."""
-        return ClassScorer(self.labels.names)
 
     def save_parts(self, directory: Path) -> None:
         """How to turn a sound into the model's input, and its output into a label."""

@@ -58,6 +58,9 @@ class LanguageModeling:
     """
 
     metric = "perplexity"
+    heeds = frozenset(
+        {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
+    )
 
     def __init__(self) -> None:
         self._by_name = False

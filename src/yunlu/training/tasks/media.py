@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError, missing_part
 from yunlu.training.data.audio import Frames, Waves, read_sound
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import find_hf_directory, names_hf
-from yunlu.training.tasks.scoring import loss_sum
-from yunlu.training.tasks.task import logits_of
+from yunlu.training.tasks.scoring import ClassScorer, loss_sum
+from yunlu.training.tasks.task import Batch, call, logits_of
 
 if TYPE_CHECKING:
     from yunlu.spec.job import DataSpec, Job, ModelSpec
@@ -123,6 +123,29 @@ def classification_loss(
     if are_shares:
         scores = scores.float().clamp(min=1e-7).log()
     return loss_sum(scores, targets, label_smoothing=label_smoothing), scores
+
+
+class OneLabel:
+    """What tasks that answer each sample with one label do alike."""
+
+    metric = "accuracy"
+    labels: Labels
+    _label_smoothing: float
+    _gives_shares: bool
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """Cross-entropy summed over the samples."""
+        return classification_loss(
+            call(model, batch),
+            batch.targets,
+            classes=len(self.labels),
+            label_smoothing=self._label_smoothing,
+            are_shares=self._gives_shares,
+        )
+
+    def scorer(self) -> ClassScorer:
+        """Accuracy, macro-F1 and confusion."""
+        return ClassScorer(self.labels.names)
 
 
 def ends_in_softmax(model: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import Subset, default_collate
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.training.data.order import permute
+from yunlu.training.models.keras import as_module
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Samples, Splits, call, logits_of
 
@@ -35,6 +36,8 @@ class ObjectTask:
     items it counts; any other is taken as the mean over the samples of its batch. ``metrics`` are
     named functions of (outputs, targets), averaged over samples.
     """
+
+    heeds = frozenset[str]()
 
     def __init__(
         self,
@@ -69,9 +72,8 @@ class ObjectTask:
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The user's module as it is."""
-        del job
-        return self._model
+        """The user's module as it is; a Keras model is made to follow train and eval."""
+        return as_module(self._model, job.model.name)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Stack pairs; a pair of tensors that is already stacked is taken as it is."""

@@ -65,6 +65,7 @@ class Recommendation:
     """Ratings are predicted (RMSE); bare choices are ranked against items not chosen (AUC)."""
 
     metric = "rmse"
+    heeds = frozenset[str]()
     _columns: tuple[str, str, str | None]
     _users: dict[str, int]
     _items: dict[str, int]

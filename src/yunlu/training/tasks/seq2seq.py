@@ -55,6 +55,9 @@ class Seq2Seq:
     """
 
     metric = "exact_match"
+    heeds = frozenset(
+        {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
+    )
 
     def __init__(self) -> None:
         self._by_name = False

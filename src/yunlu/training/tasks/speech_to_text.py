@@ -76,6 +76,7 @@ class SpeechToText:
     """
 
     metric = "cer"
+    heeds = frozenset({"data.max_length", "data.sample_rate"})
 
     def load(self, job: Job) -> Splits:
         """Read sounds and texts; training utterances that cannot be learned are left out."""

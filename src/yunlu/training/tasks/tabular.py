@@ -147,6 +147,7 @@ class TabularClassification(_Tabular):
     """Rows to one of the labels seen in training."""
 
     metric = "accuracy"
+    heeds = frozenset({"train.label_smoothing"})
     _labels: list[str]
     _label_smoothing: float
 
@@ -199,6 +200,7 @@ class TabularRegression(_Tabular):
     """Rows to a number; trained on standardised targets, scored in their own units."""
 
     metric = "rmse"
+    heeds = frozenset[str]()
     _mean: float
     _std: float
 

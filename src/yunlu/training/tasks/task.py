@@ -135,6 +135,25 @@ class SavesParts(Protocol):
         ...
 
 
+@runtime_checkable
+class Heeds(Protocol):
+    """A task that says which of the special keys of a job it reads, so that none is set in vain."""
+
+    heeds: frozenset[str]
+    """Some of ``SPECIAL_KEYS``."""
+
+
+SPECIAL_KEYS = (
+    "data.max_length",
+    "data.tokenizer",
+    "data.vocabulary",
+    "data.image_size",
+    "data.sample_rate",
+    "train.label_smoothing",
+)
+"""Keys that mean something to some tasks only."""
+
+
 def call(model: nn.Module, batch: Batch) -> Any:
     """Run the model on the batch's inputs."""
     if isinstance(batch.inputs, dict):

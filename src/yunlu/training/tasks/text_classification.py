@@ -26,12 +26,12 @@ from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import TransformerClassifier
 from yunlu.training.tasks.media import (
     Labels,
-    classification_loss,
+    OneLabel,
     ends_in_softmax,
     label_config,
 )
 from yunlu.training.tasks.scoring import ClassScorer
-from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,13 +61,15 @@ LABEL_NAMES = (
 _EXAMPLES, _SEARCHED = 6, 500
 
 
-class TextClassification:
+class TextClassification(OneLabel):
     """Texts to labels: one label per text, scored by accuracy.
 
     A Hugging Face model gets ``input_ids`` and ``attention_mask``; any other ``(ids, mask)``.
     """
 
-    metric = "accuracy"
+    heeds = frozenset(
+        {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
+    )
 
     def __init__(self) -> None:
         self._by_name = self._gives_shares = False
@@ -133,16 +135,6 @@ class TextClassification:
             targets=torch.tensor([label for _, label in samples]),
             samples=len(samples),
             items=len(samples),
-        )
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """Cross-entropy summed over the texts."""
-        return classification_loss(
-            call(model, batch),
-            batch.targets,
-            classes=len(self.labels),
-            label_smoothing=self._label_smoothing,
-            are_shares=self._gives_shares,
         )
 
     def scorer(self) -> TextScorer:

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,17 +143,6 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     path = files.write(tmp_path, snapshot(4)).path
     (path / "model.safetensors").write_bytes(b"")
     assert files.read(files.write(tmp_path, snapshot(4)).path).step == 4
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "yunlu-test", str(mount)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_full_disk_is_told_and_spares_the_earlier_checkpoint(small_disk: Path) -> None:

@@ -11,7 +11,8 @@ demo: $(VENV)/.train
 	$(BIN)/yunlu train examples/digits.yaml
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	# One thread a process: two test processes share the cores of a small machine.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -19,14 +19,14 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self._device = device
+        self.device = device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def forward(self) -> AbstractContextManager[Any]:
         """Around the forward pass."""
         if self.name not in _TYPES:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=_TYPES[self.name])
+        return torch.autocast(self.device.type, dtype=_TYPES[self.name])
 
     def backward(self, loss: Tensor) -> None:
         """Backward, scaled where small gradients would vanish."""

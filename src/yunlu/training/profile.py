@@ -29,6 +29,7 @@ from yunlu.training.checkpoint.state import (
 )
 from yunlu.training.data.order import StepOrder
 from yunlu.training.optim.build import build_optimizer
+from yunlu.training.precision import Precision
 from yunlu.training.threads import choose_threads
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
     device = torch.device(machine.best_device.kind)
     order = StepOrder(samples=len(splits.train), batch=batch, seed=job.train.seed)
     indices = next(order.steps_from(0)).tolist()
+    asked = job.train.precision
+    precision = Precision("fp32" if asked == "auto" else asked, device)
     resident = psutil.Process().memory_info().rss if device.type == "cpu" else _weight_bytes(model)
     model.to(device)
     with _undone(model):
         model.train()
         look = _collate(task, splits, indices[:_LOOK_SAMPLES])[0].to(device)
-        flops, activation_bytes = _look(task, model, look)
+        flops, activation_bytes = _look(task, model, look, precision)
         room = machine.best_device.memory_bytes * MEMORY_SHARE - resident
         micro = choose_micro_batch(
             job, batch=batch, room_bytes=room, bytes_per_sample=activation_bytes / look.samples
@@ -67,7 +70,7 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         probe = probe.to(device)
 
         def time_pass() -> float:
-            return _time(lambda: _backward(task, model, probe), device)
+            return _time(lambda: _backward(task, model, probe, precision), device)
 
         weights = list(model.parameters())
         parameters = sum(weight.numel() for weight in weights)
@@ -77,7 +80,7 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         optimizer = build_optimizer(model, job.train.optimizer, lr=0.0, weight_decay=0.0, l2=0.0)
         update_s = _time(optimizer.step, device)
         optimizer.zero_grad(set_to_none=True)
-        metrics, evaluate_s = _score(task, model, probe, device)
+        metrics, evaluate_s = _score(task, model, probe, precision)
     return Profile(
         parameters=parameters,
         trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
@@ -121,7 +124,7 @@ def _collate(task: Task, splits: Splits, indices: list[int]) -> tuple[Batch, flo
     return batch, perf_counter() - started_at
 
 
-def _look(task: Task, model: nn.Module, batch: Batch) -> tuple[float, float]:
+def _look(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> tuple[float, float]:
     """Arithmetic and activation memory of one pass; the first time the model meets the data."""
     own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, int] = {}
@@ -135,7 +138,7 @@ def _look(task: Task, model: nn.Module, batch: Batch) -> tuple[float, float]:
     counter = FlopCounterMode(display=False)
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor), counter:
-            _backward(task, model, batch)
+            _backward(task, model, batch, precision)
     except YunluError:
         raise
     except Exception as error:
@@ -147,8 +150,9 @@ def _look(task: Task, model: nn.Module, batch: Batch) -> tuple[float, float]:
     return float(counter.get_total_flops()), float(sum(kept.values()))
 
 
-def _backward(task: Task, model: nn.Module, batch: Batch) -> None:
-    loss, _ = task.loss(model, batch)
+def _backward(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
+    with precision.forward():
+        loss, _ = task.loss(model, batch)
     if loss.ndim or not loss.requires_grad:
         raise ModelError(
             f"The loss must be one number that depends on the weights; got shape {tuple(loss.shape)}.",
@@ -158,19 +162,19 @@ def _backward(task: Task, model: nn.Module, batch: Batch) -> None:
 
 
 def _score(
-    task: Task, model: nn.Module, batch: Batch, device: torch.device
+    task: Task, model: nn.Module, batch: Batch, precision: Precision
 ) -> tuple[set[str], float]:
     model.eval()
     scorer = task.scorer()
 
     def once() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), precision.forward():
             _, outputs = task.loss(model, batch)
             scorer.add(outputs, batch)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a handful of samples leaves some metrics undefined
-        seconds = _time(once, device)
+        seconds = _time(once, precision.device)
         return {"loss", *scorer.result().metrics}, seconds
 
 

@@ -7,7 +7,7 @@ labels of an axis are not part of the SVG: they are returned as places for the p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -100,6 +100,8 @@ def draw_lines(series: Sequence[Series], *, unit: Unit, log: bool = False) -> Dr
     x = _Scale.over([step for step, _ in points])
     values = [value for _, value in points if math.isfinite(value)]
     y = _Scale.over(values, log=log, from_zero=unit in {"bytes", "rate"}, padding=0.06)
+    if unit == "percent" and not log and values and max(values) <= 1 < y.high:
+        y = replace(y, high=1.0 + 0.06 * (1 - y.low))  # no line of 140 % above a share
     y_ticks = _log_ticks(y) if log else _ticks(y, unit)
     grid = _path("grid", (f"M0 {_y(tick.at)}H{_WIDTH}" for tick in y_ticks))
     broken = {step for step, value in points if not math.isfinite(value)}

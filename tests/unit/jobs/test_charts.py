@@ -119,3 +119,9 @@ def test_a_stack_of_one_stretch_has_a_width() -> None:
 )
 def test_metrics_are_shown_as_people_say_them(name: str, value: float | None, words: str) -> None:
     assert show_metric(name, value) == words
+
+
+def test_the_axis_of_a_perfect_share_ends_at_100_percent() -> None:
+    points = numbered([1.0, 1.0, 1.0])
+    drawing = draw_lines([Series(key="accuracy", points=points, colour=1)], unit="percent")
+    assert max(float(tick.label.removesuffix(" %")) for tick in drawing.y_ticks) == 100

@@ -125,6 +125,7 @@ def network() -> nn.Module:
         {"optimizer": "adamw", "ema": 0.9, "micro_batch": 5},
         {"optimizer": "lamb", "schedule": {"name": "wsd"}},
         {"optimizer": "lars", "schedule": "linear", "precision": "bf16"},
+        {"optimizer": {"name": "adamw", "lr": 0.01}, "precision": "fp16"},
     ],
     ids=lambda options: str(options["optimizer"]),
 )
@@ -268,7 +269,7 @@ def test_an_unknown_metric_is_refused_before_the_first_step(make_run: MakeRun) -
     assert not losses(run)
 
 
-def test_scores_of_the_loss_helper_are_sums() -> None:
+def test_the_shared_loss_is_a_sum_over_samples() -> None:
     logits, targets = torch.randn(7, 4), torch.randint(0, 4, (7,))
     one_by_one = sum(loss_sum(logits[i : i + 1], targets[i : i + 1]) for i in range(7))
     torch.testing.assert_close(loss_sum(logits, targets), one_by_one)

@@ -21,15 +21,23 @@ def build_optimizer(
     # torch couples the weight decay of SGD and Adam with the gradient: that is the L2 penalty.
     coupled = spec.name in {"sgd", "momentum", "adam"}
     groups = _groups(model, l2 if coupled else weight_decay)
+    # One kernel for all weights, where there is one: a third of a small model's step otherwise.
+    fused = all(
+        weight.is_floating_point() and weight.device.type in {"cpu", "cuda"}
+        for group in groups
+        for weight in group["params"]
+    )
     match spec.name:
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr)
+            return torch.optim.SGD(groups, lr=lr, fused=fused)
         case "momentum":
-            return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov)
+            return torch.optim.SGD(
+                groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused
+            )
         case "adam":
-            return torch.optim.Adam(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+            return torch.optim.Adam(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+            return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
         case "lamb" | "lars":
             return _layerwise(groups, spec, lr=lr)
 

@@ -127,3 +127,26 @@ def test_help_does_not_load_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_training_without_torch_says_what_to_install_and_makes_no_run(
+    verb: str, yunlu: Yunlu, tmp_path: Path, own_home: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    environment["PYTHONPATH"] = str(tmp_path)
+    path = job(tmp_path, "task: tabular-regression\nmodel: mlp\ndata: sklearn:diabetes\n")
+    refused(yunlu(verb, path), "torch", 'pip install "yunlu[train]"')
+    assert not list(own_home.glob("job-*"))

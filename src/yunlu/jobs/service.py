@@ -31,6 +31,7 @@ from yunlu.pool.local import (
     launch_lock,
     record_worker,
     recorded_worker,
+    require_training,
     start_worker,
     this_process,
     worker_lock_is_free,
@@ -59,6 +60,7 @@ def submit(job: Job, *, source: Path | None = None) -> RunDir:
     """Make the directory of a new run, pending; a half-made one never shows."""
     from yunlu.jobs.store import Store  # noqa: PLC0415 (the database is slow to import)
 
+    require_training()
     with Store(home()) as store:  # opened first: a store that cannot be used takes no run
         _sweep(store.home)
         try:
@@ -171,6 +173,7 @@ def make_plan(
     on_event: Callable[[Event], None] | None = None,
 ) -> Plan:
     """Let a worker plan the job without training it; leaves no run behind."""
+    require_training()
     with tempfile.TemporaryDirectory(prefix="yunlu-plan-") as directory:
         run_dir = RunDir(Path(directory))
         write_atomically(run_dir.job, job.model_dump_json())

@@ -12,11 +12,12 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import psutil
 
-from yunlu.core.errors import StoreError
+from yunlu.core.errors import StoreError, missing_part
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import worker_environment
 
@@ -84,6 +85,16 @@ class WorkerProcess:
 
 # Our own children: how they ended is known to us alone.
 _children: dict[int, tuple[float, subprocess.Popen[bytes]]] = {}
+
+
+def require_training() -> None:
+    """Refuse before anything is written where the packages that train are not installed."""
+    try:
+        is_there = find_spec("torch") is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise missing_part("torch", "train", "Training")
 
 
 def this_process() -> WorkerProcess:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,16 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Made data is kept between tests and runs: speaking it takes half a minute.
     monkeypatch.setenv("YUNLU_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "yunlu"))
     return home
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """What a test draws does not depend on which tests ran before it."""
+    random.seed(0)  # Keras takes its seeds from here
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 @pytest.fixture

@@ -29,11 +29,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make a rename inside the directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(directory)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make every file below the directory survive a power cut; done before it is published."""
+    for path in (*directory.rglob("*"), directory):
+        _sync(path)
 
 
 def append_lines(path: Path, records: Iterable[Any]) -> None:
@@ -79,3 +81,11 @@ def _ends_torn(path: Path) -> bool:
             return False
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

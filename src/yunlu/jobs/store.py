@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 from sqlalchemy import event
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
@@ -97,13 +98,13 @@ class Store:
     def records(self) -> list[RunRecord]:
         """The rows as they stand."""
         rows = self._do(lambda connection: connection.execute(sa.select(_RUNS)).mappings().all())
-        return [RunRecord.model_validate(dict(row)) for row in rows]
+        return [record for row in rows if (record := _as_record(row)) is not None]
 
     def get(self, run_id: str) -> RunRecord | None:
         """One row as it stands."""
         query = sa.select(_RUNS).where(_RUNS.c.id == run_id)
         row = self._do(lambda connection: connection.execute(query).mappings().one_or_none())
-        return None if row is None else RunRecord.model_validate(dict(row))
+        return None if row is None else _as_record(row)
 
     def _put(self, record: RunRecord) -> None:
         values = record.model_dump(mode="json")
@@ -219,6 +220,14 @@ def _connect(path: Path) -> sa.Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def _as_record(row: sa.RowMapping) -> RunRecord | None:
+    """None for a row that no Yunlu we know wrote: its run is read afresh."""
+    try:
+        return RunRecord.model_validate(dict(row))
+    except ValidationError:
+        return None
 
 
 def _is_damage(error: Exception) -> bool:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from yunlu.core.errors import TrainingError, is_disk_full
-from yunlu.core.files import sync_directory
+from yunlu.core.files import sync_directory, sync_tree
 from yunlu.core.units import show_count, show_number
 from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.tasks.task import SavesParts
@@ -48,6 +48,7 @@ def export(run: RunDir, job: Job, task: Task, model: nn.Module, lineage: Lineage
             task.save_parts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
         (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
+        sync_tree(aside)  # a finished run is not resumed: its model must outlast a power cut
         shutil.rmtree(run.model, ignore_errors=True)
         aside.rename(run.model)
     except Exception as error:

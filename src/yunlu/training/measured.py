@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 def measure_run(directory: RunDir, *, samples: int, machine: Machine) -> Measured:
     """Memory, step time, speed, total time and cost of a run that is about to finish."""
-    # A step that a later life repeated stands twice; the later record wins.
-    records = {record["step"]: record for record, _ in directory.read_metrics()}
-    spans = [record["data_s"] + record["compute_s"] for record in records.values()]
+    # A step that a later life repeated stands twice; the later record wins. Two numbers of each
+    # step, not its record: after millions of steps those would not fit beside the model.
+    spans_s, memory_bytes = dict[int, float](), 0
+    for record, _ in directory.read_metrics():
+        spans_s[record["step"]] = record["data_s"] + record["compute_s"]
+        memory_bytes = max(memory_bytes, record["memory_bytes"])
+    spans = list(spans_s.values())
     total_s = _seconds_alive(directory)
     price = machine.dollars_per_hour
     return Measured(
-        memory_bytes=max((record["memory_bytes"] for record in records.values()), default=0),
+        memory_bytes=memory_bytes,
         step_s=median(spans) if spans else 0.0,
         samples_per_s=samples / sum(spans) if spans else 0.0,
         total_s=total_s,

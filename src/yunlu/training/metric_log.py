@@ -68,7 +68,7 @@ class MetricLog:
         healthy = 0
         for record, (loss, norm) in zip(records, values, strict=True):
             record |= {"loss": loss, "grad_norm": norm, "memory_bytes": memory}
-            if not math.isfinite(loss) or not (self._allow_overflow or math.isfinite(norm)):
+            if not self._is_healthy(loss, norm):
                 break
             healthy += 1
         append_lines(self._path, records[:healthy])
@@ -78,10 +78,13 @@ class MetricLog:
             raise _diverged(records[healthy])
 
     def check(self) -> None:
-        """Raise now if a pending loss is not finite: before such weights are saved."""
+        """Raise now if a pending step is not finite: before such weights are scored or saved."""
         for record in self._pending:
-            if not math.isfinite(float(record["loss"])):
+            if not self._is_healthy(float(record["loss"]), float(record["grad_norm"])):
                 self.flush()
+
+    def _is_healthy(self, loss: float, norm: float) -> bool:
+        return math.isfinite(loss) and (self._allow_overflow or math.isfinite(norm))
 
     def _memory_bytes(self) -> int:
         if self._device.type == "cuda":

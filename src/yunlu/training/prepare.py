@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parts import Parts
 from yunlu.training.profile import measure
 from yunlu.training.tasks.open import open_task
@@ -28,6 +30,8 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
     _warn_of_idle_keys(directory, job, task)
     seed_everything(job.train.seed)
     splits = task.load(job)
+    if splits.validation is None:
+        _refuse_keys_that_need_validation(job)
     directory.emit(
         EventKind.DATA,
         fingerprint=splits.fingerprint,
@@ -41,6 +45,7 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
     # Seeded again: the weights do not depend on how many random numbers loading drew.
     seed_everything(job.train.seed)
     model = task.build(job)
+    allow_single_samples(model)
     weights = list(model.parameters())
     directory.emit(
         EventKind.MODEL,
@@ -64,6 +69,19 @@ def settle_plan(
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
     directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
     return plan
+
+
+def _refuse_keys_that_need_validation(job: Job) -> None:
+    needing = {
+        "train.early_stopping": job.train.early_stopping is not None,
+        "train.schedule: plateau": job.train.schedule.name == "plateau",
+    }
+    for key, is_set in needing.items():
+        if is_set:
+            raise DataError(
+                f"{key} watches the validation data, and this job has none.",
+                hint="name data.validation, hold out a share (data.split.validation), or remove it",
+            )
 
 
 def _warn_of_idle_keys(directory: RunDir, job: Job, task: Task) -> None:

@@ -153,10 +153,15 @@ def _look(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> t
 def _backward(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
     with precision.forward():
         loss, _ = task.loss(model, batch)
-    if loss.ndim or not loss.requires_grad:
+    if loss.ndim:
         raise ModelError(
-            f"The loss must be one number that depends on the weights; got shape {tuple(loss.shape)}.",
+            f"The loss must be one number; got shape {tuple(loss.shape)}.",
             hint="Return the sum over the batch.",
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            "The loss does not depend on any weight that can be trained.",
+            hint="The model needs a parameter with requires_grad, and no detach() on the way.",
         )
     (loss / max(batch.items, 1)).backward()
 

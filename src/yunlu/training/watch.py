@@ -215,6 +215,8 @@ class TrainingWatch:
         self.checkpoints.wait()  # at most one save is under way
         self._stall_s = perf_counter() - started_at
         self.log.charge("checkpoint_s", self._stall_s)
+        # Logged first: a life that goes on from this checkpoint does not repeat these steps.
+        self.log.flush()
         self.checkpoints.save(snapshot)
 
     def _announce(self, entry: Entry, seconds: float) -> None:

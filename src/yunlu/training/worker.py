@@ -16,7 +16,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -127,7 +127,7 @@ def _finish(
     machine: Machine,
 ) -> dict[str, Any]:
     """Take the best weights, score them on the test split, export them."""
-    best = watch.checkpoints.best() if engine.job.train.checkpoint.keep_best else None
+    best = watch.checkpoints.best(directory.warn) if engine.job.train.checkpoint.keep_best else None
     if best is not None:
         engine.restore_weights(best)
     step = engine.steps_done if best is None else best.step
@@ -183,7 +183,23 @@ def _only_worker(directory: RunDir) -> Generator[None]:
             raise RunBusyError(
                 f"Run {directory.id} already has a worker.", hint="`yunlu ps` shows it."
             ) from error
-        yield
+        _held_locks.append(file)
+        try:
+            yield
+        finally:
+            _held_locks.remove(file)
+
+
+_held_locks: list[IO[str]] = []
+
+
+def _let_go_of_locks() -> None:
+    while _held_locks:
+        _held_locks.pop().close()
+
+
+# Loading processes outlive a killed worker for seconds; a copy of its lock would keep the run busy.
+os.register_at_fork(after_in_child=_let_go_of_locks)
 
 
 @contextmanager

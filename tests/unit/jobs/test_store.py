@@ -57,6 +57,17 @@ def test_damaged_index_is_put_aside_and_rebuilt(own_home, make_job):
     assert list(own_home.glob("index.damaged-*"))
 
 
+def test_damaged_row_is_read_afresh_from_its_run(own_home, make_job):
+    run_dir = service.submit(make_job())
+    before = service.list_runs()
+    with sqlite3.connect(own_home / "index.sqlite") as database:
+        database.execute("UPDATE runs SET state = 'runnimg'")
+    database.close()
+    assert service.list_runs() == before
+    with Store(own_home) as store:
+        assert store.get(run_dir.id) == before[0]
+
+
 def test_index_of_a_newer_yunlu_is_refused_before_a_run_is_made(own_home, make_job):
     with Store(own_home):
         pass

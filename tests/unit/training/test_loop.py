@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,9 @@ from torch import Tensor, nn
 
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.states import RunState
+from yunlu.pool.local import worker_lock_is_free
 from yunlu.spec.job import Job
+from yunlu.training.checkpoint import files
 from yunlu.training.tasks.objects import ObjectTask
 from yunlu.training.tasks.scoring import loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Splits
@@ -187,6 +193,58 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice_and_keeps_the_checkp
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
 
 
+def test_a_gradient_that_is_not_finite_is_never_scored_or_saved(make_run: MakeRun) -> None:
+    class Cliff(ObjectTask):
+        calls = 0
+
+        def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+            loss, outputs = super().loss(model, batch)
+            self.calls += model.training
+            # The root's value at 0 is 0, its slope is not finite.
+            return (loss + (0 * outputs).sqrt().sum() if self.calls > 30 else loss), outputs
+
+    run = make_run(steps=60, batch=20, checkpoint=1, evaluate=1)
+    assert live(run.path, task=Cliff(model=network(), data=points())) is RunState.FAILED
+    assert "gradient is not finite" in events(run, EventKind.ERROR)[0]["message"]
+    assert all(math.isfinite(float(e["loss"])) for e in events(run, EventKind.EVALUATION))
+    for path in run.checkpoints.glob("step-*/model.safetensors"):
+        assert all(torch.isfinite(weight).all() for weight in load_file(path).values()), path
+
+
+def test_a_checkpoint_is_published_after_the_log_of_its_steps(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker killed right after a save would otherwise leave a hole in the curves for good."""
+    run, seen = make_run(steps=12, batch=20, checkpoint=3), list[tuple[int, int]]()
+    write = files.write
+
+    def look(root: Path, snapshot: files.Snapshot) -> files.Entry:
+        seen.append((snapshot.step, max(losses(run), default=0)))
+        return write(root, snapshot)
+
+    monkeypatch.setattr(files, "write", look)
+    assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
+    assert {3, 6, 9, 12} <= {step for step, _ in seen}
+    assert all(logged >= step for step, logged in seen)
+
+
+def test_the_model_is_on_the_disk_before_it_is_published(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is never resumed: a power cut right after it must not take its model."""
+    run, flushed, fsync = make_run(steps=4, batch=20), set[int](), os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
+    files_of_model = [path for path in run.model.rglob("*") if path.is_file()]
+    assert len(files_of_model) >= 3
+    assert all(path.stat().st_ino in flushed for path in files_of_model)
+
+
 def test_early_stopping_ends_a_run_that_no_longer_improves(make_run: MakeRun) -> None:
     noise = torch.randn(80, 6), torch.randint(0, 3, (80,))
     run = make_run(epochs=50, batch=16, early_stopping={"patience": 3, "metric": "loss"})
@@ -246,6 +304,27 @@ def test_two_workers_never_share_a_run(make_run: MakeRun) -> None:
     assert len(events(run, EventKind.LIFE)) == 1
 
 
+def test_a_process_forked_while_training_does_not_keep_the_run_busy(make_run: MakeRun) -> None:
+    children: list[Any] = []
+
+    class Forking(ObjectTask):
+        def build(self, job: Job) -> nn.Module:
+            children.append(
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            )
+            children[0].start()
+            return super().build(job)
+
+    run = make_run(steps=4, batch=20)
+    try:
+        assert live(run.path, task=Forking(model=network(), data=points())) is RunState.FINISHED
+        assert children[0].is_alive()
+        assert worker_lock_is_free(run)
+    finally:
+        children[0].kill()
+        children[0].join()
+
+
 def test_a_model_that_does_not_fit_its_data_is_named_with_the_shapes(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=20)
     assert live(run.path, task=ObjectTask(model=nn.Linear(5, 3), data=points())) is RunState.FAILED
@@ -273,3 +352,27 @@ def test_the_shared_loss_is_a_sum_over_samples() -> None:
     logits, targets = torch.randn(7, 4), torch.randint(0, 4, (7,))
     one_by_one = sum(loss_sum(logits[i : i + 1], targets[i : i + 1]) for i in range(7))
     torch.testing.assert_close(loss_sum(logits, targets), one_by_one)
+
+
+@pytest.mark.parametrize("options", [{"batch": 89}, {"batch": 30, "micro_batch": 29}, {"batch": 1}])
+def test_batch_norm_of_somebodys_own_model_takes_a_single_sample(
+    make_run: MakeRun, options: dict[str, int]
+) -> None:
+    run, data = make_run(epochs=1, **options), {"train": points(90), "test": points(5)}
+    assert live(run.path, task=ObjectTask(model=network(), data=data)) is RunState.FINISHED
+
+
+@pytest.mark.parametrize("options", [{"early_stopping": 2}, {"schedule": "plateau"}])
+def test_what_watches_the_validation_data_is_refused_without_any(
+    make_run: MakeRun, options: dict[str, Any]
+) -> None:
+    run = make_run(steps=2, **options)
+    data = {"train": points(), "test": points(5)}
+    assert live(run.path, task=ObjectTask(model=network(), data=data)) is RunState.FAILED
+    assert "validation data" in events(run, EventKind.ERROR)[0]["message"]
+
+
+def test_a_model_without_weights_to_train_is_explained(make_run: MakeRun) -> None:
+    run, model = make_run(steps=2), network().requires_grad_(False)
+    assert live(run.path, task=ObjectTask(model=model, data=points())) is RunState.FAILED
+    assert "any weight that can be trained" in events(run, EventKind.ERROR)[0]["message"]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import yunlu
-from yunlu.core.errors import DataError, JobError
+from yunlu.core.errors import DataError, JobError, YunluError
 from yunlu.spec.job import Job
 from yunlu.training.tasks.objects import ObjectTask
 
@@ -114,6 +114,22 @@ def test_a_torch_data_set_of_dictionaries_works() -> None:
 def test_data_that_cannot_be_used_is_refused_in_words(data: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         ObjectTask(model=net(), data=data).load(JOB)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"model": nn.Linear}, "the class Linear"),
+        ({"data": "rows.csv"}, "samples in memory"),
+        ({"loss": "mse"}, "a function of"),
+    ],
+)
+def test_objects_of_the_wrong_kind_are_refused_before_a_run_is_made(
+    parts: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(YunluError, match=words):
+        yunlu.train(**{"model": net(), "data": classes(), **parts}, steps=1)
+    assert not yunlu.runs()
 
 
 def test_train_takes_live_objects_and_returns_the_run() -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from yunlu.core.errors import CheckpointError
-from yunlu.core.files import sync_directory
+from yunlu.core.files import sync_directory, sync_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,9 +71,7 @@ def write(root: Path, snapshot: Snapshot) -> Entry:
             "files": sizes,
         }
         (aside / _MANIFEST).write_text(json.dumps({**body, "checksum": _checksum(body)}))
-        for file in aside.iterdir():
-            _flush(file)
-        sync_directory(aside)
+        sync_tree(aside)
         if final.exists():  # a damaged one of an earlier life, or the same step saved again
             discard(final)
         aside.rename(final)
@@ -175,8 +173,3 @@ def _describe(file: Path) -> dict[str, Any]:
 
 def _checksum(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())

@@ -64,26 +64,29 @@ class CheckpointStore:
             try:
                 return files.read(path)
             except CheckpointError as error:
-                warn(f"{error.message} Falling back to the one before.")
+                warn(f"{error.message} It is passed over.")
         return None
 
-    def best(self) -> Snapshot | None:
-        """The checkpoint with the best metric that verifies."""
-        for entry in self._ranked():
+    def best(self, warn: Callable[[str], None]) -> Snapshot | None:
+        """The checkpoint with the best metric that verifies; says which ones were passed over."""
+        for entry in self._ranked(files.entries(self._root)):
             try:
                 return files.read(entry.path)
-            except CheckpointError:
-                continue
+            except CheckpointError as error:
+                warn(f"{error.message} It was among the best; the next best is taken.")
         return None
 
-    def _ranked(self) -> list[Entry]:
-        scored = [entry for entry in files.entries(self._root) if self._metric in entry.metrics]
+    def _ranked(self, entries: list[Entry]) -> list[Entry]:
+        # A score that is not a number ranks nowhere: it would also upset the order of the others.
+        scored = [
+            entry for entry in entries if math.isfinite(entry.metrics.get(self._metric, math.nan))
+        ]
         # Metrics such as accuracy tie often: then the lower loss is the better model.
         return sorted(
             scored,
             key=lambda entry: (
                 self._sign * entry.metrics[self._metric],
-                entry.metrics.get("loss", math.inf),
+                _or_worst(entry.metrics.get("loss")),
                 entry.step,
             ),
         )
@@ -100,12 +103,17 @@ class CheckpointStore:
                 ) from error
             raise
         self._saved(entry, time.perf_counter() - started_at)
-        self._thin()
+        self._thin(entry.step)
 
-    def _thin(self) -> None:
-        every = files.entries(self._root)
+    def _thin(self, newest: int) -> None:
+        # Later steps are those of a life that was passed over as damaged: they count for nothing.
+        every = [entry for entry in files.entries(self._root) if entry.step <= newest]
         kept = {entry.path for entry in every[-self._keep_last :]}
-        kept |= {entry.path for entry in self._ranked()[: self._keep_best]}
+        kept |= {entry.path for entry in self._ranked(every)[: self._keep_best]}
         for entry in every:
             if entry.path not in kept:
                 files.discard(entry.path)
+
+
+def _or_worst(loss: float | None) -> float:
+    return math.inf if loss is None or math.isnan(loss) else loss

@@ -10,6 +10,7 @@ import numpy as np
 
 from yunlu.core.errors import DataError
 from yunlu.core.value import Value
+from yunlu.training.data.numbers import MISSING
 from yunlu.training.data.table import Column, FileRef, Table
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ def fit_features(table: Table, names: Sequence[str], *, embed: bool) -> FeatureM
             left_out.append(name)
         else:
             categories.append(_fit_category(name, counts, embed=embed))
+    if names and not any(_has_value(table[name]) for name in names):
+        raise DataError(
+            f"no column to learn from: no row has a value in {', '.join(names)}",
+            hint="check the file, and data.input where it is set",
+        )
     if not numeric and not categories:
         raise DataError(
             f"no column to learn from (left out, a different word in every row: {left_out})"
@@ -124,6 +130,12 @@ def is_numeric(column: Column) -> bool:
     return isinstance(column[0], (list, np.ndarray)) if column else False
 
 
+def _has_value(column: Column) -> bool:
+    if is_numeric(column):
+        return not np.isnan(np.asarray(column, dtype=np.float64)).all()
+    return any(value is not None and str(value).strip().lower() not in MISSING for value in column)
+
+
 def find_column(table: Table, asked: str | None, names: Iterable[str], *, key: str) -> str:
     """The column a job asks for, else the one with a customary name."""
     if asked is not None:
@@ -131,10 +143,13 @@ def find_column(table: Table, asked: str | None, names: Iterable[str], *, key: s
         return asked
     found = customary(table, names)
     if found is None:
+        is_sole = len(table.columns) == 1
         raise DataError(
             f"cannot tell which column is the {key.rsplit('.', 1)[-1]}: the data has "
-            f"{', '.join(table.columns)}",
-            hint=f"set {key} to one of them",
+            f"{'only ' * is_sole}{', '.join(table.columns)}",
+            hint="a sample needs an input and a target, such as a line label<TAB>sentence"
+            if is_sole
+            else f"set {key} to one of them",
         )
     return found
 

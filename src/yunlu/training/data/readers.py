@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,8 +108,11 @@ def read_numpy(file: Location) -> Columns:
 
     Arrays of Python objects are pickles, and refused.
     """
+    content = file.read()
+    if not content.startswith((b"\x93NUMPY", b"PK")):
+        raise DataError(f"{file.url} is neither an .npy nor an .npz file", hint="check data.format")
     try:
-        loaded = np.load(io.BytesIO(file.read()), allow_pickle=False)
+        loaded = np.load(io.BytesIO(content), allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             names = loaded.dtype.names
             arrays = {name: loaded[name] for name in names} if names else {"x": loaded}
@@ -216,6 +220,10 @@ def _columns_of_rows(rows: list[list[str]], file: Location, *, header: bool | No
         columns = [cells[1:] for cells in columns]
         if not columns[0]:
             raise DataError(f"{file.url} has a header and no rows")
+        if not names[0] and columns[0] == [str(row) for row in range(len(columns[0]))]:
+            names, columns = names[1:], columns[1:]  # the row numbers that pandas writes
+        names = [name or f"column_{number}" for number, name in enumerate(names, start=1)]
+        _check_distinct(names, file)
     else:
         names = _names_without_header(columns)
     return {name: parse_cells(cells) for name, cells in zip(names, columns, strict=True)}
@@ -224,15 +232,29 @@ def _columns_of_rows(rows: list[list[str]], file: Location, *, header: bool | No
 def has_header(columns: Sequence[Sequence[str]]) -> bool:
     """Whether the first row names the columns.
 
-    It does when its cells are distinct and filled, none is a number, and none occurs again in its
-    own column, as a label would.
+    It does when none of its cells is a number or occurs again in its own column, as a label would,
+    and they are distinct and filled, or one of them stands above numbers.
     """
     first = [cells[0].strip() for cells in columns]
-    if not all(first) or len(set(first)) < len(first):
-        return False
     if any(isinstance(parse_cells([cell]), np.ndarray) for cell in first):
         return False
-    return not any(cells[0] in set(cells[1:]) for cells in columns)
+    if any(name and cells[0] in set(cells[1:]) for name, cells in zip(first, columns, strict=True)):
+        return False
+    if all(first) and len(set(first)) == len(first):
+        return True
+    return any(
+        name and len(cells) > 1 and isinstance(parse_cells(cells[1:]), np.ndarray)
+        for name, cells in zip(first, columns, strict=True)
+    )
+
+
+def _check_distinct(names: Sequence[str], file: Location) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{file.url} has more than one column named {', '.join(map(repr, twice))}",
+            hint="give each column its own name in the first line",
+        )
 
 
 def _names_without_header(columns: list[list[str]]) -> list[str]:

@@ -33,6 +33,8 @@ class Tables:
     train: Table
     validation: Table | None
     test: Table | None
+    whole: Table
+    """The training data before a share of it was held out: a rare label may lie in that share."""
     fingerprint: str
     """Of all that was read, before splitting: the seed does not change it."""
     source: str
@@ -56,9 +58,9 @@ def load_tables(data: DataSpec, *, seed: int) -> Tables:
         if not len(table):
             raise DataError(f"the {part} data is empty: {getattr(data, part) or data.train}")
     fingerprint = _combine({part: table.fingerprint for part, table in parts.items()})
+    whole = parts["train"]
     shares = {part: getattr(data.split, part) for part in _HELD_OUT if part not in parts}
     if any(shares.values()):
-        whole = parts["train"]
         chosen = split_indices(len(whole), shares, seed=seed)
         parts |= {part: whole.take(indices) for part, indices in chosen.items()}
     if data.limit is not None:
@@ -67,6 +69,7 @@ def load_tables(data: DataSpec, *, seed: int) -> Tables:
         train=parts["train"],
         validation=parts.get("validation"),
         test=parts.get("test"),
+        whole=whole,
         fingerprint=fingerprint,
         source=data.train,
     )

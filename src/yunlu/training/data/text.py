@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from yunlu.core.errors import DataError, ModelError
+from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import find_hf_directory, names_hf
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def texts_of(table: Table, names: Sequence[str], *, part: str) -> list[str]:
             if value is None or value != value:  # noqa: PLR0124 - NaN is what a missing number is
                 row = table.source_row(index)
                 raise DataError(f"row {row} of the {part} data has no {name!r}")
-            if isinstance(value, (dict, list, bytes, np.ndarray)):
+            if isinstance(value, (dict, list, bytes, np.ndarray, FileRef)):
                 kind = type(value).__name__
                 raise DataError(f"column {name!r} holds {kind}, not text", hint="set data.input")
         texts.append("\n".join(str(value) for value in values))

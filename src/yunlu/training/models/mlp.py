@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -40,7 +39,7 @@ class MLP(nn.Module):
         for size in [128, 64] if hidden is None else hidden:
             layers.append(nn.Linear(width, size))
             if batch_norm:
-                layers.append(_BatchNorm(size))
+                layers.append(nn.BatchNorm1d(size))
             layers += [ACTIVATIONS[activation](), nn.Dropout(dropout)]
             width = size
         self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
@@ -53,14 +52,3 @@ class MLP(nn.Module):
             embedded = [table(numbers[:, place]) for place, table in enumerate(self.embeddings)]
             features = torch.cat([features[:, : -len(self.embeddings)], *embedded], dim=1)
         return self.layers(features)
-
-
-class _BatchNorm(nn.BatchNorm1d):
-    """A single sample has no variance: the running statistics stand in for the batch's."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or len(input) > 1:
-            return super().forward(input)
-        return functional.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-        )

@@ -67,7 +67,7 @@ class ImageClassification(OneLabel):
         self._label_smoothing = job.train.label_smoothing
         self._by_name = names_hf(job.model.name)
         self.shape = _choose_shape(job, tables.train, images)
-        self.labels = Labels.learn(tables.train[target], row_of=tables.train.source_row)
+        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
         train = self._read_part(tables.train, images, target, "training")
         assert train is not None
         self._learn_normalisation(job, train.inputs)

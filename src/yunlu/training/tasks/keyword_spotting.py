@@ -63,7 +63,7 @@ class KeywordSpotting(OneLabel):
         self._label_smoothing = job.train.label_smoothing
         self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
         self.front = choose_front(job, tables.train[sounds][0])
-        self.labels = Labels.learn(tables.train[target], row_of=tables.train.source_row)
+        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
         train = self._read_part(tables.train, sounds, target, "training")
         assert train is not None
         kept = train.inputs.kept

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
-from yunlu.core.errors import DataError, JobError, did_you_mean
+from yunlu.core.errors import DataError, JobError, ModelError, did_you_mean
 from yunlu.training.data.order import permute
 from yunlu.training.models.keras import as_module
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
@@ -47,6 +48,7 @@ class ObjectTask:
         loss: Loss | None = None,
         metrics: Mapping[str, Loss] | None = None,
     ) -> None:
+        _check_parts(model, data, loss)
         self._model, self._data, self._metrics = model, data, dict(metrics or {})
         self._loss = loss
         self._summed: Loss | None = None
@@ -133,6 +135,24 @@ class ObjectTask:
                 int((targets != ignored).sum()) if not targets.is_floating_point() else len(targets)
             )
         return targets.numel()
+
+
+def _check_parts(model: Any, data: Any, loss: Any) -> None:
+    if isinstance(model, type):
+        raise ModelError(
+            f"model is the class {model.__name__}, not a model.",
+            hint=f"Pass an object of it: {model.__name__}(...).",
+        )
+    if isinstance(data, (str, Path)):
+        raise DataError(
+            f"data is the name {str(data)!r}; a model object is trained on samples in memory.",
+            hint="Pass (inputs, targets) or a Dataset; for files, name the model: 'module:Class'.",
+        )
+    if loss is not None and not callable(loss):
+        raise ModelError(
+            f"loss is {loss!r}; a function of (outputs, targets) was expected.",
+            hint="Pass one such as torch.nn.MSELoss(); without it, the targets decide.",
+        )
 
 
 class _Stacked:

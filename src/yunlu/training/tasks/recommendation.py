@@ -220,13 +220,18 @@ def _find_columns(job: Job, table: Table) -> tuple[str, str, str | None]:
     asked = job.data.input
     if asked is not None and (isinstance(asked, str) or len(asked) != 2):
         raise DataError(f"data.input is {asked!r}; expected two columns: [user, item]")
+    if asked is None and not (customary(table, USERS) and customary(table, ITEMS)):
+        raise DataError(
+            f"cannot tell which columns are user and item: the data has {', '.join(table.columns)}",
+            hint="name them: data.input: [USER_COLUMN, ITEM_COLUMN]",
+        )
     user, item = asked or (None, None)
     rating = job.data.target or customary(table, RATINGS)
     if rating is not None:
         table[rating]  # an unknown name is an error that suggests the nearest
     return (
-        find_column(table, user, USERS, key="data.input (user)"),
-        find_column(table, item, ITEMS, key="data.input (item)"),
+        find_column(table, user, USERS, key="data.input"),
+        find_column(table, item, ITEMS, key="data.input"),
         rating,
     )
 

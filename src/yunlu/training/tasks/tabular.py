@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
+    from yunlu.training.data.sources import Tables
     from yunlu.training.data.table import Table
 
 TARGETS = ("label", "target", "y", "class", "category", "species", "outcome", "output", "labels")
@@ -71,7 +72,7 @@ class _Tabular(ABC):
             raise DataError(f"column {self._target!r} is both input and target")
         # Models of other makers know nothing of category numbers: they get plain features.
         self._features = fit_features(train, names, embed=job.model.name == "mlp")
-        self._prepare(job, train)
+        self._prepare(job, tables)
         return Splits(
             train=self._samples(train, "training"),
             validation=None if held_out is None else self._samples(held_out, "validation"),
@@ -132,8 +133,8 @@ class _Tabular(ABC):
     def _outputs(self) -> int: ...
 
     @abstractmethod
-    def _prepare(self, job: Job, train: Table) -> None:
-        """Learn what the targets need from the training part."""
+    def _prepare(self, job: Job, tables: Tables) -> None:
+        """Learn what the targets need."""
 
     @abstractmethod
     def _targets(self, table: Table, part: str) -> Tensor: ...
@@ -164,17 +165,18 @@ class TabularClassification(_Tabular):
     def _outputs(self) -> int:
         return len(self._labels)
 
-    def _prepare(self, job: Job, train: Table) -> None:
+    def _prepare(self, job: Job, tables: Tables) -> None:
         self._label_smoothing = job.train.label_smoothing
-        column = train[self._target]
+        column = tables.whole[self._target]
         if isinstance(column, np.ndarray) and column.dtype.kind == "f":
             filled = column[~np.isnan(column)]
-            if (filled != np.round(filled)).any():
+            fractions = filled[filled != np.round(filled)]
+            if len(fractions):
                 raise DataError(
-                    f"column {self._target!r} holds fractions, such as {filled[0]:g}: not labels",
+                    f"column {self._target!r} holds fractions, such as {fractions[0]:g}: not labels",
                     hint="task: tabular-regression predicts numbers",
                 )
-        self._labels = sort_labels(label_words(train, self._target, "training"))
+        self._labels = sort_labels(label_words(tables.whole, self._target, "training"))
         if len(self._labels) < 2:
             raise DataError(
                 f"column {self._target!r} has one label only, {self._labels[0]!r}: nothing to tell apart"
@@ -217,8 +219,8 @@ class TabularRegression(_Tabular):
     def _outputs(self) -> int:
         return 1
 
-    def _prepare(self, job: Job, train: Table) -> None:  # noqa: ARG002 - the other task needs it
-        values = self._numbers(train, "training")
+    def _prepare(self, job: Job, tables: Tables) -> None:  # noqa: ARG002 - the other task needs it
+        values = self._numbers(tables.train, "training")
         self._mean = float(values.mean())
         self._std = float(values.std()) or 1.0
 
@@ -232,10 +234,11 @@ class TabularRegression(_Tabular):
     def _numbers(self, table: Table, part: str) -> np.ndarray:
         column = table[self._target]
         if not is_numeric(column) or np.ndim(column) != 1:
+            odd = next((i for i, cell in enumerate(column) if not _is_number(cell)), 0)
             raise DataError(
-                f"column {self._target!r} of the {part} data is not one number per row "
-                f"(it begins with {column[0]!r})",
-                hint="task: tabular-classification predicts labels",
+                f"column {self._target!r} of the {part} data is not one number per row: "
+                f"row {table.source_row(odd)} has {column[odd]!r}",
+                hint="correct the row, or let task: tabular-classification predict labels",
             )
         values = np.asarray(column, dtype=np.float64)
         bad = np.flatnonzero(~np.isfinite(values))
@@ -243,6 +246,14 @@ class TabularRegression(_Tabular):
             row = table.source_row(int(bad[0]))
             raise DataError(f"row {row} of the {part} data has no number in {self._target!r}")
         return values
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def label_words(table: Table, name: str, part: str) -> list[str]:

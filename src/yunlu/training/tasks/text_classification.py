@@ -82,7 +82,7 @@ class TextClassification(OneLabel):
         texts = texts_of(tables.train, inputs, part="training")
         self._label_smoothing = job.train.label_smoothing
         self._by_name = names_hf(job.model.name)
-        self.labels = Labels.learn(tables.train[target])
+        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
         self.tokenizer = choose_tokenizer(job.data, job.model, texts, small="bpe")
         train = encode(self.tokenizer, texts, max_length=fit_length(job, self.tokenizer))
         # Positions beyond the longest training text would never be trained.
@@ -91,9 +91,8 @@ class TextClassification(OneLabel):
             part: self._read_part(table, inputs, target, part)
             for part, table in (("validation", tables.validation), ("test", tables.test))
         }
-        known = self.labels.encode(tables.train[target], tables.train[inputs[0]], part="training")
         return Splits(
-            train=LabelledTexts(train, known),
+            train=LabelledTexts(train, self._known(tables.train, inputs, target, "training")),
             validation=held_out["validation"],
             test=held_out["test"],
             fingerprint=tables.fingerprint,
@@ -153,8 +152,13 @@ class TextClassification(OneLabel):
         if table is None:
             return None
         texts = texts_of(table, inputs, part=part)
-        known = self.labels.encode(table[target], table[inputs[0]], part=part)
+        known = self._known(table, inputs, target, part)
         return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), known)
+
+    def _known(self, table: Table, inputs: Sequence[str], target: str, part: str) -> Tensor:
+        return self.labels.encode(
+            table[target], table[inputs[0]], part=part, row_of=table.source_row
+        )
 
 
 class LabelledTexts:

@@ -108,9 +108,49 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         kept.save(snapshot(step, loss=loss))
     kept.close()
     assert [entry.step for entry in files.entries(tmp_path)] == [2, 4, 5]
-    best = kept.best()
+    best = kept.best(pytest.fail)
     assert best is not None
     assert best.step == 2
+
+
+def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep_last=1, keep_best=1)
+    for step, loss in enumerate([float("nan"), 0.5, float("nan"), 0.4, float("nan")], start=1):
+        kept.save(snapshot(step, loss=loss))
+    kept.close()
+    assert [entry.step for entry in files.entries(tmp_path)] == [4, 5]
+    best = kept.best(pytest.fail)
+    assert best is not None
+    assert best.step == 4
+
+
+def test_a_damaged_best_is_passed_over_and_said_so(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    for step, loss in ((1, 0.1), (2, 0.2)):
+        kept.save(snapshot(step, loss=loss))
+    kept.close()
+    (tmp_path / "step-0000000001" / "model.safetensors").write_bytes(b"")
+    said: list[str] = []
+    best = kept.best(said.append)
+    assert best is not None
+    assert best.step == 2
+    assert "step-0000000001" in said[0]
+
+
+def test_a_damaged_checkpoint_of_a_later_step_does_not_displace_new_ones(tmp_path: Path) -> None:
+    before = store(tmp_path, keep_last=1)
+    before.save(snapshot(9, loss=0.1))
+    before.close()
+    (tmp_path / "step-0000000009" / "model.safetensors").write_bytes(b"")
+    after = store(tmp_path, keep_last=1)
+    assert after.newest_good(lambda _: None) is None, "so the training starts over"
+    for step, loss in ((3, 0.3), (6, 0.4)):
+        after.save(snapshot(step, loss=loss))
+    after.close()
+    found = after.newest_good(lambda _: None)
+    assert found is not None
+    assert found.step == 6
+    assert {entry.step for entry in files.entries(tmp_path)} == {3, 6, 9}
 
 
 def test_the_newest_good_one_is_found_behind_damaged_ones(tmp_path: Path) -> None:

@@ -67,13 +67,20 @@ def test_csv_with_a_header_gives_typed_columns_and_nan_for_missing_numbers(tmp_p
         ("headline,topic\nShares fall,money\nCup won,sport\n", ["headline", "topic"]),
         ("sport,cup won at last\nsport,a draw again\n", ["label", "text"]),
         ("cup won at last,sport\na draw again,sport\n", ["text", "label"]),
-        ("a,a\n1,2\n", ["column_1", "column_2"]),
+        ("good,good\nsame,same\n", ["column_1", "column_2"]),
+        (",a,b\n0,1,2\n1,3,4\n", ["a", "b"]),
+        (",a,b\nx,1,2\ny,3,4\n", ["column_1", "a", "b"]),
         ("a;b;c\n1;2;3\n", ["a", "b", "c"]),
         ("\ufeffa,b\n1,2\n", ["a", "b"]),
     ],
 )
 def test_a_header_is_told_by_its_cells(tmp_path: Path, content: str, names: list[str]) -> None:
     assert list(read(tmp_path / "a.csv", content)) == names
+
+
+def test_a_column_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="more than one column named 'a'"):
+        read(tmp_path / "a.csv", "a,a,label\n1,2,yes\n3,4,no\n")
 
 
 def test_a_row_with_other_cells_than_the_first_names_its_line(tmp_path: Path) -> None:
@@ -127,6 +134,11 @@ def test_a_torn_parquet_file_is_a_data_error(tmp_path: Path) -> None:
     torn = (tmp_path / "a.parquet").read_bytes()[:-20]
     with pytest.raises(DataError, match="not a whole Parquet file"):
         read(tmp_path / "a.parquet", torn)
+
+
+def test_a_file_that_is_no_numpy_file_is_not_called_a_pickle(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"neither an \.npy nor an \.npz"):
+        read(tmp_path / "a.npz", "a,b\n1,2\n")
 
 
 def test_npz_arrays_become_columns_by_name(tmp_path: Path) -> None:

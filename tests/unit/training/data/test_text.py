@@ -9,7 +9,7 @@ import torch
 from tests.unit.training.tiny_hf import save_tokenizer
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
-from yunlu.training.data.table import Table
+from yunlu.training.data.table import ImageRef, Table
 from yunlu.training.data.text import TokenLists, encode, fit_length, pad, texts_of
 from yunlu.training.data.tokenizer import ByteTokenizer, HfTokenizer
 
@@ -64,6 +64,11 @@ def test_a_missing_text_is_named_with_its_row(missing: object) -> None:
 def test_a_column_of_lists_is_not_text() -> None:
     with pytest.raises(DataError, match="holds list, not text"):
         texts_of(Table({"x": [[1], [2]]}), ["x"], part="training")
+
+
+def test_files_are_not_text() -> None:
+    with pytest.raises(DataError, match="holds ImageRef, not text"):
+        texts_of(Table({"image": [ImageRef("cat/1.png")]}), ["image"], part="training")
 
 
 def test_a_length_beyond_what_the_tokenizer_allows_is_refused() -> None:

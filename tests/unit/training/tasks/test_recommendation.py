@@ -188,3 +188,10 @@ def test_saved_parts_number_users_and_items_as_the_model_does(tmp_path: Path) ->
     assert isinstance(model, Factors)
     assert model.user_factors.num_embeddings == len(saved["users"]) + saved["first_number"]
     assert 2 < saved["mean"] < 4
+
+
+def test_users_and_items_that_cannot_be_told_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n" + "1,2\n" * 20)
+    with pytest.raises(DataError, match=r"data\.input: \[USER_COLUMN, ITEM_COLUMN\]"):
+        Recommendation().load(job(path))

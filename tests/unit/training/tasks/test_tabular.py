@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +130,9 @@ def test_a_missing_label_names_its_row_in_the_file(tmp_path: Path) -> None:
         (TabularRegression, "x,y\n1,1\n2,\n3,2\n4,3\n", "row 2 of the training data has no number"),
         (TabularRegression, "x,height\n1,1\n2,2\n3,3\n", "set data.target"),
         (TabularRegression, "y\n1\n2\n3\n4\n", "no column to learn from"),
+        (TabularClassification, "x,y\n1,1\n2,1.5\n3,1\n4,2\n", "such as 1.5"),
+        (TabularRegression, "x,y\n1,1\n2,many\n3,2\n4,3\n", "row 2 has 'many'"),
+        (TabularClassification, "x,z,y\n,nan,a\n,nan,b\n", "no row has a value in x, z"),
     ],
 )
 def test_a_target_that_does_not_fit_is_explained(
@@ -167,15 +169,6 @@ def test_a_model_with_other_outputs_than_labels_is_a_model_error() -> None:
         task.loss(nn.Linear(4, 7), task.collate(samples.__getitems__([0, 1])))
 
 
-def test_batch_norm_takes_a_single_row_in_training() -> None:
-    task, asked = TabularClassification(), job("sklearn:iris", args={"batch_norm": True})
-    samples: Any = task.load(asked).train
-    model = task.build(asked).train()
-    task.loss(model, task.collate(samples.__getitems__([0, 1, 2])))
-    loss, _ = task.loss(model, task.collate([samples[0]]))
-    assert math.isfinite(loss.item())
-
-
 def test_label_smoothing_of_the_job_reaches_the_loss() -> None:
     plain, smooth = TabularClassification(), TabularClassification()
     asked = job("sklearn:iris")
@@ -195,3 +188,9 @@ def test_saved_parts_hold_what_inference_needs(tmp_path: Path) -> None:
     regression.load(job("sklearn:diabetes"))
     regression.save_parts(tmp_path)
     assert json.loads((tmp_path / "tabular.json").read_text())["std"] > 50
+
+
+def test_a_label_that_falls_wholly_into_the_held_out_share_is_known(tmp_path: Path) -> None:
+    rows = "".join(f"{i},kind-{i % 25}\n" for i in range(50))  # each label occurs twice
+    splits = TabularClassification().load(job(write(tmp_path / "a.csv", "a,label\n" + rows)))
+    assert len(splits.about["labels"]) == 25

@@ -147,6 +147,19 @@ def test_a_label_unknown_to_training_is_named(data: Path, tmp_path: Path) -> Non
         load(make_job(data, test=str(other)))
 
 
+def test_a_missing_label_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
+    rows = [{"text": "a b", "label": None if n == 30 else "xy"[n % 2]} for n in range(40)]
+    with pytest.raises(DataError, match=r"row 31 of the \w+ data has no label"):
+        load(make_job(write(tmp_path / "a.jsonl", rows)))
+
+
+def test_texts_without_labels_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one text\nanother text\n" * 20)
+    with pytest.raises(DataError, match="label<TAB>sentence"):
+        load(make_job(path))
+
+
 def test_texts_are_cut_to_the_length_a_job_asks_for(data: Path) -> None:
     task, splits = load(make_job(data, max_length=4, tokenizer="bytes"))
     batch = all_of(task, splits.train)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import time
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -76,4 +77,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    # A worker outlives the command that followed it by the moment it needs to exit.
+    deadline = time.monotonic() + 60
+    while subprocess.run(["umount", str(mount)], check=False).returncode:
+        if time.monotonic() > deadline:
+            subprocess.run(["umount", "--lazy", str(mount)], check=True)
+            pytest.fail("a process still holds the small disk a minute after the test")
+        time.sleep(0.1)

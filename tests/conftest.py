@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import time
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

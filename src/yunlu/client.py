@@ -18,8 +18,9 @@ from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of, move
 from yunlu.planning.plan import Plan
-from yunlu.spec.job import Job, ModelSpec, TrainSpec
+from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import job_from_mapping, load_job
+from yunlu.spec.train import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,6 +34,11 @@ class EventKind(StrEnum):
     ERROR = "error"  # code, message, hint?, traceback?
     EXPORT = "export"  # path, files
     MEASURED = "measured"  # what the Prediction foretold, as it was: see planning.plan.Measured
+    SKIP = "skip"  # step, reason ("not finite" | "spike" | "overflow"), loss, norm: update left out
+    ROLLBACK = "rollback"  # step, to_step, skipping (the bad steps left out from now on)
+    PRECISION = "precision"  # step, module, to ("low" | "full"), reason, low_share (of parameters)
+    OUT_OF_MEMORY = "out_of_memory"  # step, micro_batch (the new one), message
+    TRACE = "trace"  # path, steps, table (rows of name, self_s, share, calls)
     PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
 
 
@@ -103,5 +108,10 @@ METRIC_KEYS = {
     "evaluate_s": "evaluating after the step",
     "checkpoint_s": "stalled by a checkpoint",
     "memory_bytes": "resident memory of the worker, or memory allocated on its device",
+    "tokens": "tokens computed, padding included; where samples have lengths",
+    "padding": "of these, padding; where samples have lengths",
+    "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
+    "loss_scale": "factor on the loss; under fp16",
+    "low_share": "share of parameters in low precision; where it may change",
 }
 """One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

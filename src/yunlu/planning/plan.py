@@ -6,6 +6,8 @@ from typing import Literal
 
 from yunlu.core.value import Value
 
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
 
 class Profile(Value):
     """What the training room measured of a model and its data, as plain numbers."""
@@ -51,6 +53,21 @@ class Choice(Value):
     """Set by the user rather than chosen."""
 
 
+class Trial(Value):
+    """One setting tried before the first step, against what it was tried against."""
+
+    name: str
+    """What was varied: ``precision``, ``micro-batch``, ..."""
+    value: str
+    sample_s: float
+    """Seconds per sample with it."""
+    speedup: float
+    """Against the settings before it; above 1 is faster."""
+    kept: bool
+    remembered: bool = False
+    """Measured by an earlier run of the same shape."""
+
+
 class Prediction(Value):
     """What the plan foretells, before anyone pays."""
 
@@ -72,7 +89,9 @@ class Plan(Value):
 
     device: Literal["cpu", "cuda", "mps"]
     layout: Literal["single"] = "single"
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: PrecisionName
+    adapt_precision: bool = False
+    """Modules that overflow are moved to full precision while the run goes on."""
     batch: int
     """Global batch, in samples."""
     micro_batch: int
@@ -90,8 +109,14 @@ class Plan(Value):
     """Decides which checkpoint is best."""
     stopping_metric: str
     """Decides early stopping and the plateau schedule."""
-    compile: bool
+    compile: Literal["none", "inductor", "xla"] = "none"
+    kernel: Literal["fused", "foreach", "single"] = "single"
+    """How the optimiser applies its update."""
+    padding: Literal["pad", "bucket", "pack"] = "pad"
+    recompute: Literal["none", "selective", "full"] = "none"
     workers: int
     threads: int
     choices: tuple[Choice, ...]
+    trials: tuple[Trial, ...] = ()
+    """Settings that were tried, in the order they were."""
     prediction: Prediction

@@ -11,7 +11,7 @@ from yunlu.planning.plan import Choice, Plan, Prediction
 
 if TYPE_CHECKING:
     from yunlu.catalog.machine import Device, Machine
-    from yunlu.planning.plan import Profile
+    from yunlu.planning.plan import PrecisionName, Profile
     from yunlu.spec.job import Job
 
 DEFAULT_EPOCHS = 10.0
@@ -172,7 +172,7 @@ def _device_reason(machine: Machine) -> str:
 
 def _choose_precision(
     job: Job, device: Device, profile: Profile, micro: int
-) -> tuple[Literal["fp32", "bf16", "fp16"], str]:
+) -> tuple[PrecisionName, str]:
     asked = job.train.precision
     if asked != "auto":
         return asked, ""
@@ -208,14 +208,17 @@ def _choose_warmup(job: Job, steps: int) -> int:
     return min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
 
 
-def _choose_compile(job: Job, device: Device, total_s: float) -> tuple[bool, str]:
-    if job.train.compile != "auto":
-        return job.train.compile, ""
+def _choose_compile(
+    job: Job, device: Device, total_s: float
+) -> tuple[Literal["none", "inductor", "xla"], str]:
+    asked = job.train.compile
+    if asked != "auto":
+        return "xla" if asked == "xla" else "inductor" if asked else "none", ""
     if total_s < COMPILE_PAYS_AFTER_S:
-        return False, f"compiling would not pay back within {show_duration(total_s)}"
+        return "none", f"compiling would not pay back within {show_duration(total_s)}"
     if device.kind == "cpu":
-        return False, "compiling gains little on a CPU"
-    return True, f"pays back within {show_duration(total_s)}"
+        return "none", "compiling gains little on a CPU"
+    return "inductor", f"pays back within {show_duration(total_s)}"
 
 
 def _threads_reason(profile: Profile) -> str:

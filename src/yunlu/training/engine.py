@@ -48,7 +48,7 @@ class Engine:
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.order = StepOrder(samples=len(parts.splits.train), batch=plan.batch, seed=train.seed)
         self.steps_done = 0
-        if plan.compile:
+        if plan.compile != "none":
             self.model.compile()  # in place: the names of the weights stay as they are
 
     def batches(self) -> Iterator[list[Batch]]:

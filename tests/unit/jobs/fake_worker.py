@@ -18,7 +18,7 @@ PLAN = {
     "device": "cpu", "precision": "fp32", "batch": 32, "micro_batch": 32, "accumulation": 1,
     "steps": 20, "steps_per_epoch": 10, "warmup_steps": 1, "lr": 0.001, "weight_decay": 0.0,
     "evaluate_every": 10, "checkpoint_every": 10, "best_metric": "accuracy",
-    "stopping_metric": "accuracy", "compile": False, "workers": 0, "threads": 1,
+    "stopping_metric": "accuracy", "compile": "none", "workers": 0, "threads": 1,
     "choices": [{"name": "precision", "value": "fp32", "reason": "exact on this device"}],
     "prediction": {
         "memory_bytes": 2**28, "step_s": 0.01, "samples_per_s": 3200.0, "total_s": 4.0,

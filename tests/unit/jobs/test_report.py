@@ -115,7 +115,7 @@ def plan_of(*, steps: int, best_metric: str) -> dict[str, Any]:
         checkpoint_every=50,
         best_metric=best_metric,
         stopping_metric=best_metric,
-        compile=False,
+        compile="none",
         workers=0,
         threads=2,
         choices=choices,

@@ -40,7 +40,7 @@ def test_everything_auto_is_decided_with_a_reason() -> None:
     plan = make_plan(job(), machine(), profile())
     assert (plan.batch, plan.micro_batch, plan.accumulation) == (32, 32, 1)
     assert (plan.steps, plan.steps_per_epoch, plan.warmup_steps) == (320, 32, 16)
-    assert (plan.precision, plan.lr, plan.compile, plan.workers) == ("fp32", 1e-3, False, 0)
+    assert (plan.precision, plan.lr, plan.compile, plan.workers) == ("fp32", 1e-3, "none", 0)
     assert all(choice.reason for choice in plan.choices)
     assert not any(choice.pinned for choice in plan.choices)
 
@@ -52,7 +52,7 @@ def test_what_the_user_sets_is_pinned() -> None:
         machine(), profile(),
     )  # fmt: skip
     assert (plan.micro_batch, plan.accumulation, plan.steps) == (16, 4, 7)
-    assert (plan.precision, plan.workers, plan.lr, plan.compile) == ("bf16", 3, 0.5, True)
+    assert (plan.precision, plan.workers, plan.lr, plan.compile) == ("bf16", 3, 0.5, "inductor")
     assert plan.warmup_steps == 4
     pinned = {choice.name for choice in plan.choices if choice.pinned}
     assert pinned >= {"batch", "micro-batch", "precision", "steps", "learning rate", "compile"}

@@ -118,7 +118,7 @@ def test_every_problem_is_told_at_once_with_its_line_and_column(write):
         ("seed: -1", "seed: expected a whole number of at least 0 and below 4294967296, got -1"),
         ("workers: few", "workers: expected a whole number of at least 0 or 'auto', got 'few'"),
         ("deterministic: maybe", "deterministic: expected true or false, got 'maybe'"),
-        ("compile: [1]", "compile: expected true, false or 'auto', got [1]"),
+        ("compile: [1]", "compile: expected true, false, 'auto' or 'xla', got [1]"),
         (
             "evaluate: epochs",
             "evaluate: expected a whole number above 0, 'epoch' or 'never', got 'epochs'"
@@ -126,10 +126,10 @@ def test_every_problem_is_told_at_once_with_its_line_and_column(write):
         ),
         (
             "precision: bf61",
-            "precision: expected one of 'auto', 'fp32', 'bf16' or 'fp16', got 'bf61'"
+            "precision: expected one of 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8', got 'bf61'"
             + "; did you mean 'bf16'?",
         ),
-        ("clip: [1]", "clip: expected a number above 0 or a mapping, got [1]"),
+        ("clip: [1]", "clip: expected a number above 0, 'adaptive' or a mapping, got [1]"),
         ("early_stopping: true", "early_stopping: expected a whole number above 0, got true"),
         (
             "optimizer: {betas: [0.9, 2]}",
@@ -305,11 +305,13 @@ def test_a_mapping_with_keys_that_are_not_words_is_refused():
 @pytest.mark.parametrize("path", SHORTHANDS)
 def test_a_bare_value_means_the_same_as_the_mapping_it_stands_for(path):
     bare: Any = {"norm": 0.5, "patience": 3, "every": 10}.get(SHORTHANDS[path])
-    bare = bare or {"optimizer": "sgd", "schedule": "wsd"}.get(path[-1], "thing")
+    bare = bare or {"optimizer": "sgd", "schedule": "wsd", "adapter": "lora"}.get(path[-1], "thing")
 
     def job(value: Any) -> Job:
         data: dict[str, Any] = {"task": "seq2seq", "model": "m", "data": "d", "train": {}}
-        section = data["train"] if path[0] == "train" else data
+        if path[:-1] == ("model",):
+            data["model"] = {"name": "m"}
+        section = data[path[0]] if len(path) > 1 else data
         section[path[-1]] = value
         return job_from_mapping(data)
 

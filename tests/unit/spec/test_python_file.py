@@ -11,7 +11,7 @@ from yunlu.spec.load import InvalidJobError, load_job
 
 FILE = """\
 from yunlu import Job
-from yunlu.spec.job import TrainSpec
+from yunlu.spec.train import TrainSpec
 
 base = dict(task="seq2seq", model="mlp", data="d.csv")
 

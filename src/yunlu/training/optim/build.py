@@ -11,7 +11,7 @@ from yunlu.core.errors import ModelError, missing_part
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.spec.job import OptimizerSpec
+    from yunlu.spec.train import OptimizerSpec
 
 
 def build_optimizer(

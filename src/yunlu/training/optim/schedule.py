@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.spec.job import ScheduleSpec
+    from yunlu.spec.train import ScheduleSpec
 
 
 def rate(spec: ScheduleSpec, step: int, *, steps: int, warmup_steps: int) -> float:

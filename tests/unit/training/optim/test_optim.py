@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from yunlu.core.errors import ModelError
-from yunlu.spec.job import OptimizerSpec, ScheduleSpec
+from yunlu.spec.train import OptimizerSpec, ScheduleSpec
 from yunlu.training.optim.build import build_optimizer
 from yunlu.training.optim.schedule import Plateau, rate
 

@@ -38,7 +38,7 @@ class EventKind(StrEnum):
     ROLLBACK = "rollback"  # step, to_step, skipping (the bad steps left out from now on)
     PRECISION = "precision"  # step, module, to ("low" | "full"), reason, low_share (of parameters)
     OUT_OF_MEMORY = "out_of_memory"  # step, micro_batch (the new one), message
-    TRACE = "trace"  # path, steps, table (rows of name, self_s, share, calls)
+    TRACE = "trace"  # path?, first_step, steps, wall_s, phases (name, total_s, share), table
     PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
 
 
@@ -102,12 +102,13 @@ METRIC_KEYS = {
     "samples": "samples consumed so far",
     "items": "loss items (samples or tokens) of this step",
     "at": "seconds since the epoch",
+    "life": "the life that did the step: number of its LIFE event",
     "data_s": "waiting for data",
     "compute_s": "forward, backward, optimiser",
     "communication_s": "waiting for other workers",
     "evaluate_s": "evaluating after the step",
     "checkpoint_s": "stalled by a checkpoint",
-    "memory_bytes": "resident memory of the worker, or memory allocated on its device",
+    "memory_bytes": "most resident memory of the worker, or allocated on its device, so far",
     "tokens": "tokens computed, padding included; where samples have lengths",
     "padding": "of these, padding; where samples have lengths",
     "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",

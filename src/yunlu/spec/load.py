@@ -143,6 +143,8 @@ def _beside(job: Job, folder: Path) -> Job:
     model = job.model
     if model.name.startswith("hf:") or model.name.endswith(".keras"):
         model = model.model_copy(update={"name": _near(model.name, folder)})
+    if model.weights is not None:
+        model = model.model_copy(update={"weights": _near(model.weights, folder)})
     return job.model_copy(update={"data": data.model_copy(update=paths), "model": model})
 
 

@@ -199,6 +199,8 @@ class TrainSpec(Value):
         micro, batch = self.micro_batch, self.batch
         if micro != "auto" and batch != "auto" and micro > batch:
             conflict("micro_batch", f"{micro} is above batch {batch}")
+        if self.optimizer.state == "8bit" and self.optimizer.name not in {"adam", "adamw"}:
+            conflict("optimizer", f"state: 8bit is for adam and adamw, not {self.optimizer.name}")
         self._refuse_impossible_release()
         if self.evaluate == "never" and self.early_stopping is not None:
             conflict("early_stopping", "needs evaluations, but evaluate is 'never'")

@@ -14,7 +14,7 @@ class Device(Value):
     name: str
     memory_bytes: int
     """What a job may use: free memory when the machine was probed."""
-    fast_precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32",)
+    fast_precisions: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], ...] = ("fp32",)
     """Precisions with native arithmetic here."""
 
 

@@ -13,12 +13,16 @@ import platform
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
+import xxhash
+from pydantic import TypeAdapter
 
 from yunlu.catalog.machine import Device, Machine
+from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 from yunlu.training.cgroup import Cgroup, read_cgroup
@@ -26,9 +30,8 @@ from yunlu.training.cgroup import Cgroup, read_cgroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Clock: TypeAlias = "Callable[[], float]"
 
 # Flags of processors that compute in the precision instead of converting back and forth.
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -104,13 +107,19 @@ def _accelerators() -> list[Device]:
 def _cuda(torch: Any, index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     free_bytes, _ = torch.cuda.mem_get_info(index)
-    # Tensor cores: fp16 from Volta (7.0) on, bf16 from Ampere (8.0); AMD's have both.
+    # Tensor cores: fp16 from Volta (7.0) on, tf32 and bf16 from Ampere (8.0), fp8 from Ada (8.9);
+    # AMD's have bf16 and fp16, and fp8 from MI300 on.
     is_amd = torch.version.hip is not None
+    version = (properties.major, properties.minor)
     fast: list[Precision] = ["fp32"]
-    if is_amd or properties.major >= 8:
+    if not is_amd and version >= (8, 0):
+        fast.append("tf32")
+    if is_amd or version >= (8, 0):
         fast.append("bf16")
-    if is_amd or properties.major >= 7:
+    if is_amd or version >= (7, 0):
         fast.append("fp16")
+    if properties.gcnArchName.startswith(("gfx94", "gfx95")) if is_amd else version >= (8, 9):
+        fast.append("fp8")
     return Device(
         kind="cuda", name=properties.name, memory_bytes=free_bytes, fast_precisions=tuple(fast)
     )
@@ -139,26 +148,69 @@ class Speed(Value):
     """The same for people."""
 
 
-def measure_precisions(device: Device) -> list[Speed]:
-    """Time the three matrix products of a linear layer in each precision; about a second."""
+_SPEEDS = TypeAdapter(tuple[Speed, ...])
+
+
+def measured_speeds(device: Device, *, afresh: bool = False) -> tuple[Speed, ...]:
+    """How fast each precision is, measured once for each device, torch and number of threads."""
     import torch  # noqa: PLC0415 (takes seconds)
 
-    types: dict[Precision, torch.dtype] = {
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-    }
-    size = _telling_size(device.kind)
-    reference_s = _best_time(_products(device.kind, size, torch.float32))
-    speeds: list[Speed] = []
-    for precision, dtype in types.items():
-        if precision == "fp32":
-            relative = 1.0
-        else:
-            work = _products(device.kind, size, dtype)
-            relative = reference_s / _best_time(work, hopeless_s=4 * reference_s)
+    where = [device.kind, device.name, torch.__version__, torch.get_num_threads()]
+    key = xxhash.xxh3_64_hexdigest(json.dumps(where).encode())
+    path = read_settings().cache / "precisions" / f"{key}.json"
+    if not afresh:
+        try:
+            return _SPEEDS.validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            pass  # never measured, or torn
+    speeds = tuple(measure_precisions(device))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _SPEEDS.dump_json(speeds))
+    except OSError:
+        pass  # without a cache the next run measures again
+    return speeds
+
+
+def measure_precisions(device: Device) -> list[Speed]:
+    """Time the three matrix products of a linear layer in each precision; below a second."""
+    if device.kind != "cpu":
+        return _measure(device, time.perf_counter)
+    import torch  # noqa: PLC0415
+
+    # One thread by its own clock: on a busy machine threads wait for each other far longer than
+    # they compute, and a precision that is fifty times slower can look like the faster one.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(device, time.thread_time)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(device: Device, clock: Clock) -> list[Speed]:
+    size = _telling_size(device.kind, clock)
+    reference_s = _best_time(_products(device.kind, size, "fp32"), clock)
+    speeds = [judge("fp32", 1.0, device.kind)]
+    others: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
+    for precision in others:
+        # FP8 is not timed: how fast it is depends on the kernels that convert to it.
+        if precision == "tf32" and "tf32" not in device.fast_precisions:
+            continue
+        relative = _slow_speed(device.kind, precision, clock)
+        if relative is None:
+            work = _products(device.kind, size, precision)
+            relative = reference_s / _best_time(work, clock, hopeless_s=4 * reference_s)
         speeds.append(judge(precision, relative, device.kind))
     return speeds
+
+
+def _slow_speed(kind: str, precision: Precision, clock: Clock) -> float | None:
+    """The speed of a hopeless precision, from a product so small that even it takes no time."""
+    reference_s = _best_time(_products(kind, _SMALL, "fp32"), clock)
+    hopeless_s = _HOPELESS * reference_s
+    seconds = _best_time(_products(kind, _SMALL, precision), clock, hopeless_s=hopeless_s)
+    return reference_s / seconds if seconds > hopeless_s else None
 
 
 def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
@@ -171,6 +223,8 @@ def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
         verdict = f"{times:.{0 if times >= 10 else 1}f}× slower: not native to this {kind}"
     elif not worth:
         verdict = "no faster: saves memory only"
+    elif precision == "tf32":
+        verdict = "fast, with ten bits of fraction and the range of fp32"
     elif precision == "fp16":
         verdict = "fast, but needs loss scaling: prefer bf16 where it is as fast"
     else:
@@ -182,31 +236,34 @@ def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
 
 _WORTH_FROM = 1.2
 """A smaller gain in the products is eaten by the conversions around them."""
-_BUDGET_S = 0.25
+_BUDGET_S = 0.1
+_SMALL, _HOPELESS = 128, 4
 
 
-def _telling_size(kind: str) -> int:
+def _telling_size(kind: str, clock: Clock) -> int:
     """Matrices large enough that fp32 takes milliseconds: smaller ones time the overhead."""
-    import torch  # noqa: PLC0415
-
     size, largest = 256, 2048 if kind == "cpu" else 8192
-    while size < largest and _best_time(_products(kind, size, torch.float32), rounds=3) < 2e-3:
+    while size < largest and _best_time(_products(kind, size, "fp32"), clock, rounds=3) < 2e-3:
         size *= 2
     return size
 
 
-def _products(kind: str, size: int, dtype: torch.dtype) -> Callable[[], None]:
+def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
     import torch  # noqa: PLC0415
 
+    from yunlu.training.precision.room import tf32_products  # noqa: PLC0415
+
     made = torch.Generator().manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     inputs, weights, gradient = (
         torch.randn(size, size, generator=made).to(kind, dtype) for _ in range(3)
     )
 
     def once() -> None:
-        _ = inputs @ weights.T  # forward
-        _ = gradient @ weights  # gradient of the inputs
-        _ = gradient.T @ inputs  # gradient of the weights
+        with tf32_products() if precision == "tf32" else nullcontext():
+            _ = inputs @ weights.T  # forward
+            _ = gradient @ weights  # gradient of the inputs
+            _ = gradient.T @ inputs  # gradient of the weights
         if kind == "cuda":
             torch.cuda.synchronize()
         elif kind == "mps":
@@ -216,15 +273,15 @@ def _products(kind: str, size: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _best_time(
-    work: Callable[[], None], *, rounds: int = 30, hopeless_s: float = float("inf")
+    work: Callable[[], None], clock: Clock, *, rounds: int = 30, hopeless_s: float = float("inf")
 ) -> float:
     """The best of several: noise only ever adds time. Hopeless work is not repeated."""
     work()  # libraries load and choose their kernels the first time
-    best, began = float("inf"), time.perf_counter()
+    best, began = float("inf"), clock()
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         work()
-        end = time.perf_counter()
+        end = clock()
         best = min(best, end - start)
         if best > hopeless_s or end - began > _BUDGET_S:
             break
@@ -259,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if measure and torch is not None:
         best = machine.best_device
-        speeds = [speed.model_dump(mode="json") for speed in measure_precisions(best)]
+        speeds = [speed.model_dump(mode="json") for speed in measured_speeds(best, afresh=True)]
         found["measured"] = {"device": best.kind, "precisions": speeds}
     sys.stdout.write(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
     return 0

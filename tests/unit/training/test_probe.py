@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
 
-from yunlu.catalog.machine import Machine
+from yunlu.catalog.machine import Device, Machine
 from yunlu.training import probe
 from yunlu.training.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def test_this_machine_is_described_within_what_the_system_says(
@@ -74,6 +76,96 @@ def test_a_precision_is_worth_using_only_when_clearly_faster() -> None:
     assert "slower" in slow.verdict
 
 
+def test_tf32_and_fp8_are_fast_on_the_cards_that_have_them() -> None:
+    def fast(major: int, minor: int) -> tuple[str, ...]:
+        properties = SimpleNamespace(name="card", major=major, minor=minor)
+        fake = SimpleNamespace(
+            cuda=SimpleNamespace(
+                get_device_properties=lambda _: properties, mem_get_info=lambda _: (1, 2)
+            ),
+            version=SimpleNamespace(hip=None),
+        )
+        return probe._cuda(fake, 0).fast_precisions
+
+    assert fast(7, 5) == ("fp32", "fp16")
+    assert fast(8, 6) == ("fp32", "tf32", "bf16", "fp16")
+    assert fast(9, 0) == ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A cache of the test's own, and the name of each device that is measured."""
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
+    devices: list[str] = []
+
+    def measure(device: Device) -> list[probe.Speed]:
+        devices.append(device.name)
+        return [probe.judge("fp32", 1.0, "cpu"), probe.judge("bf16", 2.0 + len(devices), "cpu")]
+
+    monkeypatch.setattr(probe, "measure_precisions", measure)
+    return devices
+
+
+CPU = Device(kind="cpu", name="some cpu", memory_bytes=1)
+
+
+def test_speeds_are_measured_once_for_each_device_and_number_of_threads(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = probe.measured_speeds(CPU)
+    assert probe.measured_speeds(CPU.model_copy(update={"memory_bytes": 2})) == first
+    assert measured == ["some cpu"]
+    probe.measured_speeds(CPU.model_copy(update={"name": "another"}))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    probe.measured_speeds(CPU)
+    assert measured == ["some cpu", "another", "some cpu"]
+
+
+def test_speeds_measured_afresh_are_the_ones_remembered(measured: list[str]) -> None:
+    first = probe.measured_speeds(CPU)
+    second = probe.measured_speeds(CPU, afresh=True)
+    assert first != second
+    assert probe.measured_speeds(CPU) == second
+    assert len(measured) == 2
+
+
+def test_a_torn_or_absent_cache_costs_a_measurement_only(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probe.measured_speeds(CPU)
+    [file] = (tmp_path / "cache" / "precisions").iterdir()
+    file.write_text('[{"precision": "fp3')
+    assert len(probe.measured_speeds(CPU)) == 2
+    assert len(measured) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "file"))  # no directory can be made here
+    assert len(probe.measured_speeds(CPU)) == 2
+
+
+def test_a_hopeless_precision_is_tried_on_small_products_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, tried = [0.0], list[tuple[int, str]]()
+    slowness = {"fp32": 1.0, "bf16": 0.5, "fp16": 160.0}
+
+    def products(_: str, size: int, precision: str) -> Callable[[], None]:
+        def once() -> None:
+            clock[0] += slowness[precision] * size**3 * 1e-10
+            tried.append((size, precision))
+
+        return once
+
+    monkeypatch.setattr(probe, "_products", products)
+    monkeypatch.setattr(probe.time, "thread_time", lambda: clock[0])
+    speeds = {each.precision: each for each in probe.measure_precisions(CPU)}
+    assert speeds["fp16"].relative_speed == pytest.approx(1 / 160)
+    assert speeds["bf16"].relative_speed == pytest.approx(2)
+    assert speeds["bf16"].is_worth_using
+    assert [size for size, precision in tried if precision == "fp16"] == [128, 128]
+    assert max(size for size, precision in tried if precision == "bf16") > 128
+    assert clock[0] < 1  # of the slow machine's own seconds
+
+
 def counting(seconds: float, clock: list[float], calls: list[float]) -> Callable[[], None]:
     def work() -> None:
         clock[0] += seconds
@@ -82,21 +174,39 @@ def counting(seconds: float, clock: list[float], calls: list[float]) -> Callable
     return work
 
 
-def test_hopeless_work_is_timed_once_and_noise_is_outlived(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
-    calls: list[float] = []
-    assert probe._best_time(counting(0.1, clock, calls), hopeless_s=0.01) == pytest.approx(0.1)
+def test_hopeless_work_is_timed_once_and_noise_is_outlived() -> None:
+    now, calls = [0.0], list[float]()
+
+    def clock() -> float:
+        return now[0]
+
+    hopeless = counting(0.1, now, calls)
+    assert probe._best_time(hopeless, clock, hopeless_s=0.01) == pytest.approx(0.1)
     assert len(calls) == 2  # a first time to warm up, and the one that is timed
 
     noisy = iter([0.05, 0.004, 0.001, 0.009, *[0.002] * 100])
 
     def work() -> None:
-        clock[0] += next(noisy)
+        now[0] += next(noisy)
 
-    assert probe._best_time(work) == pytest.approx(0.001)
+    assert probe._best_time(work, clock) == pytest.approx(0.001)
+
+
+def test_measuring_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = torch.get_num_threads(), list[int]()
+
+    def fail(*_: object) -> list[probe.Speed]:
+        during.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe, "_measure", fail)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            probe.measure_precisions(CPU)
+        assert (during, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_program_prints_a_machine_and_a_verdict_for_each_precision(

@@ -1,0 +1,197 @@
+"""Two ways to look at one step: how large its numbers are, and where it first goes wrong.
+
+Hooks exist only while a look lasts, and everything they find is read from the device at the end,
+in one go: a step that is not looked at costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from yunlu.training.precision.modules import is_covered, tensors_in
+from yunlu.training.precision.ranges import Range, measure, read
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from torch.utils.hooks import RemovableHandle
+
+FORWARD = ("inputs", "outputs", "weights")
+BACKWARD = ("input gradients", "output gradients", "weight gradients")
+_RATIO_SAMPLE = 1 << 12
+
+
+class RangeLook:
+    """Sizes of activations and gradients in a step that runs with the range of FP32.
+
+    Seen there, a number that FP16 would lose is still what it is: overflow and underflow are
+    foreseen for each module, instead of guessed at from infinities and zeros after the fact.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._measured: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        self._weight_hooks: list[RemovableHandle] = []
+        self._before: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around the forward pass of each micro-batch; gradients follow by themselves."""
+        if not self._weight_hooks:
+            self._watch_weights()
+        hooks: list[RemovableHandle] = []
+        for name, module in self._modules.items():
+            entering, leaving = partial(self._enter, name), partial(self._leave, name)
+            hooks.append(module.register_forward_pre_hook(entering))
+            hooks.append(module.register_forward_hook(leaving))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def before_update(self) -> None:
+        """Remember some of each module's weights."""
+        self._before = {name: _sample(module) for name, module in self._modules.items()}
+
+    def read_ratios(self) -> dict[str, float]:
+        """How far each module's weights moved, as a share of their norm."""
+        pairs: dict[str, Tensor] = {}
+        for name, before in self._before.items():
+            if before:
+                old, new = torch.cat(before), torch.cat(_sample(self._modules[name]))
+                pairs[name] = torch.stack([(new - old).norm(), old.norm()])
+        if not pairs:
+            return {}
+        rows: list[list[float]] = torch.stack(list(pairs.values())).tolist()
+        return {
+            name: moved / norm
+            for name, (moved, norm) in zip(pairs, rows, strict=True)
+            if norm > 0  # what starts at zero moves infinitely far
+        }
+
+    def read_ranges(self) -> dict[str, dict[str, Range]]:
+        """Ranges by module and kind."""
+        self.close()
+        found: dict[str, dict[str, Range]] = {}
+        for (name, kind), span in read(self._measured).items():
+            found.setdefault(name, {})[kind] = span
+        return found
+
+    def close(self) -> None:
+        """Take the remaining hooks away."""
+        for hook in self._weight_hooks:
+            hook.remove()
+        self._weight_hooks = []
+
+    def _watch_weights(self) -> None:
+        for name, module in self._modules.items():
+            for weight in module.parameters():
+                if weight.is_floating_point() and weight.numel():
+                    self._note(name, "weights", weight)
+                    if weight.requires_grad:
+                        seen = partial(self._note, name, "weight gradients")
+                        self._weight_hooks.append(weight.register_hook(seen))
+
+    def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A view of its own tells this module's gradient from that of others with the same input;
+        # one view for each tensor, since attention asks whether query and key are the same.
+        views: dict[int, Tensor] = {}
+        for value in args:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                self._note(name, "inputs", value)
+                if value.requires_grad and id(value) not in views:
+                    views[id(value)] = value.view_as(value)
+                    views[id(value)].register_hook(partial(self._note, name, "input gradients"))
+        return tuple(views.get(id(value), value) for value in args)
+
+    def _leave(self, name: str, _module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
+        # A hook on a view dies when the next layer works in place; one on a copy does not.
+        outputs = outputs.clone() if isinstance(outputs, Tensor) else outputs
+        for value in tensors_in(outputs):
+            if value.is_floating_point() and value.numel():
+                self._note(name, "outputs", value)
+                if value.requires_grad:
+                    value.register_hook(partial(self._note, name, "output gradients"))
+        return outputs
+
+    def _note(self, name: str, kind: str, values: Tensor) -> None:
+        with torch.no_grad():
+            self._measured[name, kind].append(measure(values))
+
+
+class FiniteLook:
+    """Where the forward pass of a step in low precision first stops being finite."""
+
+    def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+        self._model, self._candidates = model, candidates
+        self._names: list[str] = []
+        self._found: list[Tensor] = []
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around the forward pass of each micro-batch."""
+        hooks = [
+            module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
+            for name, module in self._model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def read_culprits(self) -> list[str]:
+        """Innermost modules that made something infinite of finite inputs, in forward order."""
+        if not self._found:
+            return []
+        rows: list[list[bool]] = torch.stack(self._found).tolist()
+        culprits: list[str] = []
+        for name, (bad_input, bad_output) in zip(self._names, rows, strict=True):
+            # What is inside a module ends before it: a culprit there explains the one around it.
+            explained = any(is_covered(culprit, (name,)) for culprit in culprits)
+            if bad_output and not bad_input and not explained:
+                culprits.append(name)
+        return culprits
+
+    def _leave(
+        self,
+        name: str,
+        _module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+    ) -> None:
+        trusted = name in self._candidates
+        # A mask holds minus infinity by right; nothing else that takes no gradient does.
+        results = [each for each in tensors_in(outputs) if trusted or each.requires_grad]
+        with torch.no_grad():
+            bad_input = _any(
+                ~value.isfinite() if value.requires_grad else value.isnan() | value.isposinf()
+                for value in tensors_in((args, kwargs))
+                if value.is_floating_point()
+            )
+            bad_output = _any(~value.isfinite() for value in results if value.is_floating_point())
+        if bad_output is not None:
+            bad_input = torch.zeros_like(bad_output) if bad_input is None else bad_input
+            self._names.append(name)
+            self._found.append(torch.stack([bad_input.to(bad_output.device), bad_output]))
+
+
+def _any(parts: Generator[Tensor]) -> Tensor | None:
+    found = [part.any() for part in parts]
+    return torch.stack(found).any() if found else None
+
+
+def _sample(module: nn.Module) -> list[Tensor]:
+    """Some of the weights, so that remembering them takes no memory to speak of."""
+    weights = [
+        weight.detach().reshape(-1) for weight in module.parameters() if weight.requires_grad
+    ]
+    return [weight[:: max(1, len(weight) // _RATIO_SAMPLE)].float().clone() for weight in weights]

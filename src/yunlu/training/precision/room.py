@@ -1,0 +1,150 @@
+"""What wraps the forward pass, the scaled step, and the moves of a run in low precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.training.precision.adaptive import Adaptive, Move
+from yunlu.training.precision.device import check_precision
+from yunlu.training.precision.full_list import keep_in_fp32
+from yunlu.training.precision.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+# FP8 is for the products that were converted to it; what is around them runs in BF16.
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+_NOTHING = nullcontext()
+
+
+class Precision:
+    """Weights stay in FP32; autocast lowers the arithmetic; FP16 gradients are scaled.
+
+    With ``adapt``, modules whose numbers BF16 or FP16 cannot hold compute in FP32 while that is so.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, adapt: bool = False) -> None:
+        check_precision(name, device)
+        self.name, self.device = name, device
+        self._type = _TYPES.get(name)
+        self._scale = LossScale(device) if name == "fp16" else None
+        self._adaptive = (
+            Adaptive(name, _TYPES[name], device) if adapt and name in {"bf16", "fp16"} else None
+        )
+        self._applied, self._seen_at = True, 1.0
+        if self._type is not None and device.type == "cpu":
+            keep_in_fp32()
+
+    def attach(self, model: nn.Module, *copies: nn.Module) -> None:
+        """Watch a model on its device; copies of it, such as an average, follow its moves."""
+        if self._adaptive is not None:
+            self._adaptive.attach(model, *copies)
+
+    def detach(self) -> None:
+        """Leave the attached models as they were."""
+        if self._adaptive is not None:
+            self._adaptive.detach()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the forward pass."""
+        if self.name == "tf32":
+            return tf32_products()
+        if self._type is None:
+            return _NOTHING
+        # Evaluations run as the model will be used; only training is looked at.
+        if self._adaptive is not None and self._adaptive.is_due and torch.is_grad_enabled():
+            return self._adaptive.look()
+        return torch.autocast(self.device.type, dtype=self._type)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward, scaled where small gradients would vanish."""
+        scaled = loss if self._scale is None else self._scale.scale(loss)
+        with tf32_products() if self.name == "tf32" else _NOTHING:
+            scaled.backward()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients back to their true size, before clipping."""
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """One update, or none if FP16 gradients overflowed; whether it was applied."""
+        if self._adaptive is not None:
+            self._adaptive.before_update()
+        if self._scale is None:
+            optimizer.step()
+            return True
+        self._seen_at = self._scale.value
+        self._applied = self._scale.step(optimizer)
+        return self._applied
+
+    def skip(self) -> None:
+        """Instead of ``step``, for a step that is left out: the next one starts afresh."""
+        self._applied = False
+        if self._scale is not None:
+            self._seen_at = self._scale.value
+            self._scale.skip()
+
+    def observe(self, *, step: int, loss: float) -> list[Move]:
+        """Look at a finished step; returns the modules that were moved because of it."""
+        if self._adaptive is None:
+            return []
+        applied, self._applied = self._applied, True
+        return self._adaptive.observe(
+            step=step,
+            loss=loss,
+            applied=applied,
+            seen_at=self._seen_at,
+            scale=self._scale,
+        )
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a gradient that is not finite is a skipped step rather than an error."""
+        return self._scale is not None
+
+    @property
+    def scale(self) -> float | None:
+        """The factor on the loss, where there is one."""
+        return None if self._scale is None else self._scale.value
+
+    @property
+    def skips(self) -> int:
+        """Steps left out so far because a gradient overflowed."""
+        return 0 if self._scale is None else self._scale.skips
+
+    @property
+    def low_share(self) -> float | None:
+        """Share of the lowered parameters that are low now; none where it cannot change."""
+        return None if self._adaptive is None else self._adaptive.low_share
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        parts = {"scale": self._scale, "adaptive": self._adaptive}
+        return {name: part.state() for name, part in parts.items() if part is not None}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        if self._scale is not None and "scale" in state:
+            self._scale.restore(state["scale"])
+        if self._adaptive is not None and "adaptive" in state:
+            self._adaptive.restore(state["adaptive"])
+
+
+@contextmanager
+def tf32_products() -> Generator[None]:
+    """FP32 products may round their inputs to TF32; the process's own setting comes back after."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

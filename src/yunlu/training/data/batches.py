@@ -5,36 +5,43 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from yunlu.core.errors import YunluError
+from yunlu.training.data.order import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from yunlu.training.data.order import StepOrder
+    from numpy.typing import NDArray
+
+    from yunlu.training.data.order import Order
     from yunlu.training.tasks.task import Batch, Samples
 
 
 def step_batches(
     samples: Samples,
     collate: Callable[[Sequence[Any]], Batch],
-    order: StepOrder,
+    order: Order,
     *,
     micro_batch: int,
     first_step: int,
     steps: int,
     workers: int,
+    lengths: NDArray[np.integer] | None = None,
 ) -> Iterator[list[Batch]]:
-    """For each step from ``first_step`` (from 0) up to ``steps``: its micro-batches."""
+    """For each step from ``first_step`` (from 0) up to ``steps``: its micro-batches.
+
+    With ``lengths``, samples of like length share a micro-batch: the same step, less padding.
+    """
     sizes = (
         -(-order.size_of(step) // micro_batch)  # ceiling
         for step in range(first_step, steps)
     )
-    micros = load(
-        samples, collate, _micro_indices(order, micro_batch, first_step, steps), workers=workers
-    )
+    indices = micro_indices(order, micro_batch, first_step, steps, lengths=lengths)
+    micros = load(samples, collate, indices, workers=workers)
     for size in sizes:
         yield list(islice(micros, size))
 
@@ -44,7 +51,7 @@ def sequential_batches(
 ) -> Iterator[Batch]:
     """Every sample once, in its own order: evaluation."""
     indices = (
-        list(range(first, min(first + micro_batch, len(samples))))
+        np.arange(first, min(first + micro_batch, len(samples)))
         for first in range(0, len(samples), micro_batch)
     )
     return load(samples, collate, indices, workers=workers)
@@ -53,7 +60,7 @@ def sequential_batches(
 def load(
     samples: Samples,
     collate: Callable[[Sequence[Any]], Batch],
-    indices: Iterator[list[int]],
+    indices: Iterator[NDArray[np.int64]],
     *,
     workers: int,
 ) -> Iterator[Batch]:
@@ -72,20 +79,26 @@ def load(
     return map(_raise_if_error, loader)
 
 
+def fetch(samples: Samples, indices: NDArray[np.int64]) -> Any:
+    """The samples at these places, in one go where the data set can do that."""
+    at_once = getattr(samples, "fetch_array", None)
+    if at_once is not None:
+        return at_once(indices)
+    many = getattr(samples, "__getitems__", None)  # torch's convention
+    listed = indices.tolist()
+    return many(listed) if many is not None else [samples[index] for index in listed]
+
+
 class _Work:
     """Fetches and collates; in a loading process, an error for the user travels as a value."""
 
     def __init__(self, samples: Samples, collate: Callable[[Sequence[Any]], Batch]) -> None:
         self._samples, self._collate = samples, collate
-        # torch's convention for fetching many samples in one go
-        self._fetch_many = getattr(samples, "__getitems__", None)
 
-    def __call__(self, indices: list[int]) -> Batch:
-        if self._fetch_many is not None:
-            return self._collate(self._fetch_many(indices))
-        return self._collate([self._samples[index] for index in indices])
+    def __call__(self, indices: NDArray[np.int64]) -> Batch:
+        return self._collate(fetch(self._samples, indices))
 
-    def __getitems__(self, indices: list[int]) -> list[Batch | YunluError]:
+    def __getitems__(self, indices: NDArray[np.int64]) -> list[Batch | YunluError]:
         try:
             return [self(indices)]
         except YunluError as error:  # torch would wrap it into a traceback
@@ -102,10 +115,18 @@ def _raise_if_error(made: Batch | YunluError) -> Batch:
     return made
 
 
-def _micro_indices(
-    order: StepOrder, micro_batch: int, first_step: int, steps: int
-) -> Iterator[list[int]]:
+def micro_indices(
+    order: Order,
+    micro_batch: int,
+    first_step: int,
+    steps: int,
+    *,
+    lengths: NDArray[np.integer] | None = None,
+) -> Iterator[NDArray[np.int64]]:
+    """The samples of each micro-batch, step after step."""
+    weights = None if lengths is None else weight_of(lengths)
     for indices in islice(order.steps_from(first_step), max(steps - first_step, 0)):
-        chosen = indices.tolist()
-        for first in range(0, len(chosen), micro_batch):
-            yield chosen[first : first + micro_batch]
+        if weights is not None and len(indices) > micro_batch:
+            indices = indices[np.argsort(weights[indices], kind="stable")]  # noqa: PLW2901 - the same step, in another order
+        for first in range(0, len(indices), micro_batch):
+            yield indices[first : first + micro_batch]

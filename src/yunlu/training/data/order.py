@@ -3,13 +3,17 @@
 A keyed permutation (a Feistel network with cycle walking) gives the sample at any position of any
 epoch without holding the permutation: the whole state of the data is the number of the step. Any
 layout, any resume and any resize therefore sees the same samples in the same order.
+
+Samples of different length can be batched by length: ``BucketOrder`` sorts a window of the same
+permutation, cuts it into batches and shuffles those, so that a batch holds samples of nearly one
+length and yet is another one in every epoch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -19,7 +23,44 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ROUNDS = 6
-_CHUNK = 1 << 16
+_CHUNK = 1 << 12  # arrays that fit a cache, and that malloc keeps
+_WINDOW, _WINDOWS_PER_EPOCH = 64, 4
+"""A window's batches, at most; an epoch of fewer windows would sort the same batches every time.
+
+Texts of 61 tokens in the mean, 153 at p95 and at most 256, by 8: 56 % of what is computed is padding,
+19 % with windows of 8 batches, 11 % with 16, 5.5 % with 32, 2.8 % with 64, 1.5 % with 128.
+"""
+
+
+class Order(Protocol):
+    """Which samples each step takes, for ever; steps count from 0."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in the data."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Samples of a full step."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which each sample comes once."""
+        ...
+
+    def size_of(self, step: int) -> int:
+        """How many samples step ``step`` consumes."""
+        ...
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before ``step`` consumed."""
+        ...
+
+    def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
+        """The sample indices of each step, from ``step`` on, without end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +99,83 @@ class StepOrder:
                 yield from np.split(indices, range(self.batch, last - first, self.batch))
                 within = until
             epoch, within = epoch + 1, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BucketOrder:
+    """As ``StepOrder``, but samples of like length share a step; a short last step stays last."""
+
+    samples: int
+    batch: int
+    seed: int
+    lengths: NDArray[np.integer] = field(repr=False)
+    """One per sample."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last step of an epoch takes what is left, so each sample comes once per epoch."""
+        return self._plain.steps_per_epoch
+
+    @property
+    def window(self) -> int:
+        """Steps whose samples are sorted together."""
+        return max(1, min(_WINDOW, self.steps_per_epoch // _WINDOWS_PER_EPOCH))
+
+    def size_of(self, step: int) -> int:
+        """How many samples step ``step`` (from 0) consumes."""
+        return self._plain.size_of(step)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before ``step`` consumed."""
+        return self._plain.samples_before(step)
+
+    def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
+        """The sample indices of each step, from ``step`` on, without end."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        while True:
+            while within < self.steps_per_epoch:
+                number, done = divmod(within, self.window)
+                yield from self._sorted_window(epoch, number)[done:]
+                within = (number + 1) * self.window
+            epoch, within = epoch + 1, 0
+
+    @property
+    def _plain(self) -> StepOrder:
+        return StepOrder(samples=self.samples, batch=self.batch, seed=self.seed)
+
+    def _sorted_window(self, epoch: int, number: int) -> list[NDArray[np.int64]]:
+        size = self.window * self.batch
+        first, last = number * size, min((number + 1) * size, self.samples)
+        positions = np.arange(first, last, dtype=np.uint64)
+        indices = permute(positions, self.samples, seed=self.seed, epoch=epoch)
+        whole = len(indices) // self.batch * self.batch
+        full, rest = indices[:whole], indices[whole:]
+        by_length = full[np.argsort(self.lengths[full], kind="stable")].reshape(-1, self.batch)
+        places = np.arange(len(by_length), dtype=np.uint64)
+        # Seeds have 32 bits: above them there is room for the window's own.
+        seed = self.seed + ((number + 1) << 32)
+        mixed = by_length[permute(places, len(by_length), seed=seed, epoch=epoch)]
+        return [*mixed, rest] if len(rest) else list(mixed)
+
+
+def make_order(
+    samples: int,
+    batch: int,
+    seed: int,
+    *,
+    lengths: NDArray[np.integer] | None = None,
+    padding: Literal["pad", "bucket", "pack"] = "pad",
+) -> StepOrder | BucketOrder:
+    """The order of a way to treat lengths; packing needs none of its own, since nothing is padded."""
+    if padding != "bucket":
+        return StepOrder(samples=samples, batch=batch, seed=seed)
+    assert lengths is not None, "batching by length is offered only where samples have lengths"
+    return BucketOrder(samples=samples, batch=batch, seed=seed, lengths=weight_of(lengths))
+
+
+def weight_of(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+    """One number per sample to sort by: its length, or the sum of the lengths of its sides."""
+    return lengths if lengths.ndim == 1 else lengths.sum(axis=1)
 
 
 def permute(

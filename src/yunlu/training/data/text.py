@@ -44,9 +44,14 @@ class TokenLists:
         return self.ids[self.starts[index] : self.starts[index + 1]]
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each text."""
+        return np.diff(self.starts)
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest text."""
-        return int(np.diff(self.starts).max(initial=0))
+        return int(self.lengths.max(initial=0))
 
 
 def id_type(size: int) -> type[np.uint16 | np.uint32]:
@@ -113,6 +118,12 @@ def pad(lists: Sequence[np.ndarray], fill: int) -> tuple[Tensor, Tensor]:
         row[: len(ids)] = ids
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     return torch.from_numpy(padded), mask
+
+
+def lay_end_to_end(lists: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Ids ``(T,)`` of all texts in one row, and the length of each."""
+    ids = np.concatenate(lists).astype(np.int64)
+    return torch.from_numpy(ids), torch.tensor([len(ids) for ids in lists])
 
 
 def token_config(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from yunlu.core.errors import DataError, ModelError, missing_part
 from yunlu.training.models.hf import find_hf_directory, names_hf
+from yunlu.training.models.weights import start_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,6 +104,20 @@ class BpeTokenizer:
         self._fast.train_from_iterator(texts, trainer)
         self.size = self._fast.get_vocab_size()
 
+    @classmethod
+    def read(cls, directory: Path) -> BpeTokenizer:
+        """The one that an earlier run trained and exported: the same text, the same ids."""
+        path = directory / "tokenizer.json"
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower one
+            raise ModelError(f"{path} is not a tokenizer that can be read: {error}") from error
+        found = cls.__new__(cls)
+        found._fast, found.size = fast, fast.get_vocab_size()
+        if [fast.token_to_id(mark) for mark in _SPECIAL] != [found.pad, found.bos, found.eos]:
+            raise ModelError(f"{path} was altered: its marks are not where they were exported.")
+        return found
+
     def encode_batch(
         self, texts: Sequence[str], *, ends: bool = False, max_length: int | None = None
     ) -> list[list[int]]:
@@ -173,10 +189,13 @@ def choose_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names, trained on ``texts`` where it has to learn.
 
-    ``auto`` is the model's own for a Hugging Face model; else ``small`` up to 2 MB of text,
-    where BPE learns too few words to pay, and ``bpe`` above.
+    ``auto`` is the model's own for a Hugging Face model, and the start's for a model that starts from
+    an earlier one; else ``small`` up to 2 MB of text, where BPE learns too few words to pay, and
+    ``bpe`` above.
     """
     name = data.tokenizer
+    if model.weights is not None and not names_hf(model.name):
+        return _tokenizer_of_start(data, model)
     if name == "auto":
         if names_hf(model.name):
             own = _own_tokenizer(model)
@@ -206,8 +225,57 @@ def fitting_vocabulary(texts: Sequence[str]) -> int:
     return max(512, min(_LARGEST_VOCABULARY, _bytes_in(texts) // _BYTES_PER_TOKEN))
 
 
-def _own_tokenizer(model: ModelSpec) -> HfTokenizer | None:
+def _tokenizer_of_start(data: DataSpec, model: ModelSpec) -> Tokenizer:
+    """What the start was trained with: its weights mean nothing under other ids."""
+    directory = start_of(model)
+    own = None if directory is None else _exported_tokenizer(directory)
+    if directory is None or own is None:
+        raise ModelError(
+            f"model.weights: {model.weights} holds no tokenizer, so its weights cannot be used on text."
+        )
+    asked = data.tokenizer
+    if asked not in {"auto", own.name} and not _is_same(asked, directory):
+        raise ModelError(
+            f"data.tokenizer: the model in {directory} was trained with its own tokenizer "
+            f"({own.name}), not {asked!r}.",
+            hint="remove data.tokenizer",
+        )
+    if data.vocabulary not in {"auto", own.size}:
+        raise ModelError(
+            f"data.vocabulary: the tokenizer of {directory} has {own.size} tokens, not "
+            f"{data.vocabulary}.",
+            hint="remove data.vocabulary",
+        )
+    return own
+
+
+def _exported_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer that an export of ours says it was trained with."""
+    path = directory / "preprocessing.json"
+    try:
+        name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    if name == BpeTokenizer.name:
+        return BpeTokenizer.read(directory)
+    return None if name is None else HfTokenizer(directory, name)
+
+
+def _is_same(asked: str, directory: Path) -> bool:
+    """Whether the directory that a job names holds the very tokenizer of the start."""
+    other = Path(asked.removeprefix("hf:")).expanduser() / "tokenizer.json"
+    own = directory / "tokenizer.json"
+    return other.is_file() and own.is_file() and other.read_bytes() == own.read_bytes()
+
+
+def _own_tokenizer(model: ModelSpec) -> Tokenizer | None:
     directory = find_hf_directory(model.name)
+    if model.pretrained and (exported := _exported_tokenizer(directory)) is not None:
+        return exported
     if any((directory / file).is_file() for file in _HF_FILES):
         return HfTokenizer(directory, model.name)
     if model.pretrained:

@@ -1,16 +1,22 @@
 """The encoder–decoder transformer.
 
-Shapes: B batch, S source length, T target length, D width, V vocabulary.
+Shapes: B batch, S source length, T target length, D width, V vocabulary. Packed samples have no
+batch axis: see the transformer.
 """
 
 # ruff: noqa: N803, N806 - capital letters in names are shapes
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.training.models.transformer import Block, Embedding, Positions, check_sizes, initialize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Seq2SeqTransformer(nn.Module):
@@ -42,21 +48,46 @@ class Seq2SeqTransformer(nn.Module):
         self.decoder_norm = nn.LayerNorm(width)
         initialize(self, residuals=3 * layers)
 
-    def forward(self, source_BS: Tensor, source_mask_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """Scores ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``."""
+    def forward(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor,
+        target_BT: Tensor,
+        target_lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        """Scores ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``.
+
+        Packed sources come with their lengths in the place of the mask, packed targets with theirs.
+        """
+        if target_lengths_B is not None:
+            lengths, target_lengths = source_mask_BS.tolist(), target_lengths_B.tolist()
+            memory_SD = self.encode(source_BS, None, lengths)
+            return self.decode(target_BT, memory_SD, None, (target_lengths, lengths))
         source_mask_BS = source_mask_BS.bool()
         return self.decode(target_BT, self.encode(source_BS, source_mask_BS), source_mask_BS)
 
-    def encode(self, source_BS: Tensor, source_mask_BS: Tensor) -> Tensor:
+    def encode(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor | None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """The memory ``(B, S, D)`` that the decoder attends to."""
-        x_BSD, turn = self.embedding(source_BS)
+        x_BSD, turn = self.embedding(source_BS, lengths)
         for layer in self.encoder:
-            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, turn=turn)
+            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, turn=turn, lengths=lengths)
         return self.encoder_norm(x_BSD)
 
-    def decode(self, target_BT: Tensor, memory_BSD: Tensor, source_mask_BS: Tensor) -> Tensor:
+    def decode(
+        self,
+        target_BT: Tensor,
+        memory_BSD: Tensor,
+        source_mask_BS: Tensor | None,
+        packed: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    ) -> Tensor:
         """Scores for the next token at each position of the target so far."""
-        x_BTD, turn = self.embedding(target_BT)
+        lengths, memory_lengths = packed
+        x_BTD, turn = self.embedding(target_BT, lengths)
         for layer in self.decoder:
             x_BTD = layer(
                 x_BTD,
@@ -64,6 +95,8 @@ class Seq2SeqTransformer(nn.Module):
                 turn=turn,
                 memory_BSD=memory_BSD,
                 memory_mask_BS=source_mask_BS,
+                lengths=lengths,
+                memory_lengths=memory_lengths,
             )
         return functional.linear(self.decoder_norm(x_BTD), self.embedding.token.weight)
 

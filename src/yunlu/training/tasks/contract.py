@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yunlu.training.tasks.task import Batch, SavesParts, Task
+from yunlu.training.data.lengths import lengths_of
+from yunlu.training.tasks.task import Batch, Packs, SavesParts, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,6 +127,41 @@ class TaskContract:
         task.loss(model, batch)[0].backward()
         _assert_equal(batch, kept)
 
+    def test_lengths_foretell_what_a_batch_costs(self) -> None:
+        """Batching by length, and the share of padding that is reported, go by them."""
+        task, splits = self._load()
+        lengths = lengths_of(splits.train)
+        batch = _batch(task, splits.train, 6)
+        if lengths is None:
+            assert batch.padding == 0
+            return
+        sides = lengths[:6].reshape(batch.samples, -1)
+        assert batch.tokens == batch.samples * sides.max(axis=0).sum()
+        assert batch.padding == batch.tokens - sides.sum()
+
+    def test_packing_changes_neither_loss_nor_gradient(self) -> None:
+        """Samples laid end to end must not see each other, nor count otherwise."""
+        task, splits = self._load()
+        model = self._build(task).eval()
+        if not isinstance(task, Packs) or not task.can_pack(model):
+            return
+        samples = [splits.train[index] for index in range(min(6, len(splits.train)))]
+        padded, packed = task.collate(samples), task.pack(samples)
+        assert (packed.samples, packed.items) == (padded.samples, padded.items)
+        assert (packed.tokens, packed.padding) == (padded.tokens - padded.padding, 0)
+        losses: list[float] = []
+        gradients: list[list[Tensor]] = []
+        for batch in (padded, packed):
+            model.zero_grad(set_to_none=True)
+            loss = task.loss(model, batch)[0]
+            (loss / batch.items).backward()
+            losses.append(float(loss.detach()))
+            found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            gradients.append([gradient.clone() for gradient in found])
+        assert math.isclose(*losses, rel_tol=1e-5)
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
     def test_a_scorer_gives_finite_metrics_and_the_one_people_quote(self) -> None:
         """Also as JSON, since the report is made of it."""
         task, splits = self._load()
@@ -206,7 +242,8 @@ def _assert_equal(one: Any, other: Any) -> None:
     if isinstance(one, Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, Batch):
-        assert (one.samples, one.items) == (other.samples, other.items)
+        for name in ("samples", "items", "tokens", "padding"):
+            assert getattr(one, name) == getattr(other, name), name
         _assert_equal(one.inputs, other.inputs)
         _assert_equal(one.targets, other.targets)
     elif isinstance(one, dict):

@@ -23,6 +23,7 @@ from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
+from yunlu.training.models.weights import read_parts
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
     Labelled,
@@ -141,7 +142,10 @@ class ImageClassification(OneLabel):
     def _learn_normalisation(self, job: Job, pictures: Pictures | PictureFiles) -> None:
         self._scale = find_scale(pictures)
         given = read_hf_preprocessor(job.model) if self._by_name else {}
-        if "image_mean" in given and "image_std" in given:
+        start = read_parts(job.model)
+        if "deviation" in start:  # trained weights keep the normalisation they were trained with
+            mean, deviation = start["mean"], start["deviation"]
+        elif "image_mean" in given and "image_std" in given:
             mean, deviation = given["image_mean"], given["image_std"]
         else:
             mean, deviation = measure(pictures, self._scale)

@@ -136,7 +136,7 @@ class OneLabel:
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """Cross-entropy summed over the samples."""
         return classification_loss(
-            call(model, batch),
+            self._answers(model, batch),
             batch.targets,
             classes=len(self.labels),
             label_smoothing=self._label_smoothing,
@@ -146,6 +146,9 @@ class OneLabel:
     def scorer(self) -> ClassScorer:
         """Accuracy, macro-F1 and confusion."""
         return ClassScorer(self.labels.names)
+
+    def _answers(self, model: nn.Module, batch: Batch) -> Any:
+        return call(model, batch)
 
 
 def ends_in_softmax(model: Any) -> bool:

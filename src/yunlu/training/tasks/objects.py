@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Loss = Callable[[Any, Any], Tensor]
 _PARTS = ("train", "validation", "test")
+_LOW = {torch.bfloat16, torch.float16}
 
 
 class ObjectTask:
@@ -95,6 +96,8 @@ class ObjectTask:
         assert self._loss is not None, "load comes first"
         outputs = call(model, batch)
         answers = outputs if _is_bare(outputs) else logits_of(outputs)
+        if isinstance(answers, Tensor) and answers.dtype in _LOW:
+            answers = answers.float()  # losses are computed in FP32, as in every task
         if self._summed is not None:
             return self._summed(answers, batch.targets), answers
         return self._loss(answers, batch.targets) * batch.samples, answers
@@ -174,9 +177,10 @@ class _Pairs:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
 
-    def __getitems__(self, indices: list[int]) -> _Stacked:
-        chosen = torch.as_tensor(indices)
-        return _Stacked(self.inputs[chosen], self.targets[chosen])
+    def fetch_array(self, indices: np.ndarray) -> _Stacked:
+        """Many at once, without a list of Python numbers between."""
+        chosen = torch.from_numpy(indices)
+        return _Stacked(self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen))
 
 
 class _LateScorer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from yunlu.training.data.text import (
     check_vocabulary,
     encode,
     fit_length,
+    lay_end_to_end,
     pad,
     save_tokenizer,
     texts_of,
@@ -33,8 +35,6 @@ from yunlu.training.tasks.transcripts import edit_distance
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import numpy as np
 
     from yunlu.spec.job import Job
     from yunlu.training.data.table import Table
@@ -116,6 +116,26 @@ class Seq2Seq:
             targets=target.masked_fill(~target_mask, IGNORED),
             samples=len(samples),
             items=int(target_mask.sum()),
+            tokens=source.numel() + target.numel(),
+            padding=int((~source_mask).sum()) + int((~target_mask).sum()),
+        )
+
+    def can_pack(self, model: nn.Module) -> bool:
+        """The built-in model can."""
+        return isinstance(unwrapped(model), Seq2SeqTransformer)
+
+    def pack(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
+        """Sources end to end, and targets, each behind a ``bos`` of its own."""
+        source, source_lengths = lay_end_to_end([source for source, _ in samples])
+        target, target_lengths = lay_end_to_end([target for _, target in samples])
+        shifted = target.roll(1)
+        shifted[target_lengths.cumsum(dim=0) - target_lengths] = self.tokenizer.bos
+        return Batch(
+            inputs=(source, source_lengths, shifted, target_lengths),
+            targets=target,
+            samples=len(samples),
+            items=len(target),
+            tokens=len(source) + len(target),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Answers]:
@@ -179,6 +199,11 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.sources)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each source, and in each target."""
+        return np.stack((self.sources.lengths, self.targets.lengths), axis=1)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """One pair."""

@@ -57,6 +57,14 @@ class Utterances:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Frames of each; None where not all sounds are kept, for they would have to be read."""
+        kept = self.sounds.kept
+        if len(kept) < len(self.sounds):
+            return None
+        return np.array([len(kept[row]) for row in self.rows], dtype=np.int64)
+
     def __getitem__(self, index: int) -> tuple[Tensor, str, str]:
         """Features, text and name."""
         row = self.rows[index]
@@ -123,6 +131,7 @@ class SpeechToText:
         texts = [text for _, text, _ in samples]
         codes = [self.characters.encode(text) for text in texts]
         lengths = torch.tensor([len(sound) for sound in sounds])
+        positions = len(sounds) * int(lengths.max())
         return Batch(
             inputs=self._inputs(pad_sequence(sounds, batch_first=True), lengths),
             targets={
@@ -135,6 +144,8 @@ class SpeechToText:
             samples=len(samples),
             # An empty text counts as one character: silence must be learned too.
             items=sum(max(1, len(row)) for row in codes),
+            tokens=positions,
+            padding=positions - int(lengths.sum()),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:

@@ -16,6 +16,7 @@ from yunlu.training.data.features import FeatureMap, find_column, fit_features, 
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model
 from yunlu.training.models.mlp import MLP
+from yunlu.training.models.weights import read_parts
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum
 from yunlu.training.tasks.task import Batch, Splits, call, logits_of
 
@@ -71,7 +72,13 @@ class _Tabular(ABC):
         if self._target in names:
             raise DataError(f"column {self._target!r} is both input and target")
         # Models of other makers know nothing of category numbers: they get plain features.
-        self._features = fit_features(train, names, embed=job.model.name == "mlp")
+        # Trained weights keep the statistics they were trained with.
+        start = read_parts(job.model)
+        self._features = (
+            FeatureMap.model_validate(start["features"])
+            if "features" in start
+            else fit_features(train, names, embed=job.model.name == "mlp")
+        )
         self._prepare(job, tables)
         return Splits(
             train=self._samples(train, "training"),
@@ -219,10 +226,11 @@ class TabularRegression(_Tabular):
     def _outputs(self) -> int:
         return 1
 
-    def _prepare(self, job: Job, tables: Tables) -> None:  # noqa: ARG002 - the other task needs it
+    def _prepare(self, job: Job, tables: Tables) -> None:
         values = self._numbers(tables.train, "training")
-        self._mean = float(values.mean())
-        self._std = float(values.std()) or 1.0
+        start = read_parts(job.model)
+        self._mean = start.get("mean", float(values.mean()))
+        self._std = start.get("std", float(values.std()) or 1.0)
 
     def _targets(self, table: Table, part: str) -> Tensor:
         scaled = (self._numbers(table, part) - self._mean) / self._std

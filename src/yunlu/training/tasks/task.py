@@ -8,17 +8,21 @@ global batch, so accumulation and uneven batches never change the objective.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from yunlu.core.errors import DataError, ModelError
 from yunlu.core.value import Value
+from yunlu.training.data.lengths import lengths_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import numpy as np
 
     from yunlu.spec.job import Job
 
@@ -55,6 +59,10 @@ class Batch:
     samples: int
     items: int
     """What the loss is averaged over: samples, or tokens that count."""
+    tokens: int = 0
+    """Positions computed, padding included; 0 where samples are all of one size."""
+    padding: int = 0
+    """Of these, padding."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""
@@ -141,6 +149,65 @@ class Heeds(Protocol):
 
     heeds: frozenset[str]
     """Some of ``SPECIAL_KEYS``."""
+
+
+@runtime_checkable
+class HasLengths(Protocol):
+    """Samples of different length that know it without being read."""
+
+    lengths: np.ndarray | None
+    """Whole numbers ``(N,)``; ``(N, sides)`` where a sample has several, as source and target."""
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A task that can lay samples end to end instead of padding them."""
+
+    def can_pack(self, model: nn.Module) -> bool:
+        """Whether this model gives packed samples the answers that it gives them alone."""
+        ...
+
+    def pack(self, samples: Sequence[Any]) -> Batch:
+        """As ``collate``, without padding; the loss and its gradient are the same."""
+        ...
+
+
+Padding = Literal["pad", "bucket", "pack"]
+"""Samples of different length: padded, batched by length and padded, or laid end to end."""
+
+
+def padding_options(task: Task, model: nn.Module, splits: Splits) -> list[Padding]:
+    """The ways to treat lengths that make sense here; ``pad`` alone for data of one size."""
+    lengths = lengths_of(splits.train)
+    if lengths is None or (lengths == lengths[:1]).all():
+        return ["pad"]
+    packs = isinstance(task, Packs) and task.can_pack(model)
+    return ["pad", "bucket", "pack"] if packs else ["pad", "bucket"]
+
+
+def check_padding(asked: Padding, options: Sequence[Padding]) -> None:
+    """Refuse a way that a job asks for and that is not among the options."""
+    if asked in options:
+        return
+    if "bucket" in options:
+        raise ModelError(
+            "train.padding: pack needs a model that can take samples laid end to end without mixing "
+            "them up, and this one cannot, or its task does not know how.",
+            hint="use train.padding: bucket, which batches samples by length",
+        )
+    raise DataError(
+        f"train.padding: {asked} is for samples of different length; these are all of one size, "
+        "or do not say how long they are.",
+        hint="remove train.padding",
+    )
+
+
+def collate_for(task: Task, padding: Padding) -> Callable[[Sequence[Any]], Batch]:
+    """What makes batches for training; evaluation always pads."""
+    if padding != "pack":
+        return task.collate
+    assert isinstance(task, Packs)
+    return task.pack
 
 
 SPECIAL_KEYS = (

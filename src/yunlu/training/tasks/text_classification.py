@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.features import customary, find_column
+from yunlu.training.data.packing import call_packed, can_pack_hf
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.text import (
     TokenLists,
     check_vocabulary,
     encode,
     fit_length,
+    lay_end_to_end,
     pad,
     save_tokenizer,
     texts_of,
@@ -24,6 +27,7 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import TransformerClassifier
+from yunlu.training.tasks.decoding import unwrapped
 from yunlu.training.tasks.media import (
     Labels,
     OneLabel,
@@ -134,7 +138,24 @@ class TextClassification(OneLabel):
             targets=torch.tensor([label for _, label in samples]),
             samples=len(samples),
             items=len(samples),
+            tokens=ids.numel(),
+            padding=ids.numel() - int(mask.sum()),
         )
+
+    def can_pack(self, model: nn.Module) -> bool:
+        """The built-in model can, and encoders of Hugging Face that do without a window."""
+        inner = unwrapped(model)
+        return isinstance(inner, TransformerClassifier) or (self._by_name and can_pack_hf(inner))
+
+    def pack(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
+        """Texts end to end; a Hugging Face model gets them padded, and is told their lengths."""
+        ids, lengths = lay_end_to_end([ids for ids, _ in samples])
+        padded = self.collate(samples)
+        if isinstance(padded.inputs, dict):
+            inputs = {**padded.inputs, "lengths": lengths}
+        else:
+            inputs = (ids, lengths)
+        return replace(padded, inputs=inputs, tokens=len(ids), padding=0)
 
     def scorer(self) -> TextScorer:
         """Accuracy, macro-F1, confusion, and a few texts with their answers."""
@@ -145,6 +166,12 @@ class TextClassification(OneLabel):
         save_tokenizer(
             self.tokenizer, directory, max_length=self.max_length, labels=self.labels.names
         )
+
+    def _answers(self, model: nn.Module, batch: Batch) -> Any:
+        if not isinstance(batch.inputs, dict) or "lengths" not in batch.inputs:
+            return super()._answers(model, batch)
+        inputs = dict(batch.inputs)
+        return call_packed(model, inputs, lengths=inputs.pop("lengths").tolist())
 
     def _read_part(
         self, table: Table | None, inputs: Sequence[str], target: str, part: str
@@ -169,6 +196,11 @@ class LabelledTexts:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each text."""
+        return self.texts.lengths
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """One pair."""

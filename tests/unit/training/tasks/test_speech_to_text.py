@@ -283,3 +283,17 @@ def test_pretrained_weights_keep_the_characters_they_came_with(
     assert losses[-1] < losses[0]
     assert built.config.vocab_size == 6  # pyright: ignore[reportAttributeAccessIssue]
     assert task.characters.encode("a b") == [3, 2, 4]
+
+
+def test_sounds_know_their_lengths_while_all_are_kept(tmp_path: Path) -> None:
+    folder = write_speech(tmp_path / "speech", random_texts(12))
+    task = SpeechToText()
+    splits = task.load(make_job({"train": str(folder), "split": ALL}))
+    train: Any = splits.train
+    train.rows = train.rows[::2]
+    assert train.lengths.tolist() == [len(train[index][0]) for index in range(len(train))]
+    batch = task.collate([train[index] for index in range(3)])
+    assert batch.tokens == 3 * max(train.lengths[:3])
+    assert batch.padding == batch.tokens - sum(train.lengths[:3])
+    train.sounds.kept.pop()
+    assert train.lengths is None, "the others would have to be read first"

@@ -1,0 +1,138 @@
+"""Whole trainings on texts of different length: the way they are laid out changes the cost alone."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.training.tiny_hf import save_bert
+from yunlu.spec.job import Job
+from yunlu.training.data.batches import step_batches
+from yunlu.training.data.lengths import expected_padding, lengths_of
+from yunlu.training.data.order import make_order
+from yunlu.training.tasks.open import open_task
+from yunlu.training.tasks.task import collate_for, padding_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+
+    from yunlu.training.tasks.task import Batch, Padding, Splits, Task
+
+BATCH, STEPS = 16, 14
+OWN: dict[str, Any] = {
+    "name": "transformer",
+    "args": {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0},
+}
+QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def load(task: str, model: dict[str, Any], data: str) -> tuple[Task, Splits, nn.Module]:
+    job = Job.model_validate(
+        {"task": task, "model": model, "data": {"train": data, "limit": 200, "max_length": 48}}
+    )
+    opened = open_task(task)
+    splits = opened.load(job)
+    torch.manual_seed(0)
+    # The rate below makes mistakes grow a hundredfold in a step: in float32, rounding among them.
+    return opened, splits, opened.build(job).double()
+
+
+def batches(
+    task: Task, splits: Splits, padding: Padding, *, first: int = 0, micro: int = BATCH
+) -> Iterator[list[Batch]]:
+    lengths = lengths_of(splits.train)
+    order = make_order(len(splits.train), BATCH, 7, lengths=lengths, padding=padding)
+    return step_batches(
+        splits.train,
+        collate_for(task, padding),
+        order,
+        micro_batch=micro,
+        first_step=first,
+        steps=STEPS,
+        workers=0,
+        lengths=None if padding == "pack" else lengths,
+    )
+
+
+def train(task: Task, model: nn.Module, steps: Iterator[list[Batch]]) -> list[float]:
+    """Plain steps with a rate that makes mistakes grow; the loss of each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    for micros in steps:
+        items, total = sum(micro.items for micro in micros), 0.0
+        for micro in micros:
+            loss = task.loss(model, micro)[0] / items
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def ids_of(micros: list[Batch]) -> list[Any]:
+    inputs = [micro.inputs for micro in micros]
+    return [given[0].tolist() for given in inputs if isinstance(given, tuple)]
+
+
+CASES = [("text-classification", "made:reviews"), ("seq2seq", "made:dates")]
+
+
+@pytest.mark.parametrize(("name", "data"), CASES)
+def test_packing_and_sorted_accumulation_train_as_padding_does(name: str, data: str) -> None:
+    curves: list[list[float]] = []
+    ways: list[tuple[Padding, int]] = [("pad", BATCH), ("pack", BATCH), ("pack", 5), ("pad", 5)]
+    for padding, micro in ways:
+        task, splits, model = load(name, OWN, data)
+        assert padding in padding_options(task, model, splits)
+        curves.append(train(task, model, batches(task, splits, padding, micro=micro)))
+    assert curves[0][-1] < curves[0][0]
+    for curve in curves[1:]:
+        np.testing.assert_allclose(curve, curves[0], rtol=1e-5)
+
+
+def test_an_encoder_of_hugging_face_trains_packed_as_padded(tmp_path: Path) -> None:
+    model = {"name": str(save_bert(tmp_path / "bert", **QUIET))}
+    curves: list[list[float]] = []
+    ways: list[Padding] = ["pad", "pack"]
+    for padding in ways:
+        task, splits, built = load("text-classification", model, "made:reviews")
+        assert padding in padding_options(task, built, splits)
+        curves.append(train(task, built.train(), batches(task, splits, padding)))
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
+
+
+def test_batches_by_length_go_on_after_a_stop_and_pad_less() -> None:
+    task, splits, model = load("text-classification", OWN, "made:reviews")
+    whole = train(task, model, batches(task, splits, "bucket"))
+    _, _, again = load("text-classification", OWN, "made:reviews")
+    steps = batches(task, splits, "bucket")
+    half = train(task, again, islice(steps, STEPS // 2))
+    assert half == whole[: STEPS // 2]
+    late = batches(task, splits, "bucket", first=STEPS // 2)
+    assert [ids_of(micros) for micros in late] == [ids_of(micros) for micros in steps]
+
+    def share(padding: Padding) -> float:
+        found = [micro for micros in batches(task, splits, padding) for micro in micros]
+        return sum(micro.padding for micro in found) / sum(micro.tokens for micro in found)
+
+    assert share("pack") == 0
+    assert share("bucket") < share("pad")
+
+
+def test_the_padding_that_was_foretold_is_the_padding_there_is() -> None:
+    task, splits, _ = load("seq2seq", OWN, "made:dates")
+    lengths = lengths_of(splits.train)
+    assert lengths is not None
+    order = make_order(len(splits.train), BATCH, 7, lengths=lengths, padding="bucket")
+    epoch = islice(batches(task, splits, "bucket", micro=5), order.steps_per_epoch)
+    found = [micro for micros in epoch for micro in micros]
+    share = sum(micro.padding for micro in found) / sum(micro.tokens for micro in found)
+    assert expected_padding(lengths, order, micro_batch=5) == pytest.approx(share)

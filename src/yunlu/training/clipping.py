@@ -1,0 +1,120 @@
+"""Bounds on the gradient: of its components, of its norm, or of its norm against those before.
+
+On a CPU torch's own functions spend most of their time sorting tensors by device and multiplying by
+one; the same arithmetic is done here without that, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+if TYPE_CHECKING:
+    from yunlu.spec.train import ClipSpec
+
+DEVIATIONS = 2.5
+"""An adaptive bound lies this far above the mean of the norms before (Kumar et al. 2025)."""
+MEMORY = 0.97
+"""What the norms before weigh against the newest one."""
+WARMUP = 25
+"""Steps without an adaptive bound, until mean and deviation mean something."""
+_ENOUGH = (1 - MEMORY ** (WARMUP - 0.5)) / (1 - MEMORY)  # weight of WARMUP norms, rounding aside
+_LEAST_SPREAD = 0.05  # of the mean: norms that hardly vary must still be free to grow
+_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
+
+Number = float | Tensor
+Statistics = tuple[Number, Number, Number]
+"""Of the norms before: their weight, mean and variance."""
+
+
+def measure_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of the whole gradient, as ``torch.nn.utils.get_total_norm`` gives it.
+
+    All gradients lie on one device.
+    """
+    if not gradients or gradients[0].device.type != "cpu":
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class Clipper:
+    """Bounds gradients in place, as the job asks."""
+
+    def __init__(self, spec: ClipSpec) -> None:
+        self._spec = spec
+        self._statistics: Statistics = (0.0, 0.0, 0.0)
+
+    def clip(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """Bound the gradients, whose norm is ``norm``; nothing waits for an accelerator."""
+        if self._spec.value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self._spec.value, self._spec.value)
+            if self._spec.norm is not None:
+                norm = measure_norm(gradients)
+        bound = self.bound(norm)
+        if bound is not None:
+            _scale(gradients, bound, norm)
+
+    def bound(self, norm: Tensor) -> Number | None:
+        """The largest norm allowed to this step; an adaptive one learns from ``norm``."""
+        if self._spec.norm != "adaptive":
+            return self._spec.norm
+        if norm.device.type == "cpu":  # plain numbers cost a hundredth of tensors that hold one
+            bound, self._statistics = learn_bound(self._statistics, norm.item())
+            return bound
+        weight, mean, variance = (torch.as_tensor(n, device=norm.device) for n in self._statistics)
+        bound, self._statistics = learn_bound((weight, mean, variance), norm.float())
+        return bound
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"statistics": [float(number) for number in self._statistics]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        weight, mean, variance = state["statistics"]
+        self._statistics = (weight, mean, variance)
+
+
+def learn_bound(statistics: Statistics, norm: Number) -> tuple[Number, Statistics]:
+    """The bound for a step of this norm, and what is known after it.
+
+    Mean and variance are exponential (West 1979), corrected for their start at nothing. The bound
+    is a z-score (Kumar et al. 2025, section 3). On an accelerator nothing here waits for it.
+    """
+    weight, mean, variance = statistics
+    spread = (variance + (_LEAST_SPREAD * mean) ** 2) ** 0.5
+    bound = _where(weight > _ENOUGH, mean + DEVIATIONS * spread, math.inf)
+    # A spike must not widen the bound by its own size, and an overflow not at all.
+    change = _where(norm < bound, norm, bound) - mean
+    grown = 1 + MEMORY * weight
+    learnt = (grown, mean + change / grown, (1 - 1 / grown) * (variance + change**2 / grown))
+    is_finite = abs(norm) < math.inf
+    weight, mean, variance = (
+        _where(is_finite, new, old) for new, old in zip(learnt, statistics, strict=True)
+    )
+    return bound, (weight, mean, variance)
+
+
+def _where(test: bool | Tensor, yes: Number, no: Number) -> Number:
+    if isinstance(test, Tensor):
+        return torch.where(test, yes, no)
+    return yes if test else no
+
+
+def _scale(gradients: list[Tensor], bound: float | Tensor, norm: Tensor) -> None:
+    on_cpu = norm.device.type == "cpu"
+    # Far enough below the bound for any rounding: torch would multiply by one.
+    if on_cpu and float(norm) + 2 * _EPSILON < 0.999 * float(bound):
+        return
+    factor = torch.clamp(bound / (norm + _EPSILON), max=1.0)
+    if on_cpu:
+        for gradient in gradients:
+            gradient.mul_(factor)
+    else:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - one kernel, not hundreds

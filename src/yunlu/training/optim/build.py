@@ -1,45 +1,81 @@
-"""Optimisers: torch's own, and LAMB and LARS from a kept library."""
+"""Optimisers: torch's own; LAMB, LARS and 8-bit states from kept libraries."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from yunlu.core.errors import ModelError, missing_part
+from yunlu.core.errors import ModelError, TrainingError, missing_part
+from yunlu.training.optim.fused import FusedAdam
 
 if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.spec.train import OptimizerSpec
 
+Kernel = Literal["fused", "foreach", "single"]
+AnyOptimizer: TypeAlias = torch.optim.Optimizer | FusedAdam
+
+_DEVICES = {"cpu", "cuda"}
+"""Where torch has a kernel for all weights at once."""
+
 
 def build_optimizer(
-    model: nn.Module, spec: OptimizerSpec, *, lr: float, weight_decay: float, l2: float
-) -> torch.optim.Optimizer:
-    """The optimiser over the trainable weights; biases and norms are not decayed."""
+    model: nn.Module,
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    weight_decay: float,
+    l2: float,
+    kernel: Kernel = "fused",
+) -> AnyOptimizer:
+    """The optimiser over the trainable weights; biases and norms are not decayed.
+
+    A ``kernel`` that does not exist here gives way to the next best of ``kernels_for``.
+    """
     # torch couples the weight decay of SGD and Adam with the gradient: that is the L2 penalty.
     coupled = spec.name in {"sgd", "momentum", "adam"}
     groups = _groups(model, l2 if coupled else weight_decay)
-    # One kernel for all weights, where there is one: a third of a small model's step otherwise.
-    fused = all(
-        weight.is_floating_point() and weight.device.type in {"cpu", "cuda"}
-        for group in groups
-        for weight in group["params"]
-    )
+    if spec.state == "8bit":
+        return _eight_bit(groups, spec, lr=lr)
+    known = kernels_for(model, spec)
+    chosen = kernel if kernel in known else known[0]
+    how = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
     match spec.name:
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr, fused=fused)
+            return torch.optim.SGD(groups, lr=lr, **how)
         case "momentum":
             return torch.optim.SGD(
-                groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused
+                groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, **how
             )
-        case "adam":
-            return torch.optim.Adam(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
+        case "adam" | "adamw":
+            return _adam(groups, spec, lr=lr, how=how)
         case "lamb" | "lars":
             return _layerwise(groups, spec, lr=lr)
+
+
+def _adam(
+    groups: list[dict[str, Any]], spec: OptimizerSpec, *, lr: float, how: dict[str, bool]
+) -> AnyOptimizer:
+    decoupled = spec.name == "adamw"
+    if how["fused"]:
+        return FusedAdam(groups, lr=lr, betas=spec.betas, eps=spec.eps, decoupled=decoupled)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, **how)
+
+
+def kernels_for(model: nn.Module, spec: OptimizerSpec) -> list[Kernel]:
+    """The ways to apply this update to these weights, the likely fastest first."""
+    if spec.name in {"lamb", "lars"} or spec.state == "8bit":
+        return ["single"]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if any(weight.device.type not in _DEVICES for weight in trained):
+        return ["single"]
+    # One kernel for all weights takes real numbers only: a third of a small model's step otherwise.
+    if all(weight.is_floating_point() for weight in trained):
+        return ["fused", "foreach", "single"]
+    return ["foreach", "single"]
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -67,3 +103,43 @@ def _layerwise(
     if spec.name == "lamb":
         return library.Lamb(groups, lr=lr, betas=spec.betas, eps=spec.eps)
     return library.LARS(groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov)
+
+
+def _eight_bit(
+    groups: list[dict[str, Any]], spec: OptimizerSpec, *, lr: float
+) -> torch.optim.Optimizer:
+    """Adam that remembers each weight in two bytes instead of eight (Dettmers et al. 2022, section 2)."""
+    if spec.name not in {"adam", "adamw"}:
+        raise TrainingError(
+            f"train.optimizer.state=8bit exists for adam and adamw, not for {spec.name}.",
+            hint="Use adamw, or remove train.optimizer.state.",
+        )
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit  # noqa: PLC0415
+    except ImportError as error:
+        raise missing_part("bitsandbytes", "optimizers", "train.optimizer.state=8bit") from error
+
+    class Adam8bit(AdamW8bit):
+        def state_dict(self) -> dict[str, Any]:
+            # The library nests its tensors one level deeper; a checkpoint holds them by name.
+            return torch.optim.Optimizer.state_dict(self)
+
+    optimizer = Adam8bit(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+    if spec.name == "adam":
+        _couple_decay(optimizer)
+    return optimizer
+
+
+def _couple_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Add the decay to the gradient: the library's Adam decays the weights themselves, as AdamW."""
+    amounts = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+    def penalise(*_: Any) -> None:
+        for group, amount in zip(optimizer.param_groups, amounts, strict=True):
+            for weight in group["params"] if amount else ():
+                if weight.grad is not None:
+                    weight.grad.add_(weight.detach(), alpha=amount)
+
+    optimizer.register_step_pre_hook(penalise)

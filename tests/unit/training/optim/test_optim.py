@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from yunlu.core.errors import ModelError
+from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec, ScheduleSpec
-from yunlu.training.optim.build import build_optimizer
+from yunlu.training.checkpoint.state import copy_optimizer, restore_optimizer
+from yunlu.training.optim.build import build_optimizer, kernels_for
 from yunlu.training.optim.schedule import Plateau, rate
 
 NAMES = ["constant", "linear", "cosine", "wsd", "plateau"]
@@ -109,3 +111,132 @@ def test_a_model_without_trainable_weights_is_refused() -> None:
 
 def test_warm_up_starts_above_zero() -> None:
     assert math.isclose(curve(ScheduleSpec())[0], 1 / 11)
+
+
+def small_model(hidden: int = 128) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, hidden), nn.GELU(), nn.Linear(hidden, 10))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
+    """Learn to name the largest of ten sums; returns the last loss."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(128, 64, generator=draw)
+    labels = (inputs @ torch.randn(64, 10, generator=draw)).argmax(-1)
+    loss = torch.zeros(())
+    for step in steps:
+        for group in optimizer.param_groups:  # as the engine does, with a plain number
+            group["lr"] = 3e-3 / (1 + step / 50)
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        OptimizerSpec(name="sgd"),
+        OptimizerSpec(name="momentum", nesterov=True),
+        OptimizerSpec(name="adam"),
+        OptimizerSpec(name="adamw"),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_every_kernel_gives_the_same_weights(spec: OptimizerSpec) -> None:
+    results: dict[str, nn.Module] = {}
+    for kernel in kernels_for(small_model(), spec):
+        model = small_model()
+        optimizer = build_optimizer(model, spec, lr=1e-3, weight_decay=0.1, l2=0.01, kernel=kernel)
+        used = {name for name in ("fused", "foreach") if optimizer.param_groups[0][name]}
+        assert used == {kernel} - {"single"}
+        train(model, optimizer, range(10))
+        results[kernel] = model
+    assert list(results) == ["fused", "foreach", "single"]
+    for model in results.values():
+        for weight, other in zip(model.parameters(), results["single"].parameters(), strict=True):
+            torch.testing.assert_close(weight, other, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_that_do_not_exist_are_neither_offered_nor_used() -> None:
+    assert kernels_for(small_model(), OptimizerSpec(name="lamb")) == ["single"]
+    turned = nn.Linear(2, 2, dtype=torch.complex64)
+    assert kernels_for(turned, OptimizerSpec()) == ["foreach", "single"]
+    built = build_optimizer(turned, OptimizerSpec(), lr=0.1, weight_decay=0.0, l2=0.0)
+    assert not built.defaults["fused"]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_8_bit_states_train_as_whole_ones_in_a_quarter_of_the_memory(name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    losses: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for state in ("fp32", "8bit"):
+        model = small_model(hidden=512)
+        spec = OptimizerSpec.model_validate({"name": name, "state": state})
+        optimizer = build_optimizer(model, spec, lr=3e-3, weight_decay=0.1, l2=1e-3)
+        first = train(model, optimizer, range(1))
+        losses[state] = train(model, optimizer, range(1, 50))
+        assert losses[state] < 0.1 * first
+        tensors, _ = copy_optimizer(optimizer)
+        sizes[state] = sum(value.nbytes for value in tensors.values())
+    assert losses["8bit"] == pytest.approx(losses["fp32"], rel=0.1)
+    assert losses["8bit"] != losses["fp32"]
+    assert sizes["8bit"] < 0.3 * sizes["fp32"]  # biases stay whole; tables take a little too
+
+
+def test_8_bit_states_resume_bit_for_bit() -> None:
+    pytest.importorskip("bitsandbytes")
+    spec = OptimizerSpec(name="adam", state="8bit")
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, spec, lr=3e-3, weight_decay=0.0, l2=1e-3)
+
+    model = small_model()
+    optimizer = build(model)
+    train(model, optimizer, range(5))
+    tensors, packed = copy_optimizer(optimizer)
+    packed = json.loads(json.dumps(packed))  # as a checkpoint keeps it
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer, range(5, 10))
+
+    resumed = small_model()
+    resumed.load_state_dict(weights)
+    again = build(resumed)
+    restore_optimizer(again, tensors, packed)
+    train(resumed, again, range(5, 10))
+    for weight, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(weight, other)
+    kept, other_kept = copy_optimizer(optimizer)[0], copy_optimizer(again)[0]
+    assert any(value.dtype == torch.uint8 for value in kept.values())
+    assert kept.keys() == other_kept.keys()
+    assert all(torch.equal(value, other_kept[name]) for name, value in kept.items())
+
+
+def test_8_bit_adam_couples_its_penalty_as_the_whole_one() -> None:
+    pytest.importorskip("bitsandbytes")
+    results: list[nn.Linear] = []
+    for state in ("fp32", "8bit"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)  # small enough to be kept whole: the same numbers
+        spec = OptimizerSpec.model_validate({"name": "adam", "state": state})
+        optimizer = build_optimizer(model, spec, lr=0.1, weight_decay=9.0, l2=0.3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(5, 3)).square().sum().backward()
+            optimizer.step()
+        results.append(model)
+    torch.testing.assert_close(results[0].weight, results[1].weight)
+    torch.testing.assert_close(results[0].bias, results[1].bias)
+
+
+def test_8_bit_states_of_another_rule_are_refused() -> None:
+    with pytest.raises(TrainingError, match="adam and adamw, not for lars"):
+        build_optimizer(
+            small_model(),
+            OptimizerSpec(name="lars", state="8bit"),
+            lr=0.1,
+            weight_decay=0.0,
+            l2=0.0,
+        )

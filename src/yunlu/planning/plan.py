@@ -7,6 +7,43 @@ from typing import Literal
 from yunlu.core.value import Value
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Compiler = Literal["none", "inductor", "xla"]
+Kernel = Literal["fused", "foreach", "single"]
+Padding = Literal["pad", "bucket", "pack"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Settings(Value):
+    """How a step is computed: what start-up may vary without changing the objective."""
+
+    threads: int
+    """CPU threads that compute."""
+    micro_batch: int
+    """Samples per forward pass."""
+    precision: PrecisionName = "fp32"
+    kernel: Kernel = "single"
+    """How the optimiser applies its update."""
+    padding: Padding = "pad"
+    """What becomes of samples of different length."""
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    """Of the blocks, from the first on."""
+    compile: Compiler = "none"
+
+
+class Trial(Value):
+    """One setting tried before the first step, against what it was tried against."""
+
+    name: str
+    """What was varied: ``precision``, ``micro-batch``, ..."""
+    value: str
+    sample_s: float
+    """Seconds per sample with it; for a kernel, seconds per update."""
+    speedup: float
+    """Against the settings before it; above 1 is faster."""
+    kept: bool
+    remembered: bool = False
+    """Measured by an earlier run of the same shape."""
 
 
 class Profile(Value):
@@ -14,8 +51,6 @@ class Profile(Value):
 
     parameters: int
     trainable: int
-    flops_per_sample: float | None
-    """Forward and backward; absent where the operators are not counted."""
     activation_bytes_per_sample: float
     probe_samples: int
     """Samples in the measured micro-batch."""
@@ -33,10 +68,16 @@ class Profile(Value):
     """From the start of the worker to the first step."""
     resident_bytes: int
     """Memory of the process before training."""
-    threads: int
-    """CPU threads that the figures above were measured with."""
-    threads_gain: float | None
-    """How much faster all threads were than one; absent where there was nothing to choose."""
+    peak_bytes: float | None = None
+    """Most memory of the process after some passes, without an optimiser: known on a CPU."""
+    settings: Settings
+    """What the figures above were measured with."""
+    reasons: dict[str, str]
+    """Why each setting is what it is, by the setting's name."""
+    trials: tuple[Trial, ...] = ()
+    """What was tried to find them."""
+    trial_s: float = 0.0
+    """How long the trying took."""
     task_metric: str
     """The figure people quote for this task."""
     metrics: tuple[str, ...]
@@ -51,21 +92,6 @@ class Choice(Value):
     reason: str
     pinned: bool = False
     """Set by the user rather than chosen."""
-
-
-class Trial(Value):
-    """One setting tried before the first step, against what it was tried against."""
-
-    name: str
-    """What was varied: ``precision``, ``micro-batch``, ..."""
-    value: str
-    sample_s: float
-    """Seconds per sample with it."""
-    speedup: float
-    """Against the settings before it; above 1 is faster."""
-    kept: bool
-    remembered: bool = False
-    """Measured by an earlier run of the same shape."""
 
 
 class Prediction(Value):
@@ -84,17 +110,15 @@ class Measured(Prediction):
     """The same quantities, as they were."""
 
 
-class Plan(Value):
+class Plan(Settings):
     """Everything the worker needs to know beyond the job."""
 
     device: Literal["cpu", "cuda", "mps"]
     layout: Literal["single"] = "single"
-    precision: PrecisionName
     adapt_precision: bool = False
     """Modules that overflow are moved to full precision while the run goes on."""
     batch: int
     """Global batch, in samples."""
-    micro_batch: int
     accumulation: int
     """Micro-batches per full step."""
     steps: int
@@ -109,13 +133,7 @@ class Plan(Value):
     """Decides which checkpoint is best."""
     stopping_metric: str
     """Decides early stopping and the plateau schedule."""
-    compile: Literal["none", "inductor", "xla"] = "none"
-    kernel: Literal["fused", "foreach", "single"] = "single"
-    """How the optimiser applies its update."""
-    padding: Literal["pad", "bucket", "pack"] = "pad"
-    recompute: Literal["none", "selective", "full"] = "none"
     workers: int
-    threads: int
     choices: tuple[Choice, ...]
     trials: tuple[Trial, ...] = ()
     """Settings that were tried, in the order they were."""

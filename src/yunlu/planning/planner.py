@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
+from yunlu.planning.large_batch import count_steps as steps_of
+from yunlu.planning.large_batch import phases_of, scale_rate, scaling_reason, warmup_steps_for
 from yunlu.planning.plan import Choice, Plan, Prediction
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yunlu.catalog.machine import Device, Machine
-    from yunlu.planning.plan import PrecisionName, Profile
+    from yunlu.planning.plan import Profile
     from yunlu.spec.job import Job
 
 DEFAULT_EPOCHS = 10.0
@@ -19,10 +23,7 @@ DEFAULT_BATCH = 32
 MEMORY_SHARE = 0.6
 """How much of the free memory a plan may fill: activations vary from batch to batch."""
 SAVE_EVERY_S = 60.0
-COMPILE_PAYS_AFTER_S = 600.0
 WORKERS_PAY_ABOVE_S = 5e-3
-BF16_PAYS_ABOVE_FLOPS = 2e9
-"""Below this much work per micro-batch, the casts of autocast cost more than bf16 saves on a CPU."""
 
 # Peak learning rates that train most models from scratch; pretrained weights move less.
 _RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "adamw": 1e-3, "lamb": 2e-3, "lars": 1.0}
@@ -42,6 +43,15 @@ def choose_batch(job: Job, train_samples: int) -> int:
             hint=f"Set train.batch to {train_samples} or less, or bring more data.",
         )
     return asked
+
+
+def count_steps(job: Job, *, samples: int, batch: int) -> int:
+    """Optimiser steps of the whole run."""
+    if job.train.steps is not None:
+        return job.train.steps
+    epochs = job.train.epochs or DEFAULT_EPOCHS
+    phases = phases_of(job.train.grow_batch, batch, samples, epochs)
+    return steps_of(((first, math.ceil(samples / size)) for first, size in phases), epochs)
 
 
 def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sample: float) -> int:
@@ -71,35 +81,37 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     batch = choose_batch(job, profile.train_samples)
     choose("batch", batch, f"a safe start for most models, of {profile.train_samples} samples",
            pinned=train.batch != "auto")  # fmt: skip
-    fixed = fixed_bytes(job, profile)
-    room = max(device.memory_bytes * MEMORY_SHARE - fixed, 0.0)
-    micro = choose_micro_batch(
-        job, batch=batch, room_bytes=room, bytes_per_sample=profile.activation_bytes_per_sample
+    fixed = fixed_bytes(
+        job,
+        resident_bytes=profile.resident_bytes,
+        parameters=profile.parameters,
+        trainable=profile.trainable,
     )
+    room = memory_room_bytes(job, device, fixed)
+    settings = profile.settings
+    micro = settings.micro_batch
     activations = micro * profile.activation_bytes_per_sample
-    choose("micro-batch", micro,
-           f"activations take {show_bytes(activations)} of {show_bytes(room)} to spare",
-           pinned=train.micro_batch != "auto")  # fmt: skip
-    accumulation = math.ceil(batch / micro)
-
-    precision = _choose_precision(job, device, profile, micro)
-    choose("precision", *precision, pinned=train.precision != "auto")
+    _tell_settings(choose, job, profile, room)
+    adapts = train.adapt_precision
+    adapts = settings.precision == "fp16" if adapts == "auto" else adapts
     steps_per_epoch = math.ceil(profile.train_samples / batch)
-    steps = train.steps or max(1, round((train.epochs or DEFAULT_EPOCHS) * steps_per_epoch))
-    choose("steps", steps, f"{steps / steps_per_epoch:g} epochs of {steps_per_epoch}",
-           pinned=train.steps is not None)  # fmt: skip
-    rate, reason = _choose_rate(job)
-    choose("learning rate", rate, reason, pinned=train.optimizer.lr != "auto")
-    warmup = _choose_warmup(job, steps)
-    choose("warm-up", warmup, "5 % of the run, at most 500 steps",
-           pinned=train.schedule.warmup != "auto")  # fmt: skip
+    steps = count_steps(job, samples=profile.train_samples, batch=batch)
+    epochs = train.epochs or DEFAULT_EPOCHS
+    lasting = f"{steps / steps_per_epoch:g} epochs of {steps_per_epoch}"
+    if train.grow_batch is not None:
+        lasting = f"{epochs:g} epochs of at first {steps_per_epoch}, then fewer and larger"
+    choose("steps", steps, lasting, pinned=train.steps is not None)
+    rate, reason = _choose_rate(job, batch)
+    choose("learning rate", rate, reason, pinned=not reason)
+    warmup, reason = _choose_warmup(job, steps, steps_per_epoch, batch)
+    choose("warm-up", warmup, reason, pinned=train.schedule.warmup != "auto")
 
     step_s = predict_step_s(profile, batch=batch, micro_batch=micro)
     evaluate_every = {"epoch": steps_per_epoch, "never": 0}.get(str(train.evaluate), train.evaluate)
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
-    total_s = _predict_total(profile, steps=steps, step_s=step_s, evaluate_every=evaluate_every)
-    choose("compile", *_choose_compile(job, device, total_s), pinned=train.compile != "auto")
-    choose("threads", profile.threads, _threads_reason(profile), pinned=train.threads != "auto")
+    # Where the batch grows, the work is that of as many samples in steps of the first size.
+    alike = steps if train.grow_batch is None else round(epochs * steps_per_epoch)
+    total_s = _predict_total(profile, steps=alike, step_s=step_s, evaluate_every=evaluate_every)
     workers, reason = _choose_workers(job, machine, profile, batch=batch)
     choose("data workers", workers, reason, pinned=train.workers != "auto")
     every, reason = _choose_checkpoints(job, steps_per_epoch, step_s)
@@ -112,10 +124,10 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     price = machine.dollars_per_hour
     return Plan(
         device=device.kind,
-        precision=precision[0],
+        **settings.model_dump(),
+        adapt_precision=adapts,
         batch=batch,
-        micro_batch=micro,
-        accumulation=accumulation,
+        accumulation=math.ceil(batch / micro),
         steps=steps,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=warmup,
@@ -125,12 +137,11 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
         checkpoint_every=every,
         best_metric=best_metric,
         stopping_metric=_choose_metric(patience.metric if patience else "auto", profile),
-        compile=_choose_compile(job, device, total_s)[0],
         workers=workers,
-        threads=profile.threads,
         choices=tuple(choices),
+        trials=profile.trials,
         prediction=Prediction(
-            memory_bytes=fixed + activations,
+            memory_bytes=predict_memory_bytes(job, profile, fixed + activations),
             step_s=step_s,
             samples_per_s=min(batch, profile.train_samples) / step_s,
             total_s=total_s,
@@ -139,13 +150,59 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     )
 
 
-def fixed_bytes(job: Job, profile: Profile) -> float:
+def _tell_settings(
+    choose: Callable[..., Any], job: Job, profile: Profile, room_bytes: float
+) -> None:
+    """What was measured, with the reasons that came with it."""
+    train, settings, reasons = job.train, profile.settings, profile.reasons
+    activations = show_bytes(settings.micro_batch * profile.activation_bytes_per_sample)
+    fits = f"activations take {activations} of {show_bytes(room_bytes)} to spare"
+    choose("micro-batch", settings.micro_batch, reasons.get("micro_batch", fits),
+           pinned=train.micro_batch != "auto")  # fmt: skip
+    for field in ("precision", "padding", "recompute", "compile", "threads"):
+        is_pinned = getattr(train, field) != "auto"
+        if field in reasons or is_pinned:  # told only where there was something to choose
+            choose(field, getattr(settings, field), reasons.get(field, ""), pinned=is_pinned)
+    choose("optimiser kernel", settings.kernel, reasons["kernel"],
+           pinned=train.optimizer.kernel != "auto")  # fmt: skip
+
+
+def fixed_bytes(job: Job, *, resident_bytes: float, parameters: int, trainable: int) -> float:
     """Memory that does not grow with the batch: the process, gradients, optimiser state, averages."""
-    per_trained = 4 + _STATE_BYTES[job.train.optimizer.name]
-    averages = 4 * profile.parameters if job.train.ema else 0
+    state = _STATE_BYTES[job.train.optimizer.name] * trainable
+    if job.train.optimizer.state == "8bit":
+        state *= 0.26  # a byte each, and a scale for every block of 256
+    gradients = 0 if job.train.gradient_release else 4 * trainable
+    averages = 4 * parameters if job.train.ema else 0
     # While a checkpoint is written, a copy of weights and optimiser state is alive.
-    snapshot = 4 * profile.parameters + _STATE_BYTES[job.train.optimizer.name] * profile.trainable
-    return profile.resident_bytes + per_trained * profile.trainable + averages + snapshot
+    snapshot = 4 * parameters + state
+    return resident_bytes + gradients + state + averages + snapshot
+
+
+def predict_memory_bytes(job: Job, profile: Profile, counted: float) -> float:
+    """What passes took when measured, and what comes on top: optimiser, averages, what is saved."""
+    if profile.peak_bytes is None:
+        return counted
+    fixed = fixed_bytes(
+        job, resident_bytes=0, parameters=profile.parameters, trainable=profile.trainable
+    )
+    gradients = 4 * profile.trainable  # were there already, whether they will be kept or released
+    return profile.peak_bytes + max(fixed - gradients, 0.0)
+
+
+def cap_bytes(job: Job, machine: Machine) -> float | None:
+    """What a worker on a CPU may take on top before it is refused: beyond, the system would end it."""
+    device, limit = machine.best_device, job.train.memory_gb
+    if device.kind != "cpu":
+        return None
+    return 0.9 * (device.memory_bytes if limit == "auto" else limit * 1e9)
+
+
+def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
+    """What is left for activations, of what the job or the device allows."""
+    limit = job.train.memory_gb
+    allowed = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
+    return max(allowed - fixed, 0.0)
 
 
 def predict_step_s(profile: Profile, *, batch: int, micro_batch: int) -> float:
@@ -170,28 +227,26 @@ def _device_reason(machine: Machine) -> str:
     return f"the accelerator with {show_bytes(best.memory_bytes)} free"
 
 
-def _choose_precision(
-    job: Job, device: Device, profile: Profile, micro: int
-) -> tuple[PrecisionName, str]:
-    asked = job.train.precision
-    if asked != "auto":
-        return asked, ""
-    if "bf16" not in device.fast_precisions:
-        return "fp32", "no native bf16 arithmetic on this device"
-    work = (profile.flops_per_sample or 0.0) * micro
-    if device.kind == "cpu" and work < BF16_PAYS_ABOVE_FLOPS:
-        return "fp32", f"{work / 1e9:.2f} GFLOP a pass: too little for bf16 to pay for its casts"
-    return "bf16", "native bf16 arithmetic, and enough of it to pay"
-
-
-def _choose_rate(job: Job) -> tuple[float, str]:
+def _choose_rate(job: Job, batch: int) -> tuple[float, str]:
+    """The peak rate, and why; no reason where the job sets it as it is."""
     optimizer = job.train.optimizer
-    if optimizer.lr != "auto":
-        return optimizer.lr, ""
-    tuned = job.model.name.startswith("hf:") and job.model.pretrained
-    if tuned and optimizer.name in _FINE_TUNING_RATES:
-        return _FINE_TUNING_RATES[optimizer.name], f"usual for {optimizer.name} on trained weights"
-    return _RATES[optimizer.name], f"usual for {optimizer.name} from scratch"
+    lr, reason = _usual_rate(job) if optimizer.lr == "auto" else (optimizer.lr, "")
+    scaled = scale_rate(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)
+    why = scaling_reason(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)
+    return scaled, why or reason
+
+
+def _usual_rate(job: Job) -> tuple[float, str]:
+    name = job.train.optimizer.name
+    scratch = _RATES[name]
+    is_hf = job.model.name.startswith("hf:") and job.model.pretrained
+    if not is_hf and job.model.weights is None:
+        return scratch, f"usual for {name} from scratch"
+    rate = _FINE_TUNING_RATES.get(name, scratch) if is_hf else 0.3 * scratch
+    if job.model.adapter is not None:
+        # About ten times that of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret").
+        return min(10 * rate, scratch), f"usual for {name} on a LoRA adapter"
+    return rate, f"usual for {name} on trained weights"
 
 
 def _choose_weight_decay(job: Job) -> float:
@@ -201,32 +256,17 @@ def _choose_weight_decay(job: Job) -> float:
     return {"adamw": 0.01, "lamb": 0.01, "lars": 1e-4}.get(job.train.optimizer.name, 0.0)
 
 
-def _choose_warmup(job: Job, steps: int) -> int:
-    warmup = job.train.schedule.warmup
+def _choose_warmup(job: Job, steps: int, steps_per_epoch: int, batch: int) -> tuple[int, str]:
+    warmup, optimizer = job.train.schedule.warmup, job.train.optimizer
     if warmup == "auto":
-        return min(500, round(0.05 * steps))
-    return min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
-
-
-def _choose_compile(
-    job: Job, device: Device, total_s: float
-) -> tuple[Literal["none", "inductor", "xla"], str]:
-    asked = job.train.compile
-    if asked != "auto":
-        return "xla" if asked == "xla" else "inductor" if asked else "none", ""
-    if total_s < COMPILE_PAYS_AFTER_S:
-        return "none", f"compiling would not pay back within {show_duration(total_s)}"
-    if device.kind == "cpu":
-        return "none", "compiling gains little on a CPU"
-    return "inductor", f"pays back within {show_duration(total_s)}"
-
-
-def _threads_reason(profile: Profile) -> str:
-    if profile.threads_gain is None:
-        return "all that there are"
-    if profile.threads_gain < 1:
-        return f"one is {1 / profile.threads_gain:.2g} × as fast as all for this model, here"
-    return f"all are {profile.threads_gain:.2g} × as fast as one for this model, here"
+        return warmup_steps_for(
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            batch=batch,
+            base_batch=optimizer.base_batch,
+            rule=optimizer.scaling,
+        )
+    return min(steps, round(warmup * steps) if warmup < 1 else round(warmup)), ""
 
 
 def _choose_workers(job: Job, machine: Machine, profile: Profile, *, batch: int) -> tuple[int, str]:

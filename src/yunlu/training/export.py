@@ -14,6 +14,9 @@ from yunlu.core.errors import TrainingError, is_disk_full
 from yunlu.core.files import sync_directory, sync_tree
 from yunlu.core.units import show_count, show_number
 from yunlu.training.checkpoint.state import copy_weights
+from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
+from yunlu.training.models.weights import describe_start
+from yunlu.training.quantize import convert_int8
 from yunlu.training.tasks.task import SavesParts
 
 if TYPE_CHECKING:
@@ -43,7 +46,13 @@ def export(run: RunDir, job: Job, task: Task, model: nn.Module, lineage: Lineage
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
+        if has_adapter(model):
+            base = job.model.weights or job.model.name.removeprefix("hf:")
+            save_adapter(model, aside / "adapter", base=base)
+            model = merge_adapter(model)
         _write_weights(aside, job, model)
+        if job.train.quantize == "int8":
+            convert_int8(model, aside)
         if isinstance(task, SavesParts):
             task.save_parts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
@@ -104,6 +113,7 @@ def _card(run: RunDir, job: Job, model: nn.Module, lineage: Lineage) -> str:
         "",
         f"A `{job.model.name}` model ({show_count(parameters)} parameters, FP32) for {job.task}.",
         f"Trained by Yunlu run `{run.id}` for {lineage.step} steps.",
+        *_origin(job),
         "",
         "## Figures",
         "",
@@ -134,6 +144,19 @@ def _card(run: RunDir, job: Job, model: nn.Module, lineage: Lineage) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _origin(job: Job) -> list[str]:
+    """What it was fine-tuned from, and how."""
+    start = describe_start(job.model)
+    if start is None:
+        return []
+    adapter = job.model.adapter
+    if adapter is None:
+        return [f"Fine-tuned from `{start}`: every weight was trained."]
+    how = f"with {adapter.name} (rank {adapter.rank})"
+    where = "its updates are merged into these weights, and alone in `adapter/`"
+    return [f"Fine-tuned from `{start}` {how}: {where}."]
 
 
 def _packages(environment: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind
@@ -11,12 +13,18 @@ from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.models.batch_norm import allow_single_samples
+from yunlu.training.models.weights import begin_from
 from yunlu.training.parts import Parts
+from yunlu.training.precision import check_precision
+from yunlu.training.probe import measured_speeds
 from yunlu.training.profile import measure
+from yunlu.training.quantize import convert_to_fp8, prepare_int8
 from yunlu.training.tasks.open import open_task
 from yunlu.training.tasks.task import SPECIAL_KEYS, Heeds
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from yunlu.catalog.machine import Machine
     from yunlu.core.rundir import RunDir
     from yunlu.spec.job import Job
@@ -46,6 +54,13 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
     seed_everything(job.train.seed)
     model = task.build(job)
     allow_single_samples(model)
+    origin = begin_from(model, job, task)
+    if origin is not None:
+        directory.emit(EventKind.PROGRESS, phase=str(origin))
+    if job.train.quantize == "int8":
+        model = prepare_int8(model)
+    if job.train.precision == "fp8":
+        _convert_to_fp8(directory, model)
     weights = list(model.parameters())
     directory.emit(
         EventKind.MODEL,
@@ -64,11 +79,34 @@ def settle_plan(
         plan = Plan.model_validate_json(directory.plan.read_text())
     else:
         directory.emit(EventKind.PROGRESS, phase="measuring and planning")
+        _check_precision(directory, job, machine)
         profile = measure(job, parts, machine, started_at=started_at)
         plan = make_plan(job, machine, profile)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
     directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
     return plan
+
+
+def _convert_to_fp8(directory: RunDir, model: nn.Module) -> None:
+    """FP8 for the layers whose shapes allow it; ``check_precision`` has the last word on the device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_precision("fp8", device)
+    if not convert_to_fp8(model.to(device), device):
+        directory.warn("train.precision is fp8, but no layer of this model has a shape for it.")
+
+
+def _check_precision(directory: RunDir, job: Job, machine: Machine) -> None:
+    """Refuse what the device cannot do, and warn of what it does slowly."""
+    name, device = job.train.precision, machine.best_device
+    if name in {"auto", "fp32"}:
+        return
+    check_precision(name, torch.device(device.kind))
+    for speed in measured_speeds(device):
+        if speed.precision == name and speed.relative_speed < 1:
+            directory.warn(
+                f"train.precision is {name}, which this device computes {1 / speed.relative_speed:.3g} "
+                f"times slower than fp32; auto would not choose it."
+            )
 
 
 def _refuse_keys_that_need_validation(job: Job) -> None:

@@ -14,23 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
-from yunlu.core.errors import ModelError, YunluError
 from yunlu.planning.plan import Profile
-from yunlu.planning.planner import MEMORY_SHARE, choose_batch, choose_micro_batch
-from yunlu.training.checkpoint.state import (
-    copy_random,
-    copy_weights,
-    restore_random,
-    restore_weights,
+from yunlu.planning.planner import (
+    cap_bytes,
+    choose_batch,
+    fixed_bytes,
+    memory_room_bytes,
 )
-from yunlu.training.data.order import StepOrder
-from yunlu.training.optim.build import build_optimizer
+from yunlu.training.checkpoint.state import copy_random, restore_random
+from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.memory.shortage import memory_capped
 from yunlu.training.precision import Precision
-from yunlu.training.threads import choose_threads
+from yunlu.training.startup.fit import fit
+from yunlu.training.startup.levers import start_settings
+from yunlu.training.startup.meter import ModelMeter
+from yunlu.training.startup.tune import tune
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -40,64 +39,66 @@ if TYPE_CHECKING:
     from yunlu.catalog.machine import Machine
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
-    from yunlu.training.tasks.task import Batch, Splits, Task
+    from yunlu.training.tasks.task import Batch, Task
 
-_LOOK_SAMPLES = 8
-_TIMED_S = 1.0
+_TIMED_S = 0.3
 _TIMED_PASSES = 5
 
 
 def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> Profile:
     """What the planner needs to know; ``started_at`` is when this life of the run began."""
     task, model, splits = parts.task, parts.model, parts.splits
-    batch = choose_batch(job, len(splits.train))
     device = torch.device(machine.best_device.kind)
-    order = StepOrder(samples=len(splits.train), batch=batch, seed=job.train.seed)
-    indices = next(order.steps_from(0)).tolist()
-    asked = job.train.precision
-    precision = Precision("fp32" if asked == "auto" else asked, device)
+    weights = list(model.parameters())
+    parameters = sum(weight.numel() for weight in weights)
+    trainable = sum(weight.numel() for weight in weights if weight.requires_grad)
     resident = psutil.Process().memory_info().rss if device.type == "cpu" else _weight_bytes(model)
+    fixed = fixed_bytes(job, resident_bytes=resident, parameters=parameters, trainable=trainable)
+    room = memory_room_bytes(job, machine.best_device, fixed)
+    batch = choose_batch(job, len(splits.train))
     model.to(device)
+    meter = ModelMeter(job, parts, device, batch=batch)
     with _undone(model):
         model.train()
-        look = _collate(task, splits, indices[:_LOOK_SAMPLES])[0].to(device)
-        flops, activation_bytes = _look(task, model, look, precision)
-        room = machine.best_device.memory_bytes * MEMORY_SHARE - resident
-        micro = choose_micro_batch(
-            job, batch=batch, room_bytes=room, bytes_per_sample=activation_bytes / look.samples
-        )
-        probe, load_s = _collate(task, splits, indices[:micro])
-        probe = probe.to(device)
-
-        def time_pass() -> float:
-            return _time(lambda: _backward(task, model, probe, precision), device)
-
-        weights = list(model.parameters())
-        parameters = sum(weight.numel() for weight in weights)
-        shape = (parameters, flops / look.samples, micro)
-        threads = choose_threads(job, machine, shape=shape, time_pass=time_pass)
-        probe_s = time_pass()
-        optimizer = build_optimizer(model, job.train.optimizer, lr=0.0, weight_decay=0.0, l2=0.0)
-        update_s = _time(optimizer.step, device)
-        optimizer.zero_grad(set_to_none=True)
+        threads = torch.get_num_threads()  # honours OMP_NUM_THREADS
+        first = start_settings(job, parts, threads=threads, micro_batch=1, batch=batch)
+        with memory_capped(cap_bytes(job, machine)):
+            fitting = fit(job, model, meter, first, batch=batch, room_bytes=room)
+            found, trial_s = tune(
+                job,
+                parts,
+                machine,
+                meter,
+                fitting.settings,
+                shape=[parameters, fitting.bytes_per_sample, batch],
+            )
+        settings = found.settings
+        meter.switch(settings)
+        probe = meter.micros(settings)[0]
+        sample_s = meter.sample_s(settings)
+        peak_bytes = peak_resident_bytes()
+        update_s = meter.update_s(settings.kernel)
+        precision = Precision(settings.precision, device)
         metrics, evaluate_s = _score(task, model, probe, precision)
     return Profile(
         parameters=parameters,
-        trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
-        flops_per_sample=flops / look.samples if flops else None,
-        activation_bytes_per_sample=activation_bytes / look.samples,
+        trainable=trainable,
+        activation_bytes_per_sample=fitting.bytes_per_sample,
         probe_samples=probe.samples,
-        probe_s=probe_s,
+        probe_s=sample_s * probe.samples,
         update_s=update_s,
-        load_s_per_sample=load_s / probe.samples,
+        load_s_per_sample=meter.load_s_per_sample,
         evaluate_s_per_sample=evaluate_s / probe.samples,
         train_samples=len(splits.train),
         validation_samples=len(splits.validation) if splits.validation is not None else 0,
         test_samples=len(splits.test) if splits.test is not None else 0,
         startup_s=time.time() - started_at,
         resident_bytes=resident,
-        threads=threads.count,
-        threads_gain=threads.gain,
+        peak_bytes=peak_bytes if device.type == "cpu" else None,
+        settings=settings,
+        reasons=found.reasons | fitting.reasons,
+        trials=found.trials,
+        trial_s=trial_s,
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),
     )
@@ -105,65 +106,18 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
 
 @contextmanager
 def _undone(model: nn.Module) -> Generator[None]:
-    """Put weights, mode, gradients and random numbers back afterwards."""
-    weights, mode, random = copy_weights(model), model.training, copy_random()
+    """Put buffers, mode, gradients and random numbers back; weights are never changed meanwhile."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    mode, random = model.training, copy_random()
     try:
         yield
     finally:
-        restore_weights(model, *weights)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         model.train(mode)
         model.zero_grad(set_to_none=True)
         restore_random(*random)
-
-
-def _collate(task: Task, splits: Splits, indices: list[int]) -> tuple[Batch, float]:
-    many: Callable[[list[int]], Any] | None = getattr(splits.train, "__getitems__", None)
-    started_at = perf_counter()
-    samples = many(indices) if many else [splits.train[index] for index in indices]
-    batch = task.collate(samples)
-    return batch, perf_counter() - started_at
-
-
-def _look(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> tuple[float, float]:
-    """Arithmetic and activation memory of one pass; the first time the model meets the data."""
-    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    counter = FlopCounterMode(display=False)
-    try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor), counter:
-            _backward(task, model, batch, precision)
-    except YunluError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"The model failed on its first batch: {type(error).__name__}: {error}",
-            hint=f"It was given {_shapes(batch)}. Check that the model fits the task and the data "
-            "(`--debug` shows where it failed).",
-        ) from error
-    return float(counter.get_total_flops()), float(sum(kept.values()))
-
-
-def _backward(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
-    with precision.forward():
-        loss, _ = task.loss(model, batch)
-    if loss.ndim:
-        raise ModelError(
-            f"The loss must be one number; got shape {tuple(loss.shape)}.",
-            hint="Return the sum over the batch.",
-        )
-    if not loss.requires_grad:
-        raise ModelError(
-            "The loss does not depend on any weight that can be trained.",
-            hint="The model needs a parameter with requires_grad, and no detach() on the way.",
-        )
-    (loss / max(batch.items, 1)).backward()
 
 
 def _score(
@@ -184,31 +138,19 @@ def _score(
 
 
 def _time(once: Callable[[], Any], device: torch.device) -> float:
-    """The median of a few passes after one to warm up, within about a second."""
-    once()
-    _wait(device)
+    """The median of a few passes after one to warm up; a long one is not repeated."""
     spans: list[float] = []
-    began_at = perf_counter()
-    for _ in range(_TIMED_PASSES):
+    for _ in range(1 + _TIMED_PASSES):
         started_at = perf_counter()
         once()
-        _wait(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         spans.append(perf_counter() - started_at)
-        if perf_counter() - began_at > _TIMED_S:
+        if sum(spans) > _TIMED_S:
             break
-    return sorted(spans)[len(spans) // 2]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    timed = spans[1:] or spans
+    return sorted(timed)[len(timed) // 2]
 
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
-
-
-def _shapes(batch: Batch) -> str:
-    inputs = batch.inputs
-    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
-    return ", ".join(f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,14 @@ from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
+from yunlu.training.guard import diverged
 from yunlu.training.metric_log import MetricLog
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from yunlu.core.rundir import RunDir
-    from yunlu.training.checkpoint.files import Entry
+    from yunlu.training.checkpoint.files import Entry, Snapshot
     from yunlu.training.engine import Engine
+    from yunlu.training.loop import Step
     from yunlu.training.trackers.open import TrackerThread
 
 
@@ -89,6 +90,7 @@ class TrainingWatch:
         *,
         trackers: TrackerThread,
         stop: StopRequest,
+        life: int,
     ) -> None:
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
         train, patience = engine.job.train, engine.job.train.early_stopping
@@ -100,7 +102,7 @@ class TrainingWatch:
         self.log = MetricLog(
             run.metrics,
             device=engine.device,
-            allow_overflow=engine.precision.skips_overflow,
+            life=life,
             forward=lambda values, step: trackers.log(values, step=step),
         )
         self.checkpoints = CheckpointStore(
@@ -124,53 +126,103 @@ class TrainingWatch:
         snapshot = self.checkpoints.newest_good(self._run.warn)
         if snapshot is None:
             return None
+        self._restore(snapshot)
+        return snapshot.step
+
+    def _restore(self, snapshot: Snapshot) -> None:
         kept = self._engine.restore(snapshot)
         self._best.restore(kept["best"])
         self._improvement.restore(kept["improvement"])
         self.stopped_early = kept["stopped_early"]
-        return snapshot.step
 
-    def after_step(
-        self, *, loss: Tensor, norm: Tensor, lr: float, items: int, data_s: float, compute_s: float
-    ) -> bool:
+    def after_step(self, step: Step) -> bool:
         """Log the step, then evaluate, save and stop where that is due."""
         engine, plan = self._engine, self._engine.plan
-        step = engine.steps_done
-        self.log.add(
-            {
-                "step": step,
-                "epoch": step / plan.steps_per_epoch,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": norm,
-                "samples": engine.order.samples_before(step),
-                "items": items,
-                "data_s": data_s,
-                "compute_s": compute_s,
-                "communication_s": 0.0,
-                "evaluate_s": 0.0,
-                "checkpoint_s": 0.0,
-            }
-        )
-        last = step == plan.steps
+        self._log(step)
+        for move in engine.precision.observe(step=engine.steps_done, loss=step.loss):
+            self._run.emit(EventKind.PRECISION, step=engine.steps_done, **asdict(move))
+        if step.verdict.action == "rollback":
+            self._roll_back(step)
+            return False
+        done = engine.steps_done
+        last = done == plan.steps
         metrics, improved = self._evaluate(last=last)
         stopping = self._stop.is_set and not last
         if stopping:
             self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
-        due = step % plan.checkpoint_every == 0
+        due = done % plan.checkpoint_every == 0
         ending = last or stopping or self.stopped_early
         if due or ending or (improved and engine.job.train.checkpoint.keep_best):
             self._save(metrics)
         self.log.flush_if_due()
         return ending
 
+    def _log(self, step: Step) -> None:
+        engine, done = self._engine, self._engine.steps_done
+        if not step.is_applied:
+            self._tell_left_out(step)
+        if not math.isfinite(step.loss + step.norm):
+            return  # an event told of it; a record holds numbers only
+        record: dict[str, Any] = {
+            "step": done,
+            "epoch": engine.order.epoch_at(done),
+            "loss": step.loss,
+            "lr": engine.lr,
+            "grad_norm": step.norm,
+            "samples": engine.order.samples_before(done),
+            "items": step.items,
+            "data_s": step.data_s,
+            "compute_s": step.compute_s,
+            "communication_s": 0.0,
+            "evaluate_s": 0.0,
+            "checkpoint_s": 0.0,
+        }
+        if step.tokens:
+            record["tokens"], record["padding"] = step.tokens, step.padding
+        record.update(engine.health())
+        self.log.add(record)
+
+    def _tell_left_out(self, step: Step) -> None:
+        """Say why a step changed nothing; end the run where the guard gives up."""
+        done, verdict = self._engine.steps_done, step.verdict
+        self.log.flush()
+        self._run.emit(
+            EventKind.SKIP,
+            step=done,
+            reason=verdict.reason or "overflow",
+            # JSON has no NaN.
+            loss=step.loss if math.isfinite(step.loss) else str(step.loss),
+            norm=step.norm if math.isfinite(step.norm) else str(step.norm),
+        )
+        if verdict.action == "fail":
+            raise diverged(done, step.loss, step.norm, self._engine.lr)
+
+    def _roll_back(self, step: Step) -> None:
+        """Go back to a checkpoint from before the trouble, and on past the steps that were bad."""
+        engine = self._engine
+        at, guard = engine.steps_done, engine.guard.state()
+        self.checkpoints.wait()
+        newest_good, last = self.checkpoints.newest_good, step.verdict.no_later_than
+        # One from after the trouble began is still better than none.
+        snapshot = newest_good(self._run.warn, not_after=last) or newest_good(self._run.warn)
+        if snapshot is None:  # nothing to go back to
+            raise diverged(at, step.loss, step.norm, engine.lr)
+        self._restore(snapshot)
+        # What was learned of the bad steps outlasts the return to before they came.
+        engine.guard.restore(guard)
+        engine.guard.rolled_back(snapshot.step)
+        skipping = sorted(engine.guard.bad_steps)
+        self._run.emit(EventKind.ROLLBACK, step=at, to_step=snapshot.step, skipping=skipping)
+
     def _evaluate(self, *, last: bool) -> tuple[dict[str, float], bool]:
         engine, every = self._engine, self._engine.plan.evaluate_every
         if not every or engine.splits.validation is None:
             return {}, False
-        if engine.steps_done % every and not last:
+        epoch = engine.order.epoch_at(engine.steps_done)
+        by_epoch = engine.job.train.evaluate == "epoch"
+        due = epoch.is_integer() if by_epoch else engine.steps_done % every == 0
+        if not due and not last:
             return {}, False
-        self.log.check()  # a loss that is not finite ends the run here, before it is scored
         score = self.score("validation")
         self.log.charge("evaluate_s", score.seconds)
         improved = self._best.observe(score.metrics)
@@ -204,7 +256,6 @@ class TrainingWatch:
         return score
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self.log.check()
         started_at = perf_counter()
         extra = {
             "best": self._best.state(),

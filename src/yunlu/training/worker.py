@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,13 +24,16 @@ import torch
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.states import RunState
+from yunlu.planning.planner import cap_bytes
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.export import Lineage, export
 from yunlu.training.measured import measure_run
+from yunlu.training.memory.shortage import is_out_of_memory, memory_capped
 from yunlu.training.prepare import prepare, settle_plan
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.open import TrackerThread, open_trackers
@@ -62,8 +65,10 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
     directory = RunDir(run_dir)
     try:
         with _only_worker(directory), _torch_as_it_was(), _signals_as_stop() as stop:
-            started_at = _begin_life(directory)
-            return _live(directory, task, stop, started_at=started_at, plan_only=plan_only)
+            life, started_at = _begin_life(directory)
+            return _live(
+                directory, task, stop, life=life, started_at=started_at, plan_only=plan_only
+            )
     except RunBusyError as error:  # the other worker's run: nothing of ours belongs in its log
         sys.stderr.write(f"{error}\n")
         return RunState.FAILED
@@ -73,14 +78,20 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
 
 
 def _live(
-    directory: RunDir, task: Task | None, stop: StopRequest, *, started_at: float, plan_only: bool
+    directory: RunDir,
+    task: Task | None,
+    stop: StopRequest,
+    *,
+    life: int,
+    started_at: float,
+    plan_only: bool,
 ) -> RunState:
     job = Job.model_validate_json(directory.job.read_text())
     _move(directory, RunState.PLANNING)
     machine = probe_machine()
     environment = describe_environment(machine)
     directory.emit(EventKind.ENVIRONMENT, **environment)
-    torch.use_deterministic_algorithms(job.train.deterministic, warn_only=True)
+    set_deterministic(job.train.deterministic)
     parts = prepare(directory, job, task)
     plan = settle_plan(directory, job, parts, machine, started_at=started_at)
     if plan_only or stop.is_set:
@@ -91,19 +102,21 @@ def _live(
 
     torch.set_num_threads(plan.threads)
     seed_everything(job.train.seed)
-    engine = Engine(job, plan, parts)
+    engine = Engine(job, plan, parts, directory.emit)
     trackers = TrackerThread(
         open_trackers(["tensorboard", *job.trackers]),
         warn=directory.warn,
     )
-    watch = TrainingWatch(engine, directory, trackers=trackers, stop=stop)
+    watch = TrainingWatch(engine, directory, trackers=trackers, stop=stop, life=life)
     state, summary = RunState.FAILED, dict[str, Any]()
     try:
         resumed_from = watch.resume()
         trackers.start(directory, job, resumed=resumed_from is not None)
         _move(directory, RunState.RUNNING, resumed_from_step=resumed_from)
         if not watch.stopped_early:
-            loop.run(engine, watch)
+            trace = _tracing(engine, directory) if job.train.profile else nullcontext()
+            with memory_capped(cap_bytes(job, machine)), trace:
+                loop.run(engine, watch)
         watch.log.flush()
         watch.checkpoints.wait()
         if engine.steps_done < plan.steps and not watch.stopped_early:
@@ -153,7 +166,13 @@ def _move(directory: RunDir, state: RunState, **data: Any) -> RunState:
     return state
 
 
-def _begin_life(directory: RunDir) -> float:
+def _tracing(engine: Engine, directory: RunDir) -> AbstractContextManager[None]:
+    from yunlu.training.trace import traced  # noqa: PLC0415 - the profiler is slow to import
+
+    return traced(engine, directory)
+
+
+def _begin_life(directory: RunDir) -> tuple[int, float]:
     """Tell who lives, and since when; the process's own start tells it from a later namesake."""
     lives = sum(event.kind is EventKind.LIFE for event, _ in directory.read_events())
     process_at = psutil.Process().create_time()
@@ -166,7 +185,7 @@ def _begin_life(directory: RunDir) -> float:
         process_started_at=process_at,
         began_at=began_at,
     )
-    return began_at
+    return lives + 1, began_at
 
 
 def _is_worker_process() -> bool:
@@ -212,7 +231,7 @@ def _torch_as_it_was() -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        set_deterministic(strict, warn_only=warn_only)
 
 
 @contextmanager
@@ -249,7 +268,7 @@ def _as_user_error(error: Exception) -> YunluError:
         return TrainingError(
             f"The disk is full: {error}", hint="Free some space, then `yunlu resume`."
         )
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if is_out_of_memory(error):
         return TrainingError(
             f"Memory ran out: {error}", hint="Lower train.micro_batch, then `yunlu resume`."
         )

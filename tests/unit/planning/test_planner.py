@@ -7,10 +7,17 @@ from hypothesis import strategies as st
 from yunlu.catalog.machine import Device, Machine
 from yunlu.core.errors import DataError, JobError
 from yunlu.planning.plan import Profile
-from yunlu.planning.planner import MEMORY_SHARE, make_plan
+from yunlu.planning.planner import (
+    MEMORY_SHARE,
+    choose_micro_batch,
+    fixed_bytes,
+    make_plan,
+    memory_room_bytes,
+)
 from yunlu.spec.job import Job
 
 GIB = 1 << 30
+SETTINGS = {"threads": 2, "micro_batch": 32}
 
 
 def machine(**changes: object) -> Machine:
@@ -21,11 +28,12 @@ def machine(**changes: object) -> Machine:
 
 def profile(**changes: object) -> Profile:
     fields = {
-        "parameters": 1_000_000, "trainable": 1_000_000, "flops_per_sample": 6e6,
+        "parameters": 1_000_000, "trainable": 1_000_000,
         "activation_bytes_per_sample": 1e5, "probe_samples": 32, "probe_s": 0.016,
         "update_s": 0.002, "load_s_per_sample": 1e-6, "evaluate_s_per_sample": 1e-4,
         "train_samples": 1000, "validation_samples": 100, "test_samples": 100,
-        "startup_s": 3.0, "resident_bytes": GIB // 4, "threads": 2, "threads_gain": 1.7,
+        "startup_s": 3.0, "resident_bytes": GIB // 4, "settings": SETTINGS,
+        "reasons": dict.fromkeys(("threads", "precision", "compile", "kernel"), "measured"),
         "task_metric": "accuracy",
         "metrics": ("accuracy", "loss"),
     }  # fmt: skip
@@ -46,10 +54,11 @@ def test_everything_auto_is_decided_with_a_reason() -> None:
 
 
 def test_what_the_user_sets_is_pinned() -> None:
+    measured = SETTINGS | {"micro_batch": 16, "precision": "bf16", "compile": "inductor"}
     plan = make_plan(
         job(batch=64, micro_batch=16, precision="bf16", workers=3, steps=7, compile=True,
             optimizer={"lr": 0.5}, schedule={"warmup": 0.5}),
-        machine(), profile(),
+        machine(), profile(settings=measured),
     )  # fmt: skip
     assert (plan.micro_batch, plan.accumulation, plan.steps) == (16, 4, 7)
     assert (plan.precision, plan.workers, plan.lr, plan.compile) == ("bf16", 3, 0.5, "inductor")
@@ -58,22 +67,45 @@ def test_what_the_user_sets_is_pinned() -> None:
     assert pinned >= {"batch", "micro-batch", "precision", "steps", "learning rate", "compile"}
 
 
-@given(st.integers(1, 4096), st.floats(1e3, 1e9), st.integers(1, 64))
-def test_a_chosen_micro_batch_fits_in_memory(batch: int, per_sample: float, gib: int) -> None:
-    small = machine(devices=(Device(kind="cpu", name="c", memory_bytes=gib * GIB),))
-    measured = profile(activation_bytes_per_sample=per_sample, train_samples=batch)
-    plan = make_plan(job(batch=batch), small, measured)
-    assert 1 <= plan.micro_batch <= batch
-    assert plan.accumulation * plan.micro_batch >= batch
-    if plan.micro_batch > 1:
-        assert plan.prediction.memory_bytes <= gib * GIB * MEMORY_SHARE * 1.001
+@given(st.integers(1, 4096), st.floats(1e3, 1e9), st.integers(1, 64), st.floats(0.1, 8))
+def test_a_chosen_micro_batch_fits_in_memory(
+    batch: int, per_sample: float, gib: int, limit_gb: float
+) -> None:
+    device = Device(kind="cpu", name="c", memory_bytes=gib * GIB)
+    for asked, limit in ((job(batch=batch), gib * GIB * MEMORY_SHARE),
+                         (job(batch=batch, memory_gb=limit_gb), limit_gb * 1e9)):  # fmt: skip
+        fixed = fixed_bytes(asked, resident_bytes=1e6, parameters=1000, trainable=1000)
+        room = memory_room_bytes(asked, device, fixed)
+        micro = choose_micro_batch(asked, batch=batch, room_bytes=room, bytes_per_sample=per_sample)
+        assert 1 <= micro <= batch
+        if micro > 1:
+            assert fixed + micro * per_sample <= limit * 1.001
 
 
-def test_work_enough_makes_bf16_pay_only_where_it_is_native() -> None:
-    heavy = profile(flops_per_sample=1e10)
-    assert make_plan(job(), machine(), heavy).precision == "bf16"
-    plain = machine(devices=(Device(kind="cpu", name="c", memory_bytes=GIB),))
-    assert make_plan(job(), plain, heavy).precision == "fp32"
+def test_the_settings_that_were_measured_are_the_plans_with_their_reasons() -> None:
+    settings = SETTINGS | {"precision": "fp16", "padding": "bucket", "kernel": "fused"}
+    reasons = dict.fromkeys(("threads", "precision", "compile", "kernel", "padding"), "2 × as fast")
+    plan = make_plan(job(), machine(), profile(settings=settings, reasons=reasons))
+    assert (plan.precision, plan.padding, plan.kernel) == ("fp16", "bucket", "fused")
+    assert plan.adapt_precision  # FP16 is safe only with an eye on its modules
+    told = {choice.name: choice.reason for choice in plan.choices}
+    assert told["precision"] == told["padding"] == "2 × as fast"
+    assert "recompute" not in told
+
+
+def test_a_scaled_rate_says_what_it_was_scaled_from() -> None:
+    asked = job(batch=128, optimizer={"lr": 0.1, "scaling": "linear", "name": "momentum"})
+    plan = make_plan(asked, machine(), profile())
+    assert plan.lr == pytest.approx(0.4)
+    (told,) = [choice for choice in plan.choices if choice.name == "learning rate"]
+    assert "0.1 at batch 32" in told.reason
+    assert not told.pinned
+
+
+def test_a_growing_batch_takes_fewer_steps() -> None:
+    # 1000 samples: two epochs of 32 steps, two of 16 (63 a step would be 16), one of 8.
+    plan = make_plan(job(epochs=5, grow_batch=2), machine(), profile())
+    assert plan.steps == 2 * 32 + 2 * 16 + 8
 
 
 def test_the_prediction_adds_up() -> None:

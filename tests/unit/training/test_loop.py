@@ -132,6 +132,8 @@ def network() -> nn.Module:
         {"optimizer": "lamb", "schedule": {"name": "wsd"}},
         {"optimizer": "lars", "schedule": "linear", "precision": "bf16"},
         {"optimizer": {"name": "adamw", "lr": 0.01}, "precision": "fp16"},
+        {"optimizer": {"kernel": "foreach"}, "clip": "adaptive", "grow_batch": 2},
+        {"optimizer": {"kernel": "single"}, "clip": None, "gradient_release": True},
     ],
     ids=lambda options: str(options["optimizer"]),
 )

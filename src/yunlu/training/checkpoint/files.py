@@ -98,6 +98,11 @@ def steps_on_disk(root: Path) -> list[Path]:
     return sorted(root.glob("step-*"), reverse=True)
 
 
+def step_of(path: Path) -> int:
+    """The step a published directory is named after."""
+    return int(path.name.removeprefix("step-"))
+
+
 def read(path: Path) -> Snapshot:
     """Verify every byte, then load. Refuses a torn or altered checkpoint."""
     body = _read_manifest(path)

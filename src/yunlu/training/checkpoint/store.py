@@ -57,12 +57,18 @@ class CheckpointStore:
         finally:
             self._pool.shutdown()
 
-    def newest_good(self, warn: Callable[[str], None]) -> Snapshot | None:
-        """The newest checkpoint that verifies; says which ones were passed over."""
+    def newest_good(
+        self, warn: Callable[[str], None], *, not_after: int | None = None
+    ) -> Snapshot | None:
+        """The newest checkpoint that verifies; says which ones were passed over.
+
+        ``not_after`` leaves out those from later steps.
+        """
         files.sweep(self._root)
         for path in files.steps_on_disk(self._root):
             try:
-                return files.read(path)
+                if not_after is None or files.step_of(path) <= not_after:
+                    return files.read(path)
             except CheckpointError as error:
                 warn(f"{error.message} It is passed over.")
         return None

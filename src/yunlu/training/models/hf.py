@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from yunlu.core.errors import ModelError, did_you_mean, missing_part
 
@@ -22,6 +23,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What a download may bring: no pickles, no code, no copies of the weights in subfolders.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
 _UNWANTED = ["*/*", "consolidated*"]
+# Aside, because a module cannot carry it without changing what it is.
+_fresh: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def names_hf(name: str) -> bool:
@@ -33,6 +36,11 @@ def is_hf(model: nn.Module) -> bool:
     """Whether the module is a transformers model, which takes its inputs by name."""
     transformers: Any = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def fresh_weights(model: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that the loaded files did not have: a new head, a pooler."""
+    return _fresh.get(model, ())
 
 
 def find_hf_directory(name: str) -> Path:
@@ -87,6 +95,9 @@ def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn
             hint="check that the directory holds a model of this kind, whole and unaltered",
         ) from error
     _check_fit(spec, model, report, sizes)
+    _match_labels(model, directory, sizes)
+    mismatched = {key for key, *_ in report["mismatched_keys"]}
+    _fresh[model] = tuple(sorted({*report["missing_keys"], *mismatched} & set(model.state_dict())))
     return model
 
 
@@ -198,6 +209,28 @@ def _check_fit(
             f"{spec.name}: none of the weights in the file belong to a {type(model).__name__}.",
             hint="set model.pretrained: false to start from random weights",
         )
+
+
+def _match_labels(model: Any, directory: Path, sizes: Mapping[str, Any]) -> None:
+    """Put the rows of the head in the order of the job's labels, where they are the same ones."""
+    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    before = [name for _, name in sorted((written.get("id2label") or {}).items(), key=_by_number)]
+    now = list(sizes.get("id2label", {}).values())
+    if before == now or set(before) != set(now) or len(before) != len(now):
+        return
+    order = [before.index(name) for name in now]
+    prefix = f"{model.base_model_prefix}."
+    answers = [
+        module
+        for name, module in model.named_modules()
+        if getattr(module, "out_features", None) == len(now) and not name.startswith(prefix)
+    ]
+    for weight in answers[-1].parameters() if answers else ():
+        weight.data = weight.data[order].clone()
+
+
+def _by_number(item: tuple[str, str]) -> int:
+    return int(item[0])
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.client import Run, load_run, plan, resume, runs, train, validate
+    from yunlu.client import Run, finetune, load_run, plan, resume, runs, train, validate
     from yunlu.core.errors import YunluError
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
@@ -18,6 +18,7 @@ _HOMES = {
     "Job": "yunlu.spec.job",
     "Run": "yunlu.client",
     "YunluError": "yunlu.core.errors",
+    "finetune": "yunlu.client",
     "load_job": "yunlu.spec.load",
     "load_run": "yunlu.client",
     "plan": "yunlu.client",
@@ -29,6 +30,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "train",
+    "finetune",
     "plan",
     "Job",
     "load_job",

@@ -1,7 +1,8 @@
-"""The calls: train, plan, resume, and the runs they make."""
+"""The calls: train, finetune, plan, resume, and the runs they make."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ from yunlu.core.value import Value
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of, move
+from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job, ModelSpec
-from yunlu.spec.load import job_from_mapping, load_job
+from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 from yunlu.spec.train import TrainSpec
 
 if TYPE_CHECKING:
@@ -155,6 +157,70 @@ def train(
     return run.wait() if wait else run
 
 
+def finetune(
+    start: str | Path | Run,
+    job: str | Path | Job | None = None,
+    *,
+    data: Any = None,
+    task: str | None = None,
+    adapter: Any = None,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    wait: bool = True,
+    **train_options: Any,
+) -> Run:
+    """Go on from a trained model with other data, and return the new run.
+
+    Args:
+        start: A run or its id, a model directory, or ``hf:NAME``. Its model, tokenizer and
+            whatever else its weights depend on are taken over.
+        job: A job file, where ``model`` may be left out, or a ``Job``. Without it, say ``data``.
+        data: A path or name as in a job file.
+        task: The task's name; the start's own when not said.
+        adapter: ``"lora"``, or a mapping with its rank and targets; without it every weight is trained.
+        overrides: ``a.b=c``, as with ``--set``.
+        name: Names the run.
+        wait: Return when the run rests (and raise if it failed), or at once.
+        train_options: Keys of the job's ``train`` part, as with ``train``.
+    """
+    asked = finetuning_job(
+        start, job, overrides, train_options, adapter=adapter, data=data, task=task, name=name
+    )
+    run_dir = service.submit(asked, source=source_of(job))
+    service.start(run_dir)
+    run = Run(run_dir.path)
+    return run.wait() if wait else run
+
+
+def finetuning_job(
+    start: str | Path | Run,
+    job: str | Path | Job | None = None,
+    overrides: Sequence[str] = (),
+    train_options: Mapping[str, Any] = {},
+    *,
+    adapter: Any = None,
+    **parts: Any,
+) -> Job:
+    """The whole job that fine-tuning a start amounts to."""
+    begun = find_start(start.dir if isinstance(start, Run) else start)
+    options = _options(train_options)
+    if isinstance(job, str | Path):
+        job = _load_without_model(job, begun, overrides)
+    elif overrides:
+        raise JobError("overrides go with a job file; say the values as arguments instead")
+    mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
+    mapping |= {key: _plain(value) for key, value in parts.items() if value is not None}
+    if begun.task is not None:
+        mapping.setdefault("task", begun.task)
+    said = mapping.get("model", {})
+    mapping["model"] = begun.choose_model(
+        said if adapter is None else {**said, "adapter": _plain(adapter)}
+    )
+    if options:
+        mapping["train"] = _merge(mapping.get("train") or {}, options)
+    return begun.complete(job_from_mapping(mapping, where="finetune()" if job is None else "job"))
+
+
 def plan(
     job: str | Path | Job | None = None,
     *,
@@ -241,6 +307,15 @@ def _ask(
     if options:
         mapping["train"] = _merge(mapping.get("train") or {}, options)
     return job_from_mapping(mapping, where="train()" if job is None else "job")
+
+
+def _load_without_model(job: str | Path, begun: Start, overrides: Sequence[str]) -> Job:
+    """The job of a file that may leave its model to the start."""
+    try:
+        return load_job(job, overrides=overrides)
+    except InvalidJobError:  # if it lacked a name only, this is its cure; else it is told again
+        own = f"model.name={json.dumps(begun.model.name)}"
+        return load_job(job, overrides=(own, *overrides))
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.integration.conftest import ROOT, Yunlu
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 EXPECTS = re.compile(r"^# expects: test/(\w+) (>=|<=) ([\d.]+)$", re.MULTILINE)
+GOES_ON = re.compile(r"^# fine-tunes: (\S+)$", re.MULTILINE)
 COMPARE = {">=": operator.ge, "<=": operator.le}
 TASKS = {
     "text-classification", "language-modeling", "seq2seq", "image-classification",
@@ -31,7 +32,11 @@ def test_an_example_reaches_its_figure(example: Path, yunlu: Yunlu) -> None:
     match = EXPECTS.search(text)
     assert match, "an example says what to expect"
     metric, sign, figure = match.groups()
-    answer = yunlu("train", example, "--json")
+    verb: tuple[str | Path, ...] = ("train",)
+    if start := GOES_ON.search(text):
+        assert yunlu("train", example.parent / start[1], "--json").code == 0
+        verb = ("finetune", "last")
+    answer = yunlu(*verb, example, "--json")
     assert answer.code == 0, answer.err
     assert COMPARE[sign](answer.scores("test")[metric], float(figure))
 

@@ -66,6 +66,13 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
     context.close()
 
 
+@pytest.fixture(scope="module")
+def tuned_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = RUNS["write_tuned"](tmp_path_factory.mktemp("runs") / "tuned-1")
+    write_report(run)
+    return run.report_html.as_uri()
+
+
 def background(page: Page) -> str:
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -188,3 +195,48 @@ def test_everything_can_be_read_without_scripts(browser: Browser, address: str) 
     expect(page.locator("#plan")).to_contain_text("this CPU has no faster arithmetic")
     expect(page.locator(".switches")).to_be_hidden()
     context.close()
+
+
+def test_a_mark_is_seen_and_read_out(browser: Browser, tuned_address: str) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(tuned_address)
+    plot = page.locator("#chart-train_loss .linear .plot")
+    box, low, high = plot.bounding_box(), 1, 450
+    assert box is not None
+
+    mark = page.locator("#chart-train_loss .linear path.mark.rollback").bounding_box()
+    assert mark is not None
+    share = (210 - low) / (high - low)
+    assert mark["x"] == pytest.approx(box["x"] + share * box["width"], abs=2)
+
+    plot.hover(position={"x": share * box["width"], "y": 20})
+    expect(page.locator("#tip")).to_contain_text(re.compile(r"Rolled back\s*210"))
+    plot.hover(position={"x": 0.8 * box["width"], "y": 20})
+    expect(page.locator("#tip")).not_to_contain_text("Rolled back")
+    assert page.evaluate("window.hacked") is None
+    page.close()
+
+
+def test_what_spans_decades_is_shown_on_a_log_scale_first(
+    browser: Browser, tuned_address: str
+) -> None:
+    page = browser.new_page()
+    page.goto(tuned_address)
+
+    expect(page.locator("#chart-noise_scale .frame.log")).to_be_visible()
+    page.locator("#chart-noise_scale .scales input").uncheck()
+    expect(page.locator("#chart-noise_scale .frame.linear")).to_be_visible()
+    page.close()
+
+
+@pytest.mark.parametrize("language", ["English", "中文"])
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_shows_trials_incidents_and_trace_without_scrolling_sideways(
+    browser: Browser, tuned_address: str, width: int, language: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(tuned_address)
+    page.get_by_role("button", name=language).click()
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()

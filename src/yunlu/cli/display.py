@@ -13,23 +13,20 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.cli.page import ACCENT, indented, plain_table, to_json
-from yunlu.core.rundir import Event, EventKind
+from yunlu.cli.lines import describe, event_row, figures_text
+from yunlu.cli.page import ACCENT, indented, to_json
+from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.follow import Happening, Metric
-from yunlu.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
     from typing import TextIO
 
     from rich.console import Console, RenderableType
 
     from yunlu.core.rundir import RunDir
-    from yunlu.planning.plan import Prediction
 
-_LABEL = 12
 _LINE_EVERY_S = 5.0
 _PACE_S = 10.0
 
@@ -57,6 +54,7 @@ class Course:
         self.plan: dict[str, Any] = {}
         self.record: dict[str, Any] = {}
         self.saved_step: int | None = None
+        self.skipped = 0
         self._recent: deque[tuple[float, int, float]] = deque()
 
     def take(self, happening: Happening) -> None:
@@ -67,6 +65,8 @@ class Course:
             self.plan = happening.data
         elif happening.kind is EventKind.CHECKPOINT:
             self.saved_step = happening.data.get("step")
+        elif happening.kind is EventKind.SKIP:
+            self.skipped += 1
 
     @property
     def steps(self) -> int:
@@ -105,6 +105,7 @@ class Course:
             ("samples/s", show_count(self.samples_per_s) if self.samples_per_s else None),
             ("memory", show_bytes(record["memory_bytes"]) if "memory_bytes" in record else None),
             ("saved", f"step {self.saved_step}" if self.saved_step else None),
+            ("skipped", str(self.skipped) if self.skipped else None),
         ]
         return [(name, text) for name, text in pairs if text is not None]
 
@@ -152,7 +153,7 @@ class LiveDisplay:
 
     def note(self, message: str) -> None:
         """A yellow line."""
-        self._console.print(_row("", Text(message, style="yellow")))
+        self._console.print(event_row("", Text(message, style="yellow")))
 
     def close(self) -> None:
         """Stop moving."""
@@ -178,7 +179,7 @@ class LiveDisplay:
             grid.add_row(" ", bar, Text(share, style="bold"), text)
             lines.append(grid)
         phase = self._phase or ("" if lines else "working")
-        text = Text(phase, style="dim") if phase else _figures(course.figures())
+        text = Text(phase, style="dim") if phase else figures_text(course.figures())
         text.no_wrap, text.overflow = True, "ellipsis"
         # Not padded to the far edge: the ^C a terminal echoes there would begin a new line.
         line = Table.grid(padding=(0, 1))
@@ -203,17 +204,17 @@ class PlainDisplay:
             last = course.steps and course.record["step"] >= course.steps
             if happening.at - self._shown_at >= _LINE_EVERY_S or last:
                 self._shown_at = happening.at
-                self._print(_row("train", Text(step_line(course))))
+                self._print(event_row("train", Text(step_line(course))))
             return
         if happening.kind is EventKind.PROGRESS:
-            self._print(_row("", Text(f"{happening.data.get('phase')} ...")))
+            self._print(event_row("", Text(f"{happening.data.get('phase')} ...")))
         block = describe(happening, course)
         if block is not None:
             self._print(block)
 
     def note(self, message: str) -> None:
         """A line."""
-        self._print(_row("", Text(message)))
+        self._print(event_row("", Text(message)))
 
     def close(self) -> None:
         """Nothing moves here."""
@@ -257,93 +258,3 @@ def step_line(course: Course) -> str:
     parts = [course.where(), *(f"{name} {text}" for name, text in course.figures())]
     left = course.remaining_s
     return "  ".join(parts) + (f"  ETA {show_duration(left)}" if left is not None else "")
-
-
-def describe(event: Event, course: Course) -> RenderableType | None:
-    """What an event leaves on the page; None where it leaves nothing."""
-    data, row = event.data, None
-    match event.kind:
-        case EventKind.PLAN:
-            return plan_block(Plan.model_validate(data))
-        case EventKind.DATA:
-            row = _row("data", data_line(data))
-        case EventKind.MODEL:
-            count = show_count(data.get("parameters") or 0)
-            row = _row("model", Text(f"{data.get('name')}, {count} parameters"))
-        case EventKind.EVALUATION:
-            row = _row(str(data.get("split")), evaluation_line(data, course), style=ACCENT)
-        case EventKind.WARNING:
-            row = _row("warning", Text(str(data.get("message"))), style="yellow")
-        case EventKind.STATE if data.get("resumed_from_step") is not None:
-            row = _row("resumed", Text(f"from the checkpoint of step {data['resumed_from_step']}"))
-        case _:
-            pass
-    return row
-
-
-def plan_block(plan: Plan) -> RenderableType:
-    """The table of choices, and under it what they foretell."""
-    table = plain_table()
-    table.add_column("choice", style="bold", no_wrap=True)
-    table.add_column("value", style=ACCENT, overflow="fold", ratio=2)
-    table.add_column("reason", ratio=5)
-    for choice in plan.choices:
-        style = "bold" if choice.pinned else "dim"
-        table.add_row(choice.name, choice.value, Text(choice.reason, style=style))
-    return Group("", indented(table), "", _row("foretold", prediction_line(plan.prediction)))
-
-
-def prediction_line(foretold: Prediction) -> Text:
-    """Memory, step time, pace, total time, cost."""
-    dollars = foretold.dollars
-    return _joined(
-        [
-            show_bytes(foretold.memory_bytes),
-            f"{show_duration(foretold.step_s)} a step",
-            f"{show_count(foretold.samples_per_s)} samples/s",
-            f"{show_duration(foretold.total_s)} in all",
-            "no price set" if dollars is None else f"${dollars:.2f}",
-        ]
-    )
-
-
-def evaluation_line(data: Mapping[str, Any], course: Course) -> Text:
-    """Where it was taken, and every figure."""
-    step, width = int(data.get("step") or 0), len(str(course.steps))
-    epoch = course.epochs_at(step)
-    text = Text(f"step {step:>{width}}" + (f"  epoch {epoch:<4.3g}" if epoch else "") + "  ")
-    named = {**(data.get("metrics") or {}), "loss": data.get("loss")}
-    found = {key: show_number(float(value)) for key, value in named.items() if value is not None}
-    return text.append_text(_figures((key, f"{value:<7}") for key, value in found.items()))
-
-
-def data_line(data: Mapping[str, Any]) -> Text:
-    """How many samples each part has, and where they come from."""
-    counts = [
-        f"{data[part]:,} {part}" for part in ("train", "validation", "test") if data.get(part)
-    ]
-    return _joined(counts).append(f"  {data.get('source')}", style="dim")
-
-
-def _row(label: str, content: Text, *, style: str = "dim") -> RenderableType:
-    grid = Table.grid(padding=(0, 0))
-    grid.add_column(width=_LABEL + 1, no_wrap=True)
-    grid.add_column()
-    grid.add_row(Text(f" {label}", style=style), content)
-    return grid
-
-
-def _figures(pairs: Iterable[tuple[str, str]]) -> Text:
-    text = Text()
-    for name, value in pairs:
-        text.append("  " if text else "").append(f"{name} ", style="dim").append(
-            value, style="bold"
-        )
-    return text
-
-
-def _joined(parts: Iterable[str]) -> Text:
-    text = Text()
-    for part in parts:
-        text.append(" · " if text else "", style="dim").append(part)
-    return text

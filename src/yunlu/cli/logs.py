@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from yunlu.cli.display import Course, data_line, evaluation_line, prediction_line, step_line
+from yunlu.cli.display import Course, step_line
+from yunlu.cli.lines import data_line, evaluation_line, notice_line, prediction_line
 from yunlu.cli.page import make_console, state_text
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
@@ -99,6 +100,14 @@ def _gist(event: Event) -> Text:
             text = prediction_line(Plan.model_validate(data).prediction)
         case EventKind.DATA:
             text = data_line(data)
+        case (
+            EventKind.SKIP
+            | EventKind.ROLLBACK
+            | EventKind.OUT_OF_MEMORY
+            | EventKind.PRECISION
+            | EventKind.TRACE
+        ):
+            text = notice_line(event)
         case EventKind.WARNING | EventKind.ERROR:
             style = "yellow" if event.kind is EventKind.WARNING else "red"
             text = Text(str(data.get("message")), style=style)

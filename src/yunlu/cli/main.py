@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 VERBS: dict[str, dict[str, str]] = {
     "Train": {
         "train": "Train the job of a file: plan, train, evaluate, report.",
+        "finetune": "Go on from a trained model with other data, whole or with LoRA.",
         "plan": "Show what training would take and why, without training.",
         "resume": "Go on with a stopped, failed or lost run.",
     },

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.display import Course, describe, plan_block
+from yunlu.cli.display import Course
+from yunlu.cli.lines import describe, plan_block
 from yunlu.cli.page import make_console
 from yunlu.client import validate
 from yunlu.core.rundir import EventKind

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.cli.display import plan_block
+from yunlu.cli.lines import plan_block
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.client import Run
 from yunlu.core.rundir import EventKind

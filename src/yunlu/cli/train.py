@@ -38,6 +38,7 @@ def train(
     detach: bool = False,
     json: bool = False,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
+    profile: bool = False,
 ) -> int:
     """Train a job: plan it, show its progress, report on it.
 
@@ -49,8 +50,11 @@ def train(
         detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
         json: Write every event and metric record as one JSON line, and nothing else.
         name: Name the run.
+        profile: Trace a few steps: a table of where their time goes, and a file for Perfetto.
     """
-    asked = validate(job, overrides=(*overrides, *([f"name={name}"] if name else [])))
+    said = [f"name={name}"] if name else []
+    said += ["train.profile=true"] if profile else []
+    asked = validate(job, overrides=(*overrides, *said))
     run_dir = service.submit(asked, source=source_of(job))
     if not json:
         _print_title(make_console(), run_dir, asked)

@@ -39,6 +39,15 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Steps at which something happened: a line from top to bottom."""
+
+    kind: str
+    """Names the look."""
+    steps: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """A label on an axis, at a share of its length from the left or from the bottom."""
 
@@ -94,7 +103,9 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def draw_lines(series: Sequence[Series], *, unit: Unit, log: bool = False) -> Drawing:
+def draw_lines(
+    series: Sequence[Series], *, unit: Unit, log: bool = False, marks: Sequence[Mark] = ()
+) -> Drawing:
     """Lines over the step, with a grid; a step whose value is not finite gets a mark of its own."""
     points = [point for line in series for point in line.points]
     x = _Scale.over([step for step, _ in points])
@@ -105,10 +116,13 @@ def draw_lines(series: Sequence[Series], *, unit: Unit, log: bool = False) -> Dr
     y_ticks = _log_ticks(y) if log else _ticks(y, unit)
     grid = _path("grid", (f"M0 {_y(tick.at)}H{_WIDTH}" for tick in y_ticks))
     broken = {step for step, value in points if not math.isfinite(value)}
-    marks = _path("broken", (f"M{_x(x.share(step))} 0V{_HEIGHT}" for step in sorted(broken)))
+    # A step that was dealt with has a mark that says how.
+    broken -= {step for mark in marks for step in mark.steps}
+    upright = _upright("broken", sorted(broken), x)
+    upright += Markup("").join(_upright(f"mark {mark.kind}", mark.steps, x) for mark in marks)
     lines = Markup("").join(_line(one, x, y) for one in series)
     return Drawing(
-        svg=_svg(grid + marks + lines),
+        svg=_svg(grid + upright + lines),
         x_ticks=_step_ticks(x),
         y_ticks=y_ticks,
         x_range=(x.low, x.high),
@@ -221,6 +235,11 @@ def _extremes(bucket: Sequence[Point]) -> list[Point]:
     return [bucket[i] for i in sorted(i for i in kept if i is not None)]
 
 
+def _upright(classes: str, steps: Iterable[int], x: _Scale) -> Markup:
+    inside = (x.share(step) for step in steps if x.low <= step <= x.high)
+    return _path(classes, (f"M{_x(share)} 0V{_HEIGHT}" for share in inside))
+
+
 def _line(series: Series, x: _Scale, y: _Scale) -> Markup:
     pieces: list[list[str]] = [[]]
     for step, value in series.points:
@@ -259,7 +278,7 @@ def _tick_label(value: float, unit: Unit) -> str:
         return show_count(value)
     if unit == "percent":
         return f"{value * 100:.4g} %"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _step_ticks(scale: _Scale) -> tuple[Tick, ...]:

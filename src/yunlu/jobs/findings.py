@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from yunlu.core.states import RunState
 from yunlu.core.value import Value
@@ -143,6 +143,69 @@ class Exported(Value):
     """The step whose weights these are."""
 
 
+class Incident(Value):
+    """Something that the engine did about trouble, or to stay out of it."""
+
+    kind: Literal["skip", "rollback", "out_of_memory", "precision"]
+    step: int
+    data: dict[str, Any]
+    """What its event said; the keys are those of the event's kind."""
+
+
+class Finding(Value):
+    """One sentence about what stands out."""
+
+    key: str
+    """Names the sentence in both languages."""
+    fields: dict[str, str]
+    text: str
+    """The sentence in English."""
+
+
+class Padding(Value):
+    """What samples of different length cost."""
+
+    tokens: float
+    """Computed over the run, padding included."""
+    padding: float
+
+    @property
+    def share(self) -> float:
+        """Of all that was computed."""
+        return self.padding / self.tokens if self.tokens else 0.0
+
+
+class PhaseTime(Value):
+    """What one phase of the traced steps took."""
+
+    name: str
+    """``data``, ``forward``, ``backward``, ``clip``, ``step``; ``other`` is the rest."""
+    total_s: float
+    share: float
+
+
+class OperatorTime(Value):
+    """What one operator took in the traced steps, without the operators it called."""
+
+    name: str
+    self_s: float
+    share: float
+    calls: int
+
+
+class TracedSteps(Value):
+    """A few steps under the profiler, which slows them down: shares say more than seconds."""
+
+    path: str | None
+    """The trace, in the run's directory; None where it could not be written."""
+    first_step: int | None
+    """Counted from the start of the life that was traced."""
+    steps: int
+    wall_s: float | None
+    phases: tuple[PhaseTime, ...]
+    table: tuple[OperatorTime, ...]
+
+
 class Report(Value):
     """Everything about one run."""
 
@@ -172,6 +235,11 @@ class Report(Value):
     headline: Headline | None
     curves: tuple[Curve, ...]
     time: TimeSplit | None
+    findings: tuple[Finding, ...]
+    incidents: tuple[Incident, ...]
+    """In the order they happened, those of undone steps included."""
+    padding: Padding | None
+    trace: TracedSteps | None
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
     examples: tuple[Example, ...]

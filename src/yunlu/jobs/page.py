@@ -10,58 +10,44 @@ import base64
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+import re
 from datetime import UTC, datetime
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.charts import (
-    Drawing,
-    Series,
-    draw_lines,
-    draw_stack,
-    metric_unit,
-    show_metric,
-    show_quantity,
-)
-from yunlu.jobs.recorded import PARTS
+from yunlu.jobs.charts import show_metric, show_quantity
+from yunlu.jobs.figures import figures_of, time_figure
+from yunlu.jobs.recorded import PARTS, number
+from yunlu.jobs.words import TEMPLATES, known_word, words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from yunlu.jobs.charts import Style, Unit
-    from yunlu.jobs.findings import Comparison, ConfusionMatrix, Curve, EvaluationRow, Report
+    from yunlu.jobs.findings import (
+        Comparison,
+        ConfusionMatrix,
+        EvaluationRow,
+        Incident,
+        Report,
+        TracedSteps,
+    )
 
-_TEMPLATES = Path(__file__).with_name("templates")
 _MOST_CLASSES = 40
-_MOST_DOTS = 60
 _MOST_ROWS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One chart of the page: drawn once, or twice where a logarithmic scale helps."""
-
-    id: str
-    title: Markup
-    unit: Unit
-    legend: tuple[tuple[Markup, int], ...]
-    drawings: dict[str, Drawing]
-    """By scale: ``linear``, ``log``."""
-    points: dict[str, Any]
-    """What hovering reads out."""
-    wide: bool = False
+_MOST_OPERATORS = 15
+_FEW = 8
 
 
 def render_page(report: Report, *, language: str = "en") -> str:
     """The whole page; ``language`` (``en`` or ``zh``) is what a reader sees first."""
     script = _source("page.js")
-    calls = {"w": words, "known": _known_word, "metric": show_metric, "quantity": show_quantity}
+    # Overflows are how a loss scale is found: told in one sentence, not in a row each.
+    incidents = [each for each in report.incidents if each.data.get("reason") != "overflow"]
+    calls = {"w": words, "known": known_word, "metric": show_metric, "quantity": show_quantity}
     page = _environment().get_template("page.html.j2", globals=calls)
     return page.render(
         report=report,
@@ -72,29 +58,24 @@ def render_page(report: Report, *, language: str = "en") -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         cards=list(_cards(report)),
         evaluations=_evaluations(report),
-        figures=list(_figures(report)),
+        figures=list(figures_of(report)),
         comparisons=[_comparison(each) for each in report.comparisons if _is_known(each)],
-        time_figure=_time_figure(report),
+        time_figure=time_figure(report),
         parts=_parts(report),
         metric_names=list(
             dict.fromkeys(name for row in report.evaluations for name in row.metrics)
         ),
         confusion=_heat(report.confusion),
-    )
-
-
-def words(key: str, **fields: Any) -> Markup:
-    """A text of the page in both languages; the root's attribute hides one of them."""
-    english, chinese = _words()[key]
-    return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(
-        escape(english).format(**fields), escape(chinese).format(**fields)
+        incidents=[_incident(each) for each in incidents[-_MOST_ROWS:]],
+        incidents_total=len(incidents),
+        trace=_trace(report.trace),
     )
 
 
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -107,17 +88,7 @@ def _environment() -> Environment:
 
 
 def _source(name: str) -> str:
-    return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
-@cache
-def _words() -> dict[str, tuple[str, str]]:
-    return json.loads(_source("words.json"))
-
-
-def _known_word(prefix: str, name: str) -> Markup:
-    """A name in both languages where we know it, else the name itself."""
-    return words(f"{prefix}.{name}") if f"{prefix}.{name}" in _words() else escape(name)
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _instant(at: float) -> str:
@@ -132,7 +103,7 @@ def _cards(report: Report) -> Iterator[tuple[Markup, str, Markup]]:
     """Label, figure and a remark for each headline figure."""
     if (headline := report.headline) is not None:
         remark = "card.test" if headline.split == "test" else "card.validation"
-        label = _known_word("metric", headline.metric)
+        label = known_word("metric", headline.metric)
         yield label, show_metric(headline.metric, headline.value), words(remark)
     elif (loss := report.curve("train_loss")) is not None:
         yield words("curve.loss"), show_number(loss.values[-1]), words("card.training")
@@ -144,114 +115,15 @@ def _cards(report: Report) -> Iterator[tuple[Markup, str, Markup]]:
         if each.predicted is not None:
             remark = words("card.predicted", value=show_quantity(name, each.predicted))
         yield words(f"quantity.{name}"), show_quantity(name, each.measured), remark
+    if (padding := report.padding) is not None:
+        remark = words("card.tokens", tokens=show_count(padding.tokens))
+        yield words("card.padding"), f"{padding.share * 100:.1f} %", remark
     if report.step:
         epochs = "–" if report.epoch is None else show_count(report.epoch)
         remark = words("card.epochs", epochs=epochs)
         if report.plan:
             remark = words("card.of", total=f"{report.plan.steps:,}", epochs=epochs)
         yield words("card.steps"), f"{report.step:,}", remark
-
-
-def _figures(report: Report) -> Iterator[Figure]:
-    yield from _figure(
-        report,
-        words("curve.loss"),
-        {"train_loss": "faint", "train_loss_smoothed": "line", "validation_loss": "dots"},
-        wide=True,
-        log=True,
-    )
-    for curve in report.curves:
-        prefix, _, name = curve.key.partition("/")
-        if prefix == "validation" and name:
-            title = _known_word("metric", name)
-            unit = metric_unit(name, curve.values)
-            yield from _figure(report, title, {curve.key: "dots"}, unit=unit)
-    yield from _figure(report, words("curve.lr"), {"lr": "line"})
-    noisy: dict[str, Unit] = {"grad_norm": "number", "samples_per_s": "rate", "items_per_s": "rate"}
-    for key, unit in noisy.items():
-        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
-        title = words(f"curve.{key}")
-        yield from _figure(report, title, styles, unit=unit, log=key == "grad_norm")
-    yield from _figure(report, words("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
-
-
-def _figure(
-    report: Report,
-    title: Markup,
-    styles: dict[str, Style],
-    *,
-    unit: Unit = "number",
-    wide: bool = False,
-    log: bool = False,
-) -> Iterator[Figure]:
-    """The chart of these curves, if the run has any of them."""
-    found = [curve for key in styles if (curve := report.curve(key)) is not None]
-    if not found:
-        return
-    lines = [
-        Series(
-            key=curve.key,
-            points=list(zip(curve.steps, curve.values, strict=True)),
-            colour=list(styles).index(curve.key) + 1,
-            style=_style(curve, styles[curve.key], alone=len(found) == 1),
-        )
-        for curve in found
-    ]
-    scales = ["linear", "log"] if log and _fits_log(found) else ["linear"]
-    yield Figure(
-        id=found[0].key.replace("/", "-"),
-        title=title,
-        unit=unit,
-        legend=tuple((_known_word("series", line.key), line.colour) for line in lines)
-        if len(lines) > 1
-        else (),
-        drawings={scale: draw_lines(lines, unit=unit, log=scale == "log") for scale in scales},
-        points={"unit": unit, "series": [_read_out(curve) for curve in found]},
-        wide=wide,
-    )
-
-
-def _style(curve: Curve, wanted: Style, *, alone: bool) -> Style:
-    """Dots that would touch become a line; so does a raw curve with no smoothed one over it."""
-    dense = wanted == "dots" and len(curve.steps) > _MOST_DOTS
-    return "line" if dense or (wanted == "faint" and alone) else wanted
-
-
-def _fits_log(curves: Sequence[Curve]) -> bool:
-    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
-    return bool(finite) and min(finite) > 0
-
-
-def _read_out(curve: Curve) -> dict[str, Any]:
-    values = [float(f"{v:.6g}") if math.isfinite(v) else str(v) for v in curve.values]
-    return {"name": _pair(f"series.{curve.key}", curve.key), "x": curve.steps, "y": values}
-
-
-def _pair(key: str, otherwise: str) -> Sequence[str]:
-    return _words().get(key, (otherwise.removeprefix("validation/"),) * 2)
-
-
-def _time_figure(report: Report) -> Figure | None:
-    time = report.time
-    if time is None or not time.steps:
-        return None
-    drawing = draw_stack(time.steps, [time.shares[part] for part in PARTS])
-    series = [
-        {
-            "name": _pair(f"part.{part}", part),
-            "x": time.steps,
-            "y": [round(share, 5) for share in time.shares[part]],
-        }
-        for part in PARTS
-    ]
-    return Figure(
-        id="time",
-        title=words("time.over_steps"),
-        unit="percent",
-        legend=(),
-        drawings={"linear": drawing},
-        points={"unit": "percent", "series": series},
-    )
 
 
 def _parts(report: Report) -> list[dict[str, Any]]:
@@ -262,6 +134,65 @@ def _parts(report: Report) -> list[dict[str, Any]]:
         for i, part in enumerate(PARTS, 1)
         if whole and totals.get(part)
     ]
+
+
+def _incident(each: Incident) -> dict[str, Any]:
+    """What happened, and whatever its event tells about it."""
+    data = each.data
+    what = f"incident.to.{data.get('to')}" if each.kind == "precision" else f"mark.{each.kind}"
+    details: list[Markup] = []
+    if each.kind == "skip":
+        loss, norm = (_show_any(data.get(key)) for key in ("loss", "norm"))
+        details.append(words("incident.skip", loss=loss, norm=norm))
+    elif each.kind == "rollback":
+        details.append(words("incident.rollback", to_step=_show_any(data.get("to_step"))))
+        if skipping := data.get("skipping"):
+            details.append(words("incident.skipping", steps=_show_any(skipping)))
+    elif each.kind == "out_of_memory":
+        details.append(words("incident.out_of_memory", micro_batch=data.get("micro_batch", "–")))
+    else:
+        details.append(Markup("<code>{}</code>").format(data.get("module", "–")))
+        if (share := number(data.get("low_share"))) is not None:
+            details.append(words("incident.low_share", share=f"{share * 100:.1f} %"))
+    if reason := data.get("reason") or data.get("message"):
+        details.insert(each.kind == "precision", known_word("reason", str(reason)))
+    return {
+        "step": each.step,
+        "kind": each.kind,
+        "what": known_word(*what.rsplit(".", 1)),
+        "details": details,
+    }
+
+
+def _show_any(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        shown = [_show_any(each) for each in value[:_FEW]]
+        return ", ".join(shown) + (", …" if len(value) > _FEW else "")
+    found = number(value)
+    return "–" if found is None else show_number(found)
+
+
+def _trace(traced: TracedSteps | None) -> dict[str, Any] | None:
+    if traced is None:
+        return None
+    return {
+        "phases": [
+            {"name": each.name, "total_s": each.total_s, "share": each.share, "colour": colour}
+            for colour, each in enumerate(traced.phases, 1)
+            if each.total_s
+        ],
+        "rows": [
+            {"row": row, "name": _operator(row.name)} for row in traced.table[:_MOST_OPERATORS]
+        ],
+    }
+
+
+def _operator(name: str) -> Markup:
+    """An operator's name is the same in every language; what is none has words."""
+    outside = re.fullmatch(r"outside operators \((\w+)\)", name)
+    if outside is None:
+        return Markup("<code>{}</code>").format(name)
+    return words("trace.outside", phase=known_word("phase", outside[1]))
 
 
 def _evaluations(report: Report) -> list[EvaluationRow]:

@@ -34,6 +34,8 @@ _STRETCHES = 60
 class Life:
     """One worker, from its start to its last sign."""
 
+    number: int
+    """1 for the first."""
     started_at: float
     """When it began; for a worker of its own, when its process started."""
     began_at: float
@@ -44,6 +46,15 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """A way back to an earlier step: a life that resumed there, or a rollback within one."""
+
+    place: int
+    """Its event's place in the log; all that stands before it may be undone by it."""
+    to_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """The logs of a run. Steps that a crash undid and no life has reached again are left out."""
 
@@ -51,6 +62,7 @@ class Recorded:
     records: Sequence[Record]
     """One per step, in order."""
     lives: Sequence[Life]
+    returns: Sequence[Return]
 
     def all(self, kind: EventKind) -> list[dict[str, Any]]:
         """The data of each event of a kind."""
@@ -67,12 +79,19 @@ class Recorded:
         return sum(life.ended_at - life.started_at for life in self.lives)
 
     def by_step(self, kind: EventKind) -> list[dict[str, Any]]:
-        """Data of the events that belong to a step, without the steps that a resume undid."""
+        """Data of the events that belong to a step, without the steps that were undone."""
         return [
             event.data
-            for event in self.events
-            if event.kind == kind and not _undone(event.data.get("step"), event.at, self.lives)
+            for place, event in enumerate(self.events)
+            if event.kind == kind and not self._is_undone(event.data.get("step"), place)
         ]
+
+    def _is_undone(self, step: object, place: int) -> bool:
+        """Whether a later event went back to before this step."""
+        at_step = number(step)
+        return at_step is not None and any(
+            back.place > place and back.to_step < at_step for back in self.returns
+        )
 
 
 def read_recorded(run: RunDir) -> Recorded:
@@ -81,12 +100,9 @@ def read_recorded(run: RunDir) -> Recorded:
     read = (numbers(record) for record, _ in read_lines(run.metrics))
     records = [record for record in read if "step" in record]
     lives = _lives(events, records)
-    latest = {
-        int(record["step"]): record
-        for record in records
-        if "at" not in record or not _undone(record["step"], record["at"], lives)
-    }
-    return Recorded(events=events, records=[latest[step] for step in sorted(latest)], lives=lives)
+    return Recorded(
+        events=events, records=_latest(records, lives), lives=lives, returns=_returns(events)
+    )
 
 
 def number(value: object) -> float | None:
@@ -168,18 +184,53 @@ def _known(lines: Iterable[object]) -> Iterable[Event]:
             continue
 
 
+def _latest(records: Iterable[Record], lives: Sequence[Life]) -> list[Record]:
+    """One record per step. The log's order decides, not its clock, which may have been set back."""
+    latest: dict[int, Record] = {}
+    for record in records:
+        step = int(record["step"])
+        if latest and step <= next(reversed(latest)):
+            # Back at an earlier step: what had been done from there on no longer counts.
+            latest = {before: each for before, each in latest.items() if before < step}
+        latest[step] = record
+    return [record for record in latest.values() if not _is_undone(record, lives)]
+
+
+def _is_undone(record: Record, lives: Sequence[Life]) -> bool:
+    """Whether a later life, which may not have done a step yet, went back to before this one."""
+    return any(
+        life.resumed_from is not None
+        and record["step"] > life.resumed_from
+        and _is_before(record, life)
+        for life in lives
+    )
+
+
+def _is_before(record: Record, life: Life) -> bool:
+    if "life" in record:
+        return record["life"] < life.number
+    return record.get("at", math.inf) < life.began_at  # logs of older versions
+
+
 def _lives(events: Sequence[Event], records: Sequence[Record]) -> list[Life]:
     starts = [i for i, event in enumerate(events) if event.kind == EventKind.LIFE]
-    ats = [record["at"] for record in records if "at" in record]
     lives: list[Life] = []
     for start, end in pairwise([*starts, len(events)]):
         own = [event for event in events[start:end] if not _from_outside(event)]
         began_at = own[0].at
         until = events[end].at if end < len(events) else math.inf
-        signs = [event.at for event in own] + [at for at in ats if began_at <= at < until]
+        this = len(lives) + 1
+        signs = [event.at for event in own]
+        signs += [
+            at
+            for record in records
+            if (at := record.get("at")) is not None
+            and (record["life"] == this if "life" in record else began_at <= at < until)
+        ]
         process_at = number(own[0].data.get("began_at"))
         lives.append(
             Life(
+                number=this,
                 started_at=began_at if process_at is None else min(process_at, began_at),
                 began_at=began_at,
                 ended_at=max(signs),
@@ -187,6 +238,18 @@ def _lives(events: Sequence[Event], records: Sequence[Record]) -> list[Life]:
             )
         )
     return lives
+
+
+def _returns(events: Sequence[Event]) -> list[Return]:
+    returns: list[Return] = []
+    lives = 0
+    for place, event in enumerate(events):
+        lives += event.kind == EventKind.LIFE
+        key = "to_step" if event.kind == EventKind.ROLLBACK else "resumed_from_step"
+        if key not in event.data or (key == "resumed_from_step" and lives < 2):
+            continue
+        returns.append(Return(place=place, to_step=int(number(event.data[key]) or 0)))
+    return returns
 
 
 def _resumed_from(events: Iterable[Event]) -> int | None:
@@ -205,28 +268,21 @@ def _from_outside(event: Event) -> bool:
     }
 
 
-def _undone(step: object, at: float, lives: Sequence[Life]) -> bool:
-    """Whether a later life went back to before this step."""
-    place = number(step)
-    return place is not None and any(
-        life.began_at > at and life.resumed_from is not None and place > life.resumed_from
-        for life in lives
-    )
-
-
 def _unclaimed(recorded: Recorded) -> list[float]:
     """Seconds since the step before that no part claims; a step that began a life has none."""
     unclaimed = [0.0] * min(len(recorded.records), 1)
     for before, after in pairwise(recorded.records):
         since, until = number(before.get("at")), number(after.get("at"))
-        if (
-            since is None
-            or until is None
-            or any(since < life.began_at <= until for life in recorded.lives)
-        ):
+        if since is None or until is None or _begins_life(before, after, recorded.lives):
             unclaimed.append(0.0)
         else:
             # A record is stamped when its step ends; what came after that step lies before this one.
             held_up_s = sum(before.get(key, 0.0) for key in _AFTER_STEP)
             unclaimed.append(max(until - since - held_up_s - step_s(after), 0.0))
     return unclaimed
+
+
+def _begins_life(before: Record, after: Record, lives: Sequence[Life]) -> bool:
+    if "life" in before and "life" in after:
+        return before["life"] != after["life"]
+    return any(before["at"] < life.began_at <= after["at"] for life in lives)

@@ -6,6 +6,7 @@ Built by reading alone, so a running, failed, lost or never-started run has a re
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,14 @@ from yunlu.jobs.findings import (
     Report,
     SavedCheckpoint,
     TimeSplit,
+)
+from yunlu.jobs.health import (
+    find,
+    padding_shares,
+    read_incidents,
+    read_padding,
+    read_trace,
+    true_tokens,
 )
 from yunlu.jobs.recorded import (
     number,
@@ -73,6 +82,7 @@ def build_report(run: RunDir) -> Report:
     shown = detailed(recorded, evaluations)
     model = recorded.last(EventKind.MODEL) or {}
     newest = recorded.records[-1] if recorded.records else {}
+    incidents, padding = read_incidents(recorded), read_padding(recorded.records)
     return Report(
         run_id=run.id,
         path=str(run.path.absolute()),
@@ -96,6 +106,10 @@ def build_report(run: RunDir) -> Report:
         headline=quote(metric, evaluations),
         curves=_curves(recorded, evaluations),
         time=_time_split(recorded),
+        findings=find(recorded, plan=plan, incidents=incidents, padding=padding),
+        incidents=incidents,
+        padding=padding,
+        trace=read_trace(recorded),
         evaluations=evaluations,
         confusion=confusion_of(shown),
         examples=tuple(example_of(each) for each in shown.get("examples") or ()),
@@ -238,6 +252,9 @@ def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, .
     records = recorded.records
     samples = samples_of_steps(records)
     items = dict(points(records, "items"))
+    tokens = true_tokens(records)
+    # An estimate can miss its mark so far that it is not a size at all.
+    noise = [(step, size) for step, size in points(records, "noise_scale") if 0 < size < math.inf]
     validation = [row for row in rows if row.split == "validation"]
     metrics = dict.fromkeys(name for row in validation for name in row.metrics)
     drawn: dict[str, Sequence[Point]] = {
@@ -252,11 +269,28 @@ def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, .
         "lr": points(records, "lr"),
         **_with_smoothed("grad_norm", points(records, "grad_norm")),
         **_with_smoothed("samples_per_s", rates(records, samples)),
-        # Where each sample is one item the second curve would only repeat the first.
-        **_with_smoothed("items_per_s", rates(records, items) if items != samples else []),
+        # Where each sample is one item, or an item a token, the curve would only repeat another.
+        **_with_smoothed(
+            "items_per_s", rates(records, items) if items != samples and not tokens else []
+        ),
+        **_with_smoothed("tokens_per_s", rates(records, tokens)),
+        **_with_smoothed("padding_share", padding_shares(records)),
         "memory_bytes": points(records, "memory_bytes"),
+        **_with_smoothed("noise_scale", noise),
+        "batch": _batch_sizes(samples) if noise else [],
+        "low_share": points(records, "low_share"),
+        "loss_scale": points(records, "loss_scale"),
     }
     return tuple(_curve(key, curve) for key, curve in drawn.items() if curve)
+
+
+def _batch_sizes(samples: dict[int, float]) -> list[Point]:
+    """The batch over the steps; the short one that ends an epoch is no change of it."""
+    sizes = list(samples.items())
+    return [
+        (step, max(size, *(near for _, near in sizes[max(0, i - 1) : i + 2])))
+        for i, (step, size) in enumerate(sizes)
+    ]
 
 
 def _with_smoothed(key: str, curve: Sequence[Point]) -> dict[str, Sequence[Point]]:

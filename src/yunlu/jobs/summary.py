@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from yunlu.jobs.findings import ConfusionMatrix, EvaluationRow, Report
+    from yunlu.jobs.findings import ConfusionMatrix, EvaluationRow, Report, TracedSteps
 
 _COLOURS = {
     RunState.FINISHED: "green",
@@ -44,6 +45,7 @@ _PARTS = {
 }
 _MOST_CLASSES = 12
 _MOST_EVALUATIONS = 8
+_MOST_OPERATORS = 15
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -56,6 +58,8 @@ def print_summary(report: Report, console: Console) -> None:
             console.print(Text(f"  → {_clean(report.failure.hint)}"))
     for warning in report.warnings:
         console.print(Text(f"  ! {_clean(warning)}", "yellow"))
+    for finding in report.findings:
+        console.print(Text(f"  · {_clean(finding.text)}"))
     if (loss := report.curve("train_loss")) is not None:
         console.print(_loss_line(loss.values))
     if report.evaluations:
@@ -67,7 +71,9 @@ def print_summary(report: Report, console: Console) -> None:
         console.print(_comparison_table(report))
     if report.time is not None:
         console.print(_time_line(report.time.totals))
-    console.print(_paths(report))
+    if report.trace is not None:
+        console.print(_trace_table(report.trace))
+    console.print(_paths(report), soft_wrap=True)  # a path is to be copied whole
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
@@ -200,8 +206,27 @@ def _time_line(totals: dict[str, float], width: int = 48) -> Text:
     return text.append_text(legend)
 
 
+def _trace_table(traced: TracedSteps) -> Group:
+    """By phase in a line, by operator in a table. The profiler slows steps: shares are what counts."""
+    phases = Text("  phases  ")
+    for each in traced.phases:
+        if each.share >= 5e-4:
+            phases.append(f"{_clean(each.name)} ").append(f"{each.share:.0%}  ", "bold")
+    table = _table(f"Where {traced.steps} traced steps spent their time")
+    table.add_column("operator", max_width=60, no_wrap=True)
+    for name in ("own time", "share", "calls"):
+        table.add_column(name, justify="right")
+    for row in traced.table[:_MOST_OPERATORS]:
+        own = show_duration(row.self_s)
+        table.add_row(Text(_clean(row.name)), own, f"{row.share:.1%}", f"{row.calls:,}")
+    return Group("", table, phases)
+
+
 def _paths(report: Report) -> Text:
     text = Text()
+    if report.trace is not None and report.trace.path:
+        text.append(f"\n  trace   {report.path}/{report.trace.path}  ")
+        text.append("(opens in ui.perfetto.dev)", "dim")
     if report.exported is not None:
         text.append(f"\n  model   {report.path}/{report.exported.path}")
     return text.append(f"\n  report  {report.path}/report.html")

@@ -22,7 +22,7 @@ PLAN = {
     "device": "cpu", "precision": "fp32", "batch": 32, "micro_batch": 32, "accumulation": 1,
     "steps": 100, "steps_per_epoch": 10, "warmup_steps": 1, "lr": 0.001, "weight_decay": 0.0,
     "evaluate_every": 10, "checkpoint_every": 10, "best_metric": "accuracy",
-    "stopping_metric": "accuracy", "compile": False, "workers": 0, "threads": 1,
+    "stopping_metric": "accuracy", "compile": "none", "workers": 0, "threads": 1,
     "choices": [
         {"name": "precision", "value": "fp32", "reason": "exact on this device"},
         {"name": "batch", "value": "32", "reason": "set in the job", "pinned": True},
@@ -140,6 +140,46 @@ def test_json_lines_are_strict_json():
     assert (lines[-1]["event"], lines[-1]["loss"], lines[-1]["grad_norm"]) == (
         "metrics", "NaN", "Infinity",
     )  # fmt: skip
+
+
+def test_what_the_engine_does_about_trouble_is_one_line_each():
+    out = io.StringIO()
+    display = PlainDisplay(Console(file=out, width=140))
+    display.show(event(EventKind.SKIP, step=7, reason="overflow", loss=1.0, norm="Infinity"))
+    display.show(event(EventKind.SKIP, step=8, reason="not finite", loss="NaN", norm=2.0))
+    display.show(event(EventKind.ROLLBACK, step=9, to_step=5, skipping=[8, 9]))
+    display.show(event(EventKind.OUT_OF_MEMORY, step=9, micro_batch=4, message="too much"))
+    display.show(event(EventKind.PRECISION, step=9, module="head", to="full", reason="overflows"))
+    display.show(event(EventKind.TRACE, path="trace.json.gz", steps=3, table=[]))
+    assert out.getvalue().splitlines() == [
+        " skipped     step 8: update left out, not finite (loss nan, norm 2)",
+        " rolled back step 9: back to step 5, then on past the bad samples",
+        " memory      step 9: memory ran out, micro-batch is now 4",
+        " precision   step 9: head to full precision, overflows",
+        " trace       3 steps traced: trace.json.gz",
+    ]
+    display.show(metric(10))
+    assert "skipped 2" in out.getvalue()  # the overflow is counted too
+
+
+def test_trials_take_one_line_for_each_setting():
+    trials = [
+        {"name": "precision", "value": "bf16", "sample_s": 0.1, "speedup": 1.47, "kept": True},
+        {"name": "precision", "value": "fp16", "sample_s": 9.0, "speedup": 0.01, "kept": False},
+        {
+            "name": "compile", "value": "inductor", "sample_s": 0.1, "speedup": 1.02,
+            "kept": False, "remembered": True,
+        },
+    ]  # fmt: skip
+    out = io.StringIO()
+    PlainDisplay(Console(file=out, width=140)).show(event(EventKind.PLAN, **PLAN, trials=trials))
+    assert " tried       precision  bf16 ×1.47 ✔ · fp16 ×0.01\n" in out.getvalue()
+    assert "             compile    inductor ×1.02  remembered\n" in out.getvalue()
+
+
+def test_profile_is_a_key_of_the_job(job_file):
+    assert main(["train", job_file(), "--profile", "--name", "traced"]) == 0
+    assert json.loads(service.find("traced").job.read_bytes())["train"]["profile"] is True
 
 
 def test_pace_forgets_what_a_resumed_life_undid():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.jobs.charts import Series, draw_lines, draw_stack, show_metric, smooth, thin
+from yunlu.jobs.charts import Mark, Series, draw_lines, draw_stack, show_metric, smooth, thin
 
 anything = st.lists(st.floats(), min_size=1, max_size=400)
 
@@ -125,3 +125,11 @@ def test_the_axis_of_a_perfect_share_ends_at_100_percent() -> None:
     points = numbered([1.0, 1.0, 1.0])
     drawing = draw_lines([Series(key="accuracy", points=points, colour=1)], unit="percent")
     assert max(float(tick.label.removesuffix(" %")) for tick in drawing.y_ticks) == 100
+
+
+def test_marks_stand_at_their_steps_and_take_the_place_of_broken_ones() -> None:
+    series = Series(key="loss", points=[(0, 1.0), (50, math.nan), (100, 2.0)], colour=1)
+    svg = draw_lines([series], unit="number", marks=[Mark(kind="skip", steps=[25, 50, 101])]).svg
+
+    assert '<path class="mark skip" d="M250 0V400M500 0V400"/>' in svg
+    assert "broken" not in svg

@@ -43,7 +43,15 @@ class Writer:
         self.emit(EventKind.STATE, state=RunState.PLANNING)
         self.emit(EventKind.STATE, state=RunState.RUNNING, after=3, resumed_from_step=resumed_from)
 
-    def train(self, steps: Iterable[int], *, loss: Callable[[int], float], tokens: int = 1) -> None:
+    def train(
+        self,
+        steps: Iterable[int],
+        *,
+        loss: Callable[[int], float],
+        tokens: int = 1,
+        more: Callable[[int], dict[str, float]] = lambda step: {},
+        **same: float,
+    ) -> None:
         noise, records = random.Random(7), list[dict[str, Any]]()
         for step in steps:
             compute_s, data_s = 0.04 + 0.004 * noise.random(), 0.004 + 0.006 * noise.random()
@@ -64,6 +72,8 @@ class Writer:
                     "communication_s": 0.0,
                     "checkpoint_s": checkpoint_s,
                     "memory_bytes": 300 * 2**20 + step * 2**15,
+                    **same,
+                    **more(step),
                 }
             )
         append_lines(self.run.metrics, records)
@@ -210,6 +220,72 @@ def write_regression(path: Path) -> RunDir:
     return writer.run
 
 
+def tuned_record(step: int) -> dict[str, float]:
+    """What an engine that tunes itself adds to each record."""
+    noise = random.Random(step)
+    return {
+        "tokens": 4096.0,
+        "padding": 4096 * (0.3 + 0.1 * noise.random()),
+        "noise_scale": 300 * math.exp(step / 200) * (0.6 + 0.8 * noise.random()),
+        "loss_scale": 65536.0 / 2 ** min(step // 30, 4) * (2 if step > 300 else 1),
+        "low_share": 1.0 if step < 60 else 0.94 if step < 200 else 0.91,
+    }
+
+
+def write_tuned(path: Path) -> RunDir:
+    """A finished run of the engine that tunes itself: tries, trouble, noise, padding, a trace."""
+    writer = Writer(path, job_of("text-classification"))
+    writer.begin()
+    writer.emit(EventKind.MODEL, name="transformer", parameters=10_400_000, trainable=10_400_000)
+    trials = [
+        ("precision", "bf16", 0.0021, 1.47, True, False),
+        ("precision", "fp16", 0.49, 0.01, False, False),
+        ("optimiser kernel", "fused", 0.00204, 1.03, True, False),
+        ("micro-batch", "16", 0.0019, 1.08, True, True),
+        ("padding", "bucket", 0.00095, 2.0, True, False),
+        ("compile", "inductor", 0.00093, 1.02, False, False),
+    ]
+    keys = ("name", "value", "sample_s", "speedup", "kept", "remembered")
+    tried = [dict(zip(keys, trial, strict=True)) for trial in trials]
+    writer.emit(EventKind.PLAN, **plan_of(steps=450, best_metric="accuracy") | {"trials": tried})
+    writer.emit(EventKind.OUT_OF_MEMORY, step=4, micro_batch=16, message="22.1 GiB were asked for")
+    writer.train(range(1, 61), loss=falling_loss, more=tuned_record, life=1)
+    for step in (31, 32):
+        writer.emit(EventKind.SKIP, step=step, reason="overflow", loss=1.2, norm="Infinity")
+    for module in ("encoder.layers.3.attention", SCRIPT):
+        writer.emit(
+            EventKind.PRECISION,
+            step=60,
+            module=module,
+            to="full",
+            reason="outputs overflow in fp16",
+            low_share=0.94,
+        )
+    writer.train(range(61, 211), loss=falling_loss, more=tuned_record, life=1)
+    writer.emit(EventKind.SKIP, step=208, reason="spike", loss=14.2, norm=310.0)
+    writer.emit(EventKind.SKIP, step=209, reason="not finite", loss="NaN", norm="NaN")
+    writer.emit(EventKind.SKIP, step=210, reason="not finite", loss="NaN", norm="NaN")
+    writer.emit(EventKind.ROLLBACK, step=210, to_step=200, skipping=[208, 209, 210])
+    writer.train(range(201, 451), loss=falling_loss, more=tuned_record, life=1)
+    phases = (("data", 0.004), ("forward", 0.04), ("backward", 0.071), ("clip", 0.002))
+    spent = dict((*phases, ("step", 0.012), ("other", 0.003)))
+    rows = [("aten::mm", 0.031, 390), ("aten::addmm", 0.02, 228), (SCRIPT, 0.011, 3)]
+    rows += [("outside operators (forward)", 0.009, 3), ("aten::copy_", 0.004, 1440)]
+    rows += [(f"aten::operator_{i}", 0.003 / i, 12 * i) for i in range(1, 16)]
+    writer.emit(
+        EventKind.TRACE,
+        path="trace.json.gz",
+        steps=3,
+        first_step=11,
+        wall_s=0.132,
+        phases=[{"name": k, "total_s": v, "share": v / 0.132} for k, v in spent.items()],
+        table=[{"name": n, "self_s": s, "share": s / 0.132, "calls": c} for n, s, c in rows],
+    )
+    writer.evaluate("validation", 450, 0.2, metrics={"accuracy": 0.91})
+    writer.emit(EventKind.STATE, state=RunState.FINISHED)
+    return writer.run
+
+
 def write_failed(path: Path) -> RunDir:
     """Diverged at step 31."""
     writer = Writer(path, job_of("tabular-classification"))
@@ -343,14 +419,64 @@ def test_an_unreadable_job_does_not_hide_the_run(finished: RunDir) -> None:
     assert build_report(finished).name == "digits-1"
 
 
-def test_the_later_record_of_a_step_wins(tmp_path: Path) -> None:
+def test_the_later_record_of_a_step_wins_and_undoes_what_followed_the_earlier(
+    tmp_path: Path,
+) -> None:
     writer = Writer(tmp_path / "r", None)
     writer.train(range(1, 6), loss=lambda step: 1.0)
     writer.train([3], loss=lambda step: 9.0)
 
     loss = build_report(writer.run).curve("train_loss")
     assert loss is not None
-    assert (loss.steps, loss.values) == ((1, 2, 3, 4, 5), (1.0, 1.0, 9.0, 1.0, 1.0))
+    assert (loss.steps, loss.values) == ((1, 2, 3), (1.0, 1.0, 9.0))
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_inside_a_resumed_life_loses_no_step(
+    tmp_path: Path, jump_s: float
+) -> None:
+    writer = Writer(tmp_path / "r", None)
+    writer.begin()
+    writer.train(range(1, 101), loss=lambda step: 1.0, life=1)
+    writer.begin(number=2, resumed_from=80)
+    writer.train(range(81, 86), loss=lambda step: 2.0, life=2)
+    writer.now += jump_s
+    writer.train(range(86, 121), loss=lambda step: 2.0, life=2)
+    writer.evaluate("validation", 120, 0.5)
+
+    report = build_report(writer.run)
+    loss = report.curve("train_loss")
+    assert loss is not None
+    assert loss.steps == tuple(range(1, 121))
+    assert loss.values == (1.0,) * 80 + (2.0,) * 40
+    assert [row.step for row in report.evaluations] == [120]
+
+
+def test_a_life_that_has_not_stepped_yet_undoes_the_steps_it_will_do_again(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "r", None)
+    writer.begin()
+    writer.train(range(1, 101), loss=lambda step: 1.0, life=1)
+    writer.now -= 86_400  # set back between the lives
+    writer.begin(number=2, resumed_from=80)
+
+    report = build_report(writer.run)
+    assert (report.step, report.resumed_from) == (80, (80,))
+
+
+def test_a_rollback_undoes_evaluations_and_steps_until_they_are_done_again(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "r", None)
+    writer.begin()
+    writer.train(range(1, 61), loss=lambda step: 1.0, life=1)
+    writer.evaluate("validation", 40, 1.0)
+    writer.evaluate("validation", 60, 1.0)
+    writer.emit(EventKind.ROLLBACK, step=60, to_step=50, skipping=[58, 59, 60])
+    writer.train(range(51, 56), loss=lambda step: 3.0, life=1)
+
+    report = build_report(writer.run)
+    loss = report.curve("train_loss")
+    assert loss is not None
+    assert (report.step, loss.values[49:]) == (55, (1.0, 3.0, 3.0, 3.0, 3.0, 3.0))
+    assert [row.step for row in report.evaluations] == [40]
 
 
 def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
@@ -398,3 +524,93 @@ def test_class_scores_follow_from_the_confusion(tmp_path: Path) -> None:
     assert (cat.precision, cat.recall, cat.support) == (8 / 12, 0.8, 10)
     assert dog.f1 == pytest.approx(2 * 0.75 * 0.6 / (0.75 + 0.6))
     assert (eel.precision, eel.recall, eel.f1, eel.support) == (None, None, None, 0)
+
+
+def test_what_the_engine_went_through_is_told(tmp_path: Path) -> None:
+    report = build_report(write_tuned(tmp_path / "t"))
+
+    assert [each.kind for each in report.incidents].count("skip") == 5
+    assert [(each.kind, each.step) for each in report.incidents[-1:]] == [("rollback", 210)]
+    said = {finding.key: finding.text for finding in report.findings}
+    assert list(said) == [
+        "out_of_memory",
+        "rollback",
+        "skip",
+        "overflow",
+        "precision",
+        "noise_below",
+        "padding",
+    ]
+    assert "3 (not finite 2, loss spikes 1), the first at step 208" in said["skip"]
+    assert "step 210 → 200" in said["rollback"]
+    assert "micro-batch of 16" in said["out_of_memory"]
+    assert "full precision for their numeric health: 2" in said["precision"]
+    assert "94 %" in said["precision"]
+    assert "The batch of 32 is below the gradient noise scale of about 2." in said["noise_below"]
+    assert report.plan is not None
+    assert [trial.kept for trial in report.plan.trials] == [True, False, True, True, True, False]
+
+
+def test_padding_and_true_tokens_are_counted(tmp_path: Path) -> None:
+    report = build_report(write_tuned(tmp_path / "t"))
+
+    assert report.padding is not None
+    assert report.padding.tokens == 450 * 4096
+    assert report.padding.share == pytest.approx(0.35, abs=0.01)
+    tokens, samples = report.curve("tokens_per_s"), report.curve("samples_per_s")
+    assert tokens is not None
+    assert samples is not None
+    true = 4096 * (1 - tuned_record(1)["padding"] / 4096)
+    assert tokens.values[0] == pytest.approx(samples.values[0] * true / 32)
+    assert report.curve("items_per_s") is None
+
+
+def test_the_trace_survives_the_trip_through_json(tmp_path: Path) -> None:
+    run = write_tuned(tmp_path / "t")
+    write_report(run)
+    trace = Report.model_validate_json(run.report_json.read_bytes()).trace
+
+    assert trace is not None
+    assert (trace.path, trace.steps, len(trace.table)) == ("trace.json.gz", 3, 20)
+    assert trace.table[0].name == "aten::mm"
+
+
+def test_a_run_without_any_of_it_has_none_of_it(finished: RunDir) -> None:
+    report = build_report(finished)
+
+    assert (report.findings, report.incidents, report.padding, report.trace) == ((), (), None, None)
+    keys = {curve.key for curve in report.curves}
+    assert not keys & {"noise_scale", "batch", "low_share", "loss_scale", "padding_share"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"), [(8, "noise_above"), (30, "noise_near"), (700, "noise_below")]
+)
+def test_the_batch_is_judged_by_the_noise_of_the_gradient(
+    tmp_path: Path, scale: float, said: str
+) -> None:
+    writer = Writer(tmp_path / "r", None)
+    # Early estimates, and those that are no size at all, do not decide.
+    unsure = {1: 1e9, 38: -5.0, 39: math.nan, 40: math.inf}
+    writer.train(
+        range(1, 41),
+        loss=falling_loss,
+        more=lambda step: {"noise_scale": unsure.get(step, scale)},
+    )
+
+    assert [finding.key for finding in build_report(writer.run).findings] == [said]
+
+
+def test_incidents_and_traces_of_another_version_do_not_hide_the_run(finished: RunDir) -> None:
+    for kind, data in (
+        (EventKind.SKIP, {"why": "?"}),
+        (EventKind.SKIP, {"step": "NaN"}),
+        (EventKind.ROLLBACK, {"step": 3, "to_step": None}),
+        (EventKind.PRECISION, {"step": 3}),
+        (EventKind.TRACE, {"table": "gone"}),
+    ):
+        finished.emit(kind, **data)
+    report = write_report(finished)
+
+    assert [each.kind for each in report.incidents] == ["rollback", "precision"]
+    assert report.trace is None

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import RunDir
+from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs.page import render_page
 from yunlu.jobs.report import build_report, write_report
 from yunlu.jobs.summary import print_summary, sparkline
@@ -95,6 +95,43 @@ def test_a_page_without_confusion_or_end_is_whole(tmp_path: Path, kind: str) -> 
 
     assert page.endswith("</html>")
     assert 'class="heat' not in page
+
+
+def test_what_the_engine_went_through_is_on_the_page(tmp_path: Path) -> None:
+    page = render_page(build_report(RUNS["write_tuned"](tmp_path / "t")))
+
+    for drawn in ("noise_scale", "batch", "low_share", "loss_scale", "padding_share"):
+        assert f'data-key="{drawn}"' in page
+    loss = page[page.index('id="chart-train_loss"') : page.index('id="chart-validation-accuracy"')]
+    for kind in ("skip", "rollback", "out_of_memory"):
+        assert f'<path class="mark {kind}"' in loss
+    assert '<h3><span lang="en">Settings tried before the first step' in page
+    assert page.count("aten::operator_") == 2 * 10  # 15 rows, each with its name as a title too
+    assert '<span lang="zh">算子之外：<span lang="en">forward</span>' in page
+    assert RUNS["SCRIPT"] not in page
+    assert "overflow in fp16" in page
+    assert 'class="key mark skip"></i><span lang="en">Update left out' in page
+
+
+def test_overflows_are_a_sentence_and_not_a_row_each(tmp_path: Path) -> None:
+    writer = RUNS["Writer"](tmp_path / "r", None)
+    writer.train(range(1, 41), loss=lambda step: 1.0)
+    for step in range(1, 31):
+        writer.emit(EventKind.SKIP, step=step, reason="overflow", loss=1.0, norm="Infinity")
+    page = render_page(build_report(writer.run))
+
+    assert "loss scale was being found: 30" in page
+    assert "mark skip" not in page
+    assert 'id="incidents"' not in page
+
+
+def test_the_terminal_tells_findings_and_where_traced_steps_spent_their_time(
+    tmp_path: Path,
+) -> None:
+    text = told(build_report(RUNS["write_tuned"](tmp_path / "t")), width=140)
+
+    for words in ("· Rolled back 1 ×", "aten::mm", "23.5%", "backward 54%", "trace.json.gz"):
+        assert words in text
 
 
 def test_very_many_labels_and_evaluations_are_cut_to_what_can_be_read(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@
   };
 
   for (const chart of document.querySelectorAll(".chart")) {
-    const { unit, series } = JSON.parse(chart.querySelector("script").textContent);
+    const { unit, series, marks } = JSON.parse(chart.querySelector("script").textContent);
     const steps = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
     chart.querySelector(".scales input")?.addEventListener("change", (event) => {
       chart.dataset.scale = event.target.checked ? "log" : "linear";
@@ -96,6 +96,10 @@
           // An evaluation far from here would read as if it belonged to this step.
           if (Math.abs(x[at] - step) > (high - low) / 50) continue;
           tip.append(line(name[chinese ? 1 : 0], show(y[at], unit)));
+        }
+        for (const { name, x } of marks) {
+          const at = x[nearest(x, step)];
+          if (Math.abs(at - step) <= (high - low) / 200) tip.append(line(name[chinese ? 1 : 0], at.toLocaleString("en")));
         }
         const x = box.left + share * box.width;
         const left = x + 14 + tip.offsetWidth > innerWidth ? x - 14 - tip.offsetWidth : x + 14;

@@ -1,0 +1,55 @@
+"""``yunlu finetune``: from a trained model and a job file to a model trained further."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from yunlu.cli.page import ACCENT, make_console
+from yunlu.cli.train import leave, watch
+from yunlu.client import finetuning_job, source_of
+from yunlu.jobs import service
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
+    from yunlu.spec.job import Job
+
+
+def finetune(
+    start: str,
+    job: str,
+    /,
+    *,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    detach: bool = False,
+    json: bool = False,
+    name: Annotated[str | None, Parameter(show_default=False)] = None,
+) -> int:
+    """Go on from a trained model with other data: every weight, or a LoRA adapter.
+
+    The model, its tokenizer and labels come from the start, so the job needs only task and data.
+    --set model.adapter=lora trains an adapter; the exported model has it merged.
+
+    Args:
+        start: A run (its id, a unique beginning of it, or: last), a model directory, or hf:NAME.
+        job: The job file: YAML, or Python (jobs.py:name).
+        overrides: Change the job: --set model.adapter=lora; may be repeated.
+        detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
+        json: Write every event and metric record as one JSON line, and nothing else.
+        name: Name the run.
+    """
+    named = [f"name={name}"] if name else []
+    asked = finetuning_job(start, job, (*overrides, *named))
+    run_dir = service.submit(asked, source=source_of(job))
+    if not json:
+        _print_title(run_dir, asked, start)
+    service.start(run_dir)
+    if detach:
+        return leave(run_dir, json=json)
+    return watch(run_dir, json=json)
+
+
+def _print_title(run_dir: RunDir, job: Job, start: str) -> None:
+    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]{job.task}, from[/] {start}\n"
+    make_console().print(title, highlight=False)

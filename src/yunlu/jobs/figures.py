@@ -1,0 +1,180 @@
+"""The charts of the page: which curves stand together, how they are drawn, what hovering reads out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from yunlu.jobs.charts import Drawing, Mark, Series, draw_lines, draw_stack, metric_unit
+from yunlu.jobs.recorded import PARTS
+from yunlu.jobs.words import both, known_word, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from markupsafe import Markup
+
+    from yunlu.jobs.charts import Style, Unit
+    from yunlu.jobs.findings import Curve, Report
+
+_MOST_DOTS = 60
+_MOST_MARKS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One chart of the page: drawn once, or twice where a logarithmic scale helps."""
+
+    id: str
+    title: Markup
+    unit: Unit
+    legend: tuple[tuple[Markup, str], ...]
+    """Names with the class of their key."""
+    drawings: dict[str, Drawing]
+    """By scale: ``linear``, ``log``."""
+    points: dict[str, Any]
+    """What hovering reads out."""
+    scale: str = "linear"
+    """The one shown first."""
+    wide: bool = False
+
+
+def figures_of(report: Report) -> Iterator[Figure]:
+    """Every chart that the run has curves for."""
+    yield from _figure(
+        report,
+        words("curve.loss"),
+        {"train_loss": "faint", "train_loss_smoothed": "line", "validation_loss": "dots"},
+        marks=_marks(report),
+        wide=True,
+        log=True,
+    )
+    for curve in report.curves:
+        prefix, _, name = curve.key.partition("/")
+        if prefix == "validation" and name:
+            title = known_word("metric", name)
+            unit = metric_unit(name, curve.values)
+            yield from _figure(report, title, {curve.key: "dots"}, unit=unit)
+    yield from _figure(report, words("curve.lr"), {"lr": "line"})
+    noisy: dict[str, Unit] = {
+        "grad_norm": "number",
+        "samples_per_s": "rate",
+        "items_per_s": "rate",
+        "tokens_per_s": "rate",
+        "padding_share": "percent",
+    }
+    for key, unit in noisy.items():
+        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
+        title = words(f"curve.{key}")
+        yield from _figure(report, title, styles, unit=unit, log=key == "grad_norm")
+    yield from _figure(report, words("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
+    noise: dict[str, Style] = {"noise_scale": "faint", "noise_scale_smoothed": "line"}
+    # The batch may be a thousandth of the scale: on a linear axis it would lie on the floor.
+    yield from _figure(
+        report, words("curve.noise"), {**noise, "batch": "line"}, log=True, scale="log"
+    )
+    yield from _figure(report, words("curve.low_share"), {"low_share": "line"}, unit="percent")
+    yield from _figure(
+        report, words("curve.loss_scale"), {"loss_scale": "line"}, log=True, scale="log"
+    )
+
+
+def _marks(report: Report) -> list[Mark]:
+    """Where the loss was interfered with. Overflows are part of finding the loss scale: no marks."""
+    steps: dict[str, set[int]] = {kind: set() for kind in ("skip", "rollback", "out_of_memory")}
+    for each in report.incidents:
+        if each.kind in steps and each.data.get("reason") != "overflow":
+            steps[each.kind].add(each.step)
+    return [
+        Mark(kind=kind, steps=sorted(found)[:_MOST_MARKS]) for kind, found in steps.items() if found
+    ]
+
+
+def _figure(
+    report: Report,
+    title: Markup,
+    styles: dict[str, Style],
+    *,
+    unit: Unit = "number",
+    marks: Sequence[Mark] = (),
+    wide: bool = False,
+    log: bool = False,
+    scale: str = "linear",
+) -> Iterator[Figure]:
+    """The chart of these curves, if the run has any of them."""
+    found = [curve for key in styles if (curve := report.curve(key)) is not None]
+    if not found:
+        return
+    lines = [
+        Series(
+            key=curve.key,
+            points=list(zip(curve.steps, curve.values, strict=True)),
+            colour=list(styles).index(curve.key) + 1,
+            style=_style(curve, styles[curve.key], alone=len(found) == 1),
+        )
+        for curve in found
+    ]
+    scales = ["linear", "log"] if log and _fits_log(found) else ["linear"]
+    legend = [(known_word("series", line.key), f"c{line.colour}") for line in lines]
+    legend = legend if len(lines) > 1 else []
+    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    yield Figure(
+        id=found[0].key.replace("/", "-"),
+        title=title,
+        unit=unit,
+        legend=tuple(legend),
+        drawings={
+            each: draw_lines(lines, unit=unit, log=each == "log", marks=marks) for each in scales
+        },
+        points={
+            "unit": unit,
+            "series": [_read_out(curve) for curve in found],
+            "marks": [
+                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
+            ],
+        },
+        scale=scale if scale in scales else "linear",
+        wide=wide,
+    )
+
+
+def _style(curve: Curve, wanted: Style, *, alone: bool) -> Style:
+    """Dots that would touch become a line; so does a raw curve with no smoothed one over it."""
+    dense = wanted == "dots" and len(curve.steps) > _MOST_DOTS
+    return "line" if dense or (wanted == "faint" and alone) else wanted
+
+
+def _fits_log(curves: Sequence[Curve]) -> bool:
+    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0
+
+
+def _read_out(curve: Curve) -> dict[str, Any]:
+    values = [float(f"{v:.6g}") if math.isfinite(v) else str(v) for v in curve.values]
+    name = both(f"series.{curve.key}", curve.key.removeprefix("validation/"))
+    return {"name": name, "x": curve.steps, "y": values}
+
+
+def time_figure(report: Report) -> Figure | None:
+    """Where the time went, over the steps."""
+    time = report.time
+    if time is None or not time.steps:
+        return None
+    drawing = draw_stack(time.steps, [time.shares[part] for part in PARTS])
+    series = [
+        {
+            "name": both(f"part.{part}", part),
+            "x": time.steps,
+            "y": [round(share, 5) for share in time.shares[part]],
+        }
+        for part in PARTS
+    ]
+    return Figure(
+        id="time",
+        title=words("time.over_steps"),
+        unit="percent",
+        legend=(),
+        drawings={"linear": drawing},
+        points={"unit": "percent", "series": series, "marks": []},
+    )

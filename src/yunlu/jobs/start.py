@@ -1,0 +1,151 @@
+"""Where fine-tuning starts: an earlier run, an exported model, or a Hugging Face directory.
+
+What the start knows of itself completes the job: its model, and how its data was read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import JobError, ModelError, StoreError
+from yunlu.core.rundir import RunDir
+from yunlu.jobs import service
+from yunlu.spec.job import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from yunlu.spec.job import Job
+
+_HF = "hf:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A trained model to go on from."""
+
+    place: str
+    """Its directory, or its name on the hub."""
+    model: ModelSpec
+    """Built again, and given its weights."""
+    task: str | None = None
+    """What it was trained for, where it says so."""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keys of a job's ``data`` part that its weights depend on."""
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether transformers reads it, which gives a body another head where the task asks."""
+        return self.model.name.startswith(_HF)
+
+    def choose_model(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """The start's own model, with what the job says besides: an adapter, a dropout."""
+        own = self.model.model_dump(mode="json")
+        for key in ("name", "weights"):
+            if said.get(key) not in {None, own[key]}:
+                raise JobError(
+                    f"model.{key}: the job says {said[key]!r}, but fine-tuning starts from "
+                    f"{own[key] or own['name']!r}.",
+                    hint="leave model out of the job, or keep only model.adapter",
+                )
+        if said.get("pretrained") is False:
+            raise JobError(
+                "model.pretrained: false would forget the weights that fine-tuning starts from.",
+                hint="remove it, or train from scratch with: yunlu train",
+            )
+        return {**own, **said, "name": own["name"], "weights": own["weights"],
+                "args": {**own["args"], **said.get("args", {})}}  # fmt: skip
+
+    def complete(self, job: Job) -> Job:
+        """The job with what its data part leaves open and the start has settled."""
+        if self.task is not None and self.task != job.task and not self.is_hf:
+            raise JobError(
+                f"task: {self.place} was trained for {self.task}, not for {job.task}.",
+                hint=f"fine-tune it for {self.task}, or start from a model for {job.task}",
+            )
+        said = job.data.model_fields_set
+        settled = {key: value for key, value in self.data.items() if key not in said}
+        return job.model_copy(update={"data": job.data.model_copy(update=settled)})
+
+
+def find_start(text: str | Path) -> Start:
+    """A run by its id or a unique beginning of it, a directory, or ``hf:NAME``."""
+    name = str(text)
+    path = Path(name.removeprefix(_HF)).expanduser()
+    if path.is_dir():
+        run = RunDir(path.absolute())
+        is_run = run.events.is_file() and run.job.is_file()
+        return _of_run(run) if is_run else _of_directory(path.absolute())
+    if name.startswith(_HF):  # from the hub: looked for by whoever loads it
+        return Start(place=name, model=ModelSpec(name=name))
+    if "/" in name:
+        raise ModelError(
+            f"There is no directory {path.absolute()} to start from.",
+            hint="name a run, a model directory, or hf:NAME for the hub",
+        )
+    try:
+        return _of_run(service.find(name))
+    except StoreError as error:
+        hint = f"{error.hint}; or name a directory, or hf:NAME" if error.hint else None
+        raise StoreError(error.message, hint=hint) from error
+
+
+def _of_run(run: RunDir) -> Start:
+    if not run.model.is_dir():
+        state = service.read_record(run).state
+        raise StoreError(
+            f"{run.id} has no exported model to start from: it is {state}.",
+            hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
+            f"wait for its end: yunlu logs -f {run.id}",
+        )  # fmt: skip
+    return _of_directory(run.model)
+
+
+def _of_directory(directory: Path) -> Start:
+    config = _read(directory / "config.json")
+    if config is None:
+        raise ModelError(
+            f"{directory} is no model to start from: it has no config.json.",
+            hint="name a run, the model directory of one, or a Hugging Face directory",
+        )
+    job = _read(directory / "job.json") or {}
+    task = job.get("task")
+    if task == service.IN_PROCESS:
+        raise ModelError(
+            f"{directory} was trained from live Python objects, which a job file cannot name.",
+            hint="load its model.safetensors into your module, and call yunlu.train(model=...)",
+        )
+    parts = _read(directory / "preprocessing.json") or _read(directory / "tabular.json") or {}
+    own = config.get("model")
+    if not isinstance(own, dict) or "class" not in config:
+        data = {key: parts[key] for key in ("sample_rate",) if key in parts}
+        name = f"{_HF}{directory}"
+        return Start(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
+    model = ModelSpec(name=own["name"], args=own.get("args", {}), weights=str(directory))
+    return Start(place=str(directory), model=model, task=task, data=_settled(parts))
+
+
+def _settled(parts: dict[str, Any]) -> dict[str, Any]:
+    """How the start read its data, in the words of a job."""
+    data = {key: parts[key] for key in ("max_length", "sample_rate", "target") if key in parts}
+    if "height" in parts and parts["height"] == parts.get("width"):
+        data["image_size"] = parts["height"]
+    if isinstance(features := parts.get("features"), dict):
+        known = [*features.get("numeric", []), *features.get("categories", [])]
+        data["input"] = [feature["name"] for feature in known]
+    return data
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} does not hold an object.")
+    return found

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types check install clean
+.PHONY: demo test lint types check install clean bench-trainers
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -33,6 +33,17 @@ $(VENV)/.dev: pyproject.toml constraints.txt scripts/install-system | $(VENV)/bi
 	scripts/install-system
 	$(PIP) --editable '.[all,dev]'
 	touch $@ $(VENV)/.train
+
+# The other trainers live in an environment of their own: nobody needs them to use Yunlu.
+bench-trainers: .venv-bench/.trainers
+	.venv-bench/bin/python benchmarks/trainers.py $(ARGS)
+
+.venv-bench/.trainers: pyproject.toml constraints.txt benchmarks/requirements-trainers.txt
+	$(PYTHON) -m venv .venv-bench
+	echo '*' > .venv-bench/.gitignore
+	.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--requirement benchmarks/requirements-trainers.txt --editable '.[train,hf]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache

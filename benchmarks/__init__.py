@@ -1,0 +1,1 @@
+"""Measurements against other tools; nothing here is part of the package."""

@@ -13,6 +13,10 @@ DOCS = ROOT / "docs"
 TRANSLATED = [
     (ROOT / "README.md", ROOT / "README.zh-CN.md"),
     (DOCS / "job-file.md", DOCS / "job-file.zh-CN.md"),
+    *(
+        (DOCS / f"{name}.md", DOCS / f"{name}.zh-CN.md")
+        for name in ("precision", "large-batch", "stability", "memory", "finetuning")
+    ),
 ]
 WEB = ("https://", "http://", "mailto:")
 LOCAL_PATH = re.compile(r"(?<![\w.~:/])/(?:work|tmp|home|root|Users|usr|opt|var|mnt)/")

@@ -34,16 +34,21 @@ _SMALL_PASS_S = 0.02
 
 def start_settings(
     job: Job, parts: Parts, *, threads: int, micro_batch: int, batch: int
-) -> Settings:
-    """What the job pins, and for the rest what is never a bad choice."""
+) -> tuple[Settings, dict[str, str]]:
+    """What the job pins, for the rest what is never a bad choice, and reasons where there are any."""
     train = job.train
     paddings = padding_options(parts.task, parts.model, parts.splits)
-    padding = train.padding
+    padding, reasons = train.padding, dict[str, str]()
     if padding == "auto":
         # Padding can be counted: nothing has to be tried to know that it is wasted.
-        padding = "bucket" if padding_saved(job, parts, paddings, batch) >= _WASTE else "pad"
+        padded, bucketed = padding_shares(job, parts, paddings, batch)
+        padding = "bucket" if padded - bucketed >= _WASTE else "pad"
+        if padding == "bucket":
+            reasons["padding"] = (
+                f"{padded:.0%} of what is computed would be padding, now {bucketed:.0%}"
+            )
     check_padding(padding, paddings)
-    return Settings(
+    settings = Settings(
         threads=threads if train.threads == "auto" else train.threads,
         micro_batch=micro_batch,
         precision="fp32" if train.precision == "auto" else train.precision,
@@ -54,6 +59,7 @@ def start_settings(
         recompute="none" if train.recompute == "auto" else train.recompute,
         compile=_asked_compiler(job),
     )
+    return settings, reasons
 
 
 def _asked_compiler(job: Job) -> Compiler:
@@ -63,19 +69,19 @@ def _asked_compiler(job: Job) -> Compiler:
     return "inductor" if asked is True else "none"
 
 
-def padding_saved(job: Job, parts: Parts, paddings: Sequence[Padding], batch: int) -> float:
-    """The share of what is computed that batching by length would save."""
+def padding_shares(
+    job: Job, parts: Parts, paddings: Sequence[Padding], batch: int
+) -> tuple[float, float]:
+    """How much of what is computed is padding: as samples come, and batched by length."""
     lengths = lengths_of(parts.splits.train)
     if lengths is None or "bucket" not in paddings:
-        return 0.0
-    shares = [
-        expected_padding(
-            lengths,
-            make_order(len(lengths), batch, job.train.seed, lengths=lengths, padding=way),
-        )
-        for way in ("pad", "bucket")
-    ]
-    return shares[0] - shares[1]
+        return 0.0, 0.0
+
+    def share(way: Padding) -> float:
+        order = make_order(len(lengths), batch, job.train.seed, lengths=lengths, padding=way)
+        return expected_padding(lengths, order)
+
+    return share("pad"), share("bucket")
 
 
 def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> list[Lever]:

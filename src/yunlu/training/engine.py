@@ -6,6 +6,7 @@ here, so that the loop stays the five lines it is about.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from yunlu.training.data.batches import step_batches
 from yunlu.training.data.growth import GrowingOrder
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.data.order import make_order
-from yunlu.training.guard import Guard
+from yunlu.training.guard import Guard, Verdict
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
 from yunlu.training.memory.shortage import (
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.guard import Verdict
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
+
+
+_ADAPTING_STEPS = 20
+"""Losses in a row that may overflow while modules are moved to full precision."""
 
 
 class Engine:
@@ -79,6 +83,7 @@ class Engine:
         self.lengths = lengths_of(parts.splits.train)
         self.order = _make_order(job, plan, self.lengths, samples=len(parts.splits.train))
         self.steps_done = 0
+        self._overflows = 0
         if plan.compile != "none" and compiled_call(self.model) is None:
             compile_model(self.model, plan.compile, self.device)
 
@@ -142,10 +147,20 @@ class Engine:
             loss_value, norm_value = float(loss), float(norm)
         else:
             loss_value, norm_value = torch.stack((loss, norm)).tolist()  # one wait for the device
+        if self._is_being_adapted(loss_value):
+            return loss_value, norm_value, Verdict("skip", "overflow")
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
         return loss_value, norm_value, verdict
+
+    def _is_being_adapted(self, loss: float) -> bool:
+        """Whether a loss that overflowed is still the business of the adaptive precision."""
+        if math.isfinite(loss) or self.precision.low_share is None:
+            self._overflows = 0
+            return False
+        self._overflows += 1
+        return self._overflows <= _ADAPTING_STEPS
 
     def update(self, norm: Tensor) -> bool:
         """Bound the gradient and change the weights; whether that was done, or overflow forbade."""

@@ -26,7 +26,7 @@ RECORD = 5.0
 WIDENING = 4
 """Each rollback leaves out this many times more of the steps before the bad ones."""
 
-Reason = Literal["", "not finite", "spike", "passed over"]
+Reason = Literal["", "not finite", "spike", "passed over", "overflow"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,3 +156,38 @@ def test_the_noise_scale_is_measured_all_along(make_run: MakeRun) -> None:
     found = [r["noise_scale"] for r, _ in run.read_metrics() if "noise_scale" in r]
     assert found
     assert all(value > 0 for value in found)
+
+
+class Loud(nn.Module):
+    """One layer whose answers FP16 cannot hold, between two that it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.loud, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        nn.init.uniform_(self.loud.weight, -2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.loud(self.first(x) * 1e4).float() / 1e5)
+
+
+def test_a_layer_that_overflows_in_fp16_is_moved_and_the_run_goes_on(make_run: MakeRun) -> None:
+    settings = {"epochs": 3, "batch": 20, "precision": "fp16", "checkpoint": 5}
+    adapted, fixed = make_run(**settings), make_run(**settings, adapt_precision=False)
+    assert live(adapted.path, task=ObjectTask(model=Loud(), data=points())) is RunState.FINISHED
+    moved = events(adapted, EventKind.PRECISION)
+    assert {move["module"] for move in moved if move["to"] == "full"} == {"loud"}
+    shares = [record["low_share"] for record, _ in adapted.read_metrics()]
+    assert 0 < shares[-1] < 1
+    assert len(events(adapted, EventKind.SKIP)) <= 5
+    assert live(fixed.path, task=ObjectTask(model=Loud(), data=points())) is RunState.FAILED
+
+
+def test_an_explicit_precision_that_is_slower_here_is_warned_of(make_run: MakeRun) -> None:
+    run = make_run(epochs=1, batch=20, precision="fp16")
+    assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
+    from yunlu.training.probe import measured_speeds, probe_machine
+
+    (fp16,) = [s for s in measured_speeds(probe_machine().best_device) if s.precision == "fp16"]
+    warned = any("slower than fp32" in each["message"] for each in events(run, EventKind.WARNING))
+    assert warned == (fp16.relative_speed < 1)

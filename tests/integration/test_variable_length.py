@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.conftest import ROOT, Yunlu
 from tests.unit.training.tiny_hf import save_bert
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import step_batches
@@ -136,3 +137,19 @@ def test_the_padding_that_was_foretold_is_the_padding_there_is() -> None:
     found = [micro for micros in epoch for micro in micros]
     share = sum(micro.padding for micro in found) / sum(micro.tokens for micro in found)
     assert expected_padding(lengths, order, micro_batch=5) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("example", ["reviews", "dates"])
+@pytest.mark.parametrize("padding", ["bucket", "pack"])
+def test_a_job_runs_with_either_way_and_counts_its_padding(
+    yunlu: Yunlu, example: str, padding: str
+) -> None:
+    done = yunlu(
+        "train", ROOT / "examples" / f"{example}.yaml", "--json", "--set", "train.epochs=1",
+        "--set", "data.limit=96", "--set", "train.batch=16", "--set", f"train.padding={padding}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    steps = [record for record in done.records if "tokens" in record]
+    assert steps
+    assert all(record["tokens"] > record["padding"] >= 0 for record in steps)
+    assert (sum(record["padding"] for record in steps) == 0) == (padding == "pack")

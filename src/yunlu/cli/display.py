@@ -93,7 +93,8 @@ class Course:
         """``step 420/1000  epoch 4.2/10``."""
         text = f"step {self.record['step']}"
         text += f"/{self.steps}" if self.steps else ""
-        epochs = f"/{self.epochs_at(self.steps):.4g}" if self.epochs_at(self.steps) else ""
+        planned = self.plan.get("epochs") or self.epochs_at(self.steps)
+        epochs = f"/{planned:.4g}" if planned else ""
         return f"{text}  epoch {float(self.record.get('epoch') or 0):.1f}{epochs}"
 
     def figures(self) -> list[tuple[str, str]]:
@@ -111,6 +112,8 @@ class Course:
 
     def epochs_at(self, step: int) -> float | None:
         """Epochs that a step completes."""
+        if self.record and self.record["step"] == step:
+            return self.record.get("epoch")
         each = self.plan.get("steps_per_epoch")
         return step / each if each and step else None
 

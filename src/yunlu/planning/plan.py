@@ -123,6 +123,9 @@ class Plan(Settings):
     """Micro-batches per full step."""
     steps: int
     steps_per_epoch: int
+    """At first: where the batch grows, later epochs have fewer."""
+    epochs: float = 0.0
+    """Passes over the data in all."""
     warmup_steps: int
     lr: float
     weight_decay: float

@@ -56,6 +56,8 @@ def count_steps(job: Job, *, samples: int, batch: int) -> int:
 
 def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sample: float) -> int:
     """The whole batch where its activations fit, else the largest power of two that fits."""
+    if job.train.gradient_release:
+        return batch  # a gradient that is freed at once cannot be added to
     if job.train.micro_batch != "auto":
         return min(job.train.micro_batch, batch)
     fitting = int(room_bytes // max(bytes_per_sample, 1.0))
@@ -110,7 +112,8 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     evaluate_every = {"epoch": steps_per_epoch, "never": 0}.get(str(train.evaluate), train.evaluate)
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
     # Where the batch grows, the work is that of as many samples in steps of the first size.
-    alike = steps if train.grow_batch is None else round(epochs * steps_per_epoch)
+    grows = train.grow_batch is not None and train.steps is None
+    alike = round(epochs * steps_per_epoch) if grows else steps
     total_s = _predict_total(profile, steps=alike, step_s=step_s, evaluate_every=evaluate_every)
     workers, reason = _choose_workers(job, machine, profile, batch=batch)
     choose("data workers", workers, reason, pinned=train.workers != "auto")
@@ -130,6 +133,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
         accumulation=math.ceil(batch / micro),
         steps=steps,
         steps_per_epoch=steps_per_epoch,
+        epochs=epochs if train.steps is None else steps / steps_per_epoch,
         warmup_steps=warmup,
         lr=rate,
         weight_decay=_choose_weight_decay(job),
@@ -201,6 +205,12 @@ def cap_bytes(job: Job, machine: Machine) -> float | None:
 def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
     """What is left for activations, of what the job or the device allows."""
     limit = job.train.memory_gb
+    if limit != "auto" and limit * 1e9 < fixed:
+        raise JobError(
+            f"train.memory_gb is {limit:g}, but the process, the weights and what the optimiser "
+            f"remembers take {fixed / 1e9:.2g} before the first sample.",
+            hint="Raise it, or train a smaller model; train.optimizer.state: 8bit remembers less.",
+        )
     allowed = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
     return max(allowed - fixed, 0.0)
 

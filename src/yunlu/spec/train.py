@@ -201,6 +201,10 @@ class TrainSpec(Value):
             conflict("micro_batch", f"{micro} is above batch {batch}")
         if self.optimizer.state == "8bit" and self.optimizer.name not in {"adam", "adamw"}:
             conflict("optimizer", f"state: 8bit is for adam and adamw, not {self.optimizer.name}")
+        if self.optimizer.state == "8bit" and self.optimizer.kernel not in {"auto", "single"}:
+            conflict("optimizer", f"state: 8bit has no {self.optimizer.kernel} kernel")
+        if self.adapt_precision is True and self.precision in {"fp32", "tf32", "fp8"}:
+            conflict("adapt_precision", f"there is nothing to adapt in {self.precision}")
         self._refuse_impossible_release()
         if self.evaluate == "never" and self.early_stopping is not None:
             conflict("early_stopping", "needs evaluations, but evaluate is 'never'")
@@ -216,5 +220,7 @@ class TrainSpec(Value):
             conflict("gradient_release", "needs clip.norm: null: the whole gradient never exists")
         if self.micro_batch not in {"auto", self.batch}:
             conflict("gradient_release", "needs the whole batch in one pass: remove micro_batch")
+        if self.grow_batch is not None:
+            conflict("gradient_release", "needs the whole batch in one pass: remove grow_batch")
         if self.precision in {"fp16", "fp8"}:
             conflict("gradient_release", f"cannot scale gradients, which {self.precision} needs")

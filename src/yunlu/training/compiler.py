@@ -106,6 +106,9 @@ def xla_device() -> torch.device:
 
     Ask for it before the first backward pass of the process: torch counts its devices only once.
     """
+    problem = compiler_problem("xla")
+    if problem is not None:
+        raise TrainingError(problem, hint="Set train.compile: false.")
     import torch_xla  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     return torch_xla.device()

@@ -23,6 +23,7 @@ from yunlu.training.compiler import (
     compile_model,
     compiled_call,
     run_xla_steps,
+    set_compiled_call,
     xla_device,
 )
 from yunlu.training.data.batches import step_batches
@@ -78,13 +79,17 @@ class Engine:
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
         self.clipper = Clipper(train.clip)
         self.noise = NoiseScale(self.weights)
-        self.guard = Guard(train.guard)
+        # Released gradients have changed the weights before a step can be judged: only going back helps.
+        released = {"spikes": None, "skips": 0} if train.gradient_release else {}
+        self.guard = Guard(train.guard.model_copy(update=released))
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.lengths = lengths_of(parts.splits.train)
         self.order = _make_order(job, plan, self.lengths, samples=len(parts.splits.train))
         self.steps_done = 0
         self._overflows = 0
-        if plan.compile != "none" and compiled_call(self.model) is None:
+        if plan.compile == "none":
+            set_compiled_call(self.model, None)
+        elif compiled_call(self.model) is None:
             compile_model(self.model, plan.compile, self.device)
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -168,16 +173,29 @@ class Engine:
             self.noise.observe(self.steps_done, self.order.size_of(self.steps_done))
             self.clipper.clip(self._gradients(), norm)
         is_applied = self.precision.step(self.optimizer)
-        if is_applied and self.average is not None:
+        if not is_applied:
+            self._start.bring_back_buffers()
+        elif self.average is not None:
             self.average.update_parameters(self.model)
         self._end_step()
         return is_applied
 
     def leave_out(self) -> bool:
-        """End a bad step with the weights as they were."""
+        """End a bad step with weights and running averages as they were."""
         self.precision.skip()
+        self._start.bring_back_buffers()
+        if self.release is not None:
+            self.release.step()  # its weights have moved; a rollback follows
         self._end_step()
         return False
+
+    def close(self) -> None:
+        """Leave the model as it was given: it may be somebody's own."""
+        if self.release is not None:
+            self.release.close()
+        self.precision.detach()
+        apply_recompute(self.model, "none")
+        set_compiled_call(self.model, None)
 
     def pass_over(self) -> None:
         """End a step that was bad before a rollback, without looking at its samples again."""

@@ -71,6 +71,11 @@ class Guard:
         """Whether a step was bad before: its samples are not looked at again."""
         return step in self._bad
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the newest steps were bad: no time to save what may be broken already."""
+        return bool(self._streak)
+
     def judge(self, step: int, loss: float, norm: float, allow_overflow: bool) -> Verdict:
         """Take one step; ``allow_overflow`` where a loss scaler deals with infinite gradients."""
         if not (math.isfinite(loss) and (allow_overflow or math.isfinite(norm))):
@@ -182,5 +187,5 @@ def diverged(step: int, loss: float, norm: float, lr: float) -> TrainingError:
         f"The {what} is not finite at step {step} "
         f"(loss {loss}, gradient norm {norm}, learning rate {lr:g}).",
         hint="Lower train.optimizer.lr, lengthen train.schedule.warmup, tighten train.clip.norm, "
-        "or look for NaN in the data. Checkpoints from before are kept.",
+        "or look for NaN in the data. Checkpoints from before, if any, are kept.",
     )

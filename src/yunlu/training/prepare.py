@@ -12,6 +12,7 @@ from yunlu.core.rundir import EventKind
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.weights import begin_from
 from yunlu.training.parts import Parts
@@ -80,6 +81,8 @@ def settle_plan(
     else:
         directory.emit(EventKind.PROGRESS, phase="measuring and planning")
         _check_precision(directory, job, machine)
+        if job.train.compile == "xla":
+            xla_device()  # refused here, before anything is measured
         profile = measure(job, parts, machine, started_at=started_at)
         plan = make_plan(job, machine, profile)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))

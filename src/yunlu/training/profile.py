@@ -79,8 +79,12 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         sample_s = meter.sample_s(settings)
         peak_bytes = peak_resident_bytes()
         update_s = meter.update_s(settings.kernel)
+        if job.train.optimizer.state == "8bit":
+            peak_bytes = peak_resident_bytes()  # the library that keeps them takes memory, too
         precision = Precision(settings.precision, device)
-        metrics, evaluate_s = _score(task, model, probe, precision)
+        # Evaluation always pads.
+        padded = meter.micros(settings.model_copy(update={"padding": "pad"}))[0]
+        metrics, evaluate_s = _score(task, model, padded, precision)
     return Profile(
         parameters=parameters,
         trainable=trainable,
@@ -89,7 +93,7 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         probe_s=sample_s * probe.samples,
         update_s=update_s,
         load_s_per_sample=meter.load_s_per_sample,
-        evaluate_s_per_sample=evaluate_s / probe.samples,
+        evaluate_s_per_sample=evaluate_s / padded.samples,
         train_samples=len(splits.train),
         validation_samples=len(splits.validation) if splits.validation is not None else 0,
         test_samples=len(splits.test) if splits.test is not None else 0,

@@ -150,7 +150,10 @@ class TrainingWatch:
         stopping = self._stop.is_set and not last
         if stopping:
             self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
-        due = done % plan.checkpoint_every == 0
+        by_epoch = engine.job.train.checkpoint.every == "epoch"
+        is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
+        due = is_turn or (not by_epoch and done % plan.checkpoint_every == 0)
+        due = due and not engine.guard.is_in_doubt
         ending = last or stopping or self.stopped_early
         if due or ending or (improved and engine.job.train.checkpoint.keep_best):
             self._save(metrics)
@@ -207,6 +210,7 @@ class TrainingWatch:
         snapshot = newest_good(self._run.warn, not_after=last) or newest_good(self._run.warn)
         if snapshot is None:  # nothing to go back to
             raise diverged(at, step.loss, step.norm, engine.lr)
+        self.checkpoints.forget_after(snapshot.step)
         self._restore(snapshot)
         # What was learned of the bad steps outlasts the return to before they came.
         engine.guard.restore(guard)
@@ -247,7 +251,7 @@ class TrainingWatch:
             samples,
             precision=engine.precision,
             device=engine.device,
-            micro_batch=engine.plan.micro_batch,
+            micro_batch=engine.micro_batch,
             workers=engine.plan.workers,
         )
         self._run.emit(EventKind.EVALUATION, **score.as_event(split=split, step=step))

@@ -128,6 +128,7 @@ def _live(
         with suppress(OSError, TrainingError):  # whatever failed before is what gets told
             watch.log.flush()
         watch.checkpoints.close()
+        engine.close()
         trackers.finish(state=state, summary=summary)
     return _move(directory, state)
 

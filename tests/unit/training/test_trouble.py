@@ -191,3 +191,60 @@ def test_an_explicit_precision_that_is_slower_here_is_warned_of(make_run: MakeRu
     (fp16,) = [s for s in measured_speeds(probe_machine().best_device) if s.precision == "fp16"]
     warned = any("slower than fp32" in each["message"] for each in events(run, EventKind.WARNING))
     assert warned == (fp16.relative_speed < 1)
+
+
+def test_a_step_that_is_left_out_leaves_nothing_in_running_averages(make_run: MakeRun) -> None:
+    run = make_run(epochs=2, batch=20)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    task = ObjectTask(model=model, data=points(poisoned=range(7, 8)))
+    assert live(run.path, task=task) is RunState.FINISHED
+    assert len(events(run, EventKind.SKIP)) == 2
+    assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
+    assert all(math.isfinite(e["loss"]) for e in events(run, EventKind.EVALUATION))
+
+
+def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: MakeRun) -> None:
+    run = make_run(epochs=3, batch=20, checkpoint=10, threads=1, micro_batch=20, trial_share=0.0)
+    seen: list[int] = []
+
+    class Looking(Poison):
+        def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+            if model.training and events(run, EventKind.ROLLBACK) and not seen:
+                seen.extend(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+            return super().loss(model, batch)
+
+    task = Looking(model=network(), data=points(), bad=range(34, 40))
+    assert live(run.path, task=task) is RunState.FINISHED
+    (back,) = events(run, EventKind.ROLLBACK)
+    assert seen
+    assert max(seen) == back["to_step"]
+
+
+def test_released_gradients_go_back_at_the_first_bad_step(make_run: MakeRun) -> None:
+    run = make_run(epochs=3, batch=20, checkpoint=5, clip=None, gradient_release=True, threads=1,
+                   trial_share=0.0)  # fmt: skip
+    task = Poison(model=network(), data=points(), bad=range(30, 31))
+    assert live(run.path, task=task) is RunState.FINISHED
+    assert len(events(run, EventKind.ROLLBACK)) == 1
+
+
+def test_a_run_leaves_somebodys_own_model_as_it_was(make_run: MakeRun) -> None:
+    model = network()
+    for options in ({"gradient_release": True, "clip": None}, {"recompute": "full"}, {}):
+        run = make_run(epochs=1, batch=20, **options)
+        assert live(run.path, task=ObjectTask(model=model, data=points())) is RunState.FINISHED
+        model(torch.randn(3, 6)).sum().backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+        assert "forward" not in vars(model[0])
+        model.zero_grad()
+
+
+def test_what_is_set_is_never_taken_from_what_was_tried(make_run: MakeRun) -> None:
+    tried = make_run(epochs=1, batch=20, trial_share=0.0)
+    live(tried.path, task=ObjectTask(model=network(), data=points()))
+    kernel = events(tried, EventKind.PLAN)[0]["kernel"]
+    other = "single" if kernel != "single" else "foreach"
+    pinned = make_run(epochs=1, batch=20, trial_share=0.0, optimizer={"kernel": other})
+    live(pinned.path, task=ObjectTask(model=network(), data=points()))
+    assert events(pinned, EventKind.PLAN)[0]["kernel"] == other

@@ -73,6 +73,13 @@ class CheckpointStore:
                 warn(f"{error.message} It is passed over.")
         return None
 
+    def forget_after(self, step: int) -> None:
+        """Discard the checkpoints of later steps: the run has gone back behind them."""
+        self.wait()
+        for path in files.steps_on_disk(self._root):
+            if files.step_of(path) > step:
+                files.discard(path)
+
     def best(self, warn: Callable[[str], None]) -> Snapshot | None:
         """The checkpoint with the best metric that verifies; says which ones were passed over."""
         for entry in self._ranked(files.entries(self._root)):

@@ -6,6 +6,7 @@ import errno
 import gc
 import resource
 import sys
+import threading
 import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -149,6 +150,11 @@ class StepStart:
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random)
+        self.bring_back_buffers()
+
+    @torch.no_grad()
+    def bring_back_buffers(self) -> None:
+        """Only the running averages: a step that is left out must leave nothing of itself there."""
         if self._buffers:
             _copy_all(self._buffers, self._copies)
 
@@ -163,16 +169,26 @@ def memory_capped(more_bytes: float | None) -> Generator[None]:
     if more_bytes is None or sys.platform != "linux":
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Private writable memory, which weights and activations are; files and libraries are not, nor
-    # the address space that GPU drivers reserve, which RLIMIT_AS would count.
-    cap = psutil.Process().memory_info().data + int(more_bytes)
-    allowed = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([cap, *allowed]), hard))
+    with _cap_lock:
+        _caps.append(resource.getrlimit(resource.RLIMIT_DATA))
+        soft, hard = _caps[0]
+        # Private writable memory, which weights and activations are; files and libraries are not,
+        # nor the address space that GPU drivers reserve, which RLIMIT_AS would count.
+        cap = psutil.Process().memory_info().data + int(more_bytes)
+        allowed = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([cap, *allowed]), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        with _cap_lock:
+            before = _caps[0]
+            _caps.pop()
+            if not _caps:  # runs in other threads may still need theirs
+                resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+_cap_lock = threading.Lock()
+_caps: list[tuple[int, int]] = []
 
 
 def _first_line(error: BaseException) -> str:

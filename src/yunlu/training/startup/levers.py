@@ -95,7 +95,7 @@ def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> 
     if train.padding == "auto":
         others = padding_options(parts.task, parts.model, parts.splits)
         levers.append(_choices("padding", others))
-    if train.micro_batch == "auto":
+    if train.micro_batch == "auto" and not train.gradient_release:
         levers.append(Lever(field="micro_batch", options=lambda now: _smaller(now, meter)))
     if train.precision == "auto":
         levers.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))

@@ -33,6 +33,8 @@ _TIMED_S = 1.0
 _PASSES = 5
 _LONG_PASS_S = 0.3
 """A pass this long is timed once: it averages over what disturbs it by itself."""
+_LONG_LOOK_S = 1.5
+"""A first pass this long is hardly longer for being the first."""
 _HOPELESS = 3.0
 """A first pass this many times slower than the settings before is not timed again."""
 _UNLIKE_MICROS = 4
@@ -151,7 +153,7 @@ class ModelMeter:
     def look(self, settings: Settings, batch: Batch) -> None:
         """A first pass; a long one is timed by the way, so that it need not be repeated."""
         seconds = self._timed(lambda: self.backward(settings, batch))
-        if seconds > _LONG_PASS_S:
+        if seconds > _LONG_LOOK_S:
             self._looked_s = seconds / batch.samples
 
     def backward(self, settings: Settings, batch: Batch) -> None:

@@ -50,7 +50,9 @@ def tune(
     key = [
         *(machine.hostname, torch.get_num_threads(), torch.__version__),
         *(job.task, job.model.model_dump(mode="json"), start.model_dump(), job.train.trial_share),
-        *(job.train.optimizer.name, steps, samples, *shape),
+        *(job.train.optimizer.model_dump(mode="json"), steps, samples, *shape),
+        # What is asked, too: a value that is set must not be taken for one that was tried.
+        job.train.model_dump(mode="json", include={*Settings.model_fields}),
     ]
     found = recall(key)
     if found is not None:

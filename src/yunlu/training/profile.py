@@ -61,7 +61,7 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
     with _undone(model):
         model.train()
         threads = torch.get_num_threads()  # honours OMP_NUM_THREADS
-        first, known = start_settings(job, parts, threads=threads, micro_batch=1, batch=batch)
+        first = start_settings(job, parts, threads=threads, micro_batch=1)
         with memory_capped(cap_bytes(job, machine)):
             fitting = fit(job, model, meter, first, batch=batch, room_bytes=room)
             found, trial_s = tune(
@@ -71,7 +71,6 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
                 meter,
                 fitting.settings,
                 shape=[parameters, fitting.bytes_per_sample, batch],
-                known=known,
             )
         settings = found.settings
         meter.switch(settings)

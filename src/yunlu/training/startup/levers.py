@@ -21,34 +21,25 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
     from yunlu.training.startup.meter import ModelMeter
-    from yunlu.training.tasks.task import Padding
 
 _ALL_THREADS_WORTH = 1 / 1.2
 """One thread is taken unless all are this much faster: the others are better left to others."""
 _PRECISION_WORTH = 1.1
-_WASTE = 0.1
-"""Where batching by length saves this share of what is computed, it is where trying begins."""
+_LITTLE_PADDING, _MUCH_PADDING = 0.05, 0.3
+"""Shares of what is computed: below the one nothing is tried, above the other always."""
 _SMALL_PASS_S = 0.02
 """Below this, a pass is mostly the calls themselves: fewer samples in it can only be slower."""
 
 
-def start_settings(
-    job: Job, parts: Parts, *, threads: int, micro_batch: int, batch: int
-) -> tuple[Settings, dict[str, str]]:
-    """What the job pins, for the rest what is never a bad choice, and reasons where there are any."""
+def start_settings(job: Job, parts: Parts, *, threads: int, micro_batch: int) -> Settings:
+    """What the job pins, and for the rest what is never a bad choice."""
     train = job.train
     paddings = padding_options(parts.task, parts.model, parts.splits)
-    padding, reasons = train.padding, dict[str, str]()
-    if padding == "auto":
-        # Padding can be counted: nothing has to be tried to know that it is wasted.
-        padded, bucketed = padding_shares(job, parts, paddings, batch)
-        padding = "bucket" if padded - bucketed >= _WASTE else "pad"
-        if padding == "bucket":
-            reasons["padding"] = (
-                f"{padded:.0%} of what is computed would be padding, now {bucketed:.0%}"
-            )
+    # Batching by length is never chosen for anyone: where length and content go together, a batch is
+    # no longer a fair sample (an example lost a tenth of its answers by it).
+    padding = "pad" if train.padding == "auto" else train.padding
     check_padding(padding, paddings)
-    settings = Settings(
+    return Settings(
         threads=threads if train.threads == "auto" else train.threads,
         micro_batch=micro_batch,
         precision="fp32" if train.precision == "auto" else train.precision,
@@ -59,7 +50,6 @@ def start_settings(
         recompute="none" if train.recompute == "auto" else train.recompute,
         compile=_asked_compiler(job),
     )
-    return settings, reasons
 
 
 def _asked_compiler(job: Job) -> Compiler:
@@ -69,19 +59,15 @@ def _asked_compiler(job: Job) -> Compiler:
     return "inductor" if asked is True else "none"
 
 
-def padding_shares(
-    job: Job, parts: Parts, paddings: Sequence[Padding], batch: int
-) -> tuple[float, float]:
-    """How much of what is computed is padding: as samples come, and batched by length."""
+def _padding_lever(job: Job, parts: Parts, batch: int) -> Lever | None:
+    """Packing: the same samples in each step, without the padding. How much there is can be counted."""
     lengths = lengths_of(parts.splits.train)
-    if lengths is None or "bucket" not in paddings:
-        return 0.0, 0.0
-
-    def share(way: Padding) -> float:
-        order = make_order(len(lengths), batch, job.train.seed, lengths=lengths, padding=way)
-        return expected_padding(lengths, order)
-
-    return share("pad"), share("bucket")
+    if lengths is None or "pack" not in padding_options(parts.task, parts.model, parts.splits):
+        return None
+    share = expected_padding(lengths, make_order(len(lengths), batch, job.train.seed))
+    if share < _LITTLE_PADDING:
+        return None
+    return _choices("padding", ["pack"], always=share >= _MUCH_PADDING)
 
 
 def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> list[Lever]:
@@ -92,9 +78,9 @@ def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> 
         levers.append(
             Lever(field="threads", options=_one_thread, worth=_ALL_THREADS_WORTH, always=True)
         )
-    if train.padding == "auto":
-        others = padding_options(parts.task, parts.model, parts.splits)
-        levers.append(_choices("padding", others))
+    packing = _padding_lever(job, parts, meter.batch) if train.padding == "auto" else None
+    if packing is not None:
+        levers.append(packing)
     if train.micro_batch == "auto" and not train.gradient_release:
         levers.append(Lever(field="micro_batch", options=lambda now: _smaller(now, meter)))
     if train.precision == "auto":
@@ -113,7 +99,9 @@ def fast_precisions(device: Device) -> list[PrecisionName]:
     ]
 
 
-def _choices(field: str, values: Sequence[str], *, worth: float = 1.05) -> Lever:
+def _choices(
+    field: str, values: Sequence[str], *, worth: float = 1.05, always: bool = False
+) -> Lever:
     def options(now: Settings) -> list[Settings]:
         return [
             now.model_copy(update={field: value})
@@ -121,7 +109,7 @@ def _choices(field: str, values: Sequence[str], *, worth: float = 1.05) -> Lever
             if value != getattr(now, field)
         ]
 
-    return Lever(field=field, options=options, worth=worth)
+    return Lever(field=field, options=options, worth=worth, always=always)
 
 
 def _compiled(now: Settings) -> list[Settings]:

@@ -45,7 +45,7 @@ class ModelMeter:
     """Runs passes under given settings; the caller puts weights and random numbers back."""
 
     def __init__(self, job: Job, parts: Parts, device: torch.device, *, batch: int) -> None:
-        self._job, self._parts, self._device, self._batch = job, parts, device, batch
+        self._job, self._parts, self._device, self.batch = job, parts, device, batch
         self._lengths = lengths_of(parts.splits.train)
         self._micros: dict[tuple[str, int], list[Batch]] = {}
         self._sample_s: dict[str, float] = {}
@@ -60,7 +60,7 @@ class ModelMeter:
             samples, seed = self._parts.splits.train, self._job.train.seed
             order = make_order(
                 samples=len(samples),
-                batch=self._batch,
+                batch=self.batch,
                 seed=seed,
                 lengths=self._lengths,
                 padding=settings.padding,

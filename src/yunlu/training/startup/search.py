@@ -10,7 +10,7 @@ from yunlu.core.value import Value
 from yunlu.planning.plan import Settings, Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 
 _UNTRIED = {False: "the run is too short to try another", True: "nothing else runs here"}
@@ -63,14 +63,13 @@ def search(
     start: Settings,
     levers: Sequence[Lever],
     budget_s: Callable[[Settings], float],
-    known: Mapping[str, str] | None = None,
 ) -> tuple[Found, float]:
     """Pull each lever in turn; returns what was found and the seconds it took.
 
     ``budget_s`` gives what may be spent in all, from the best settings so far: what a faster one
-    saves is not there to be spent. ``known`` holds reasons for how the start is set, by field.
+    saves is not there to be spent.
     """
-    settings, trials, reasons = start, list[Trial](), dict(known or {})
+    settings, trials, reasons = start, list[Trial](), dict[str, str]()
     spent_s = 0.0
     for lever in levers:
         options = lever.options(settings)
@@ -103,7 +102,7 @@ def search(
         if tried:
             reasons[lever.field] = _reason(lever, settings, tried, kept=keeps)
         elif options:
-            reasons.setdefault(lever.field, _UNTRIED[failed])
+            reasons[lever.field] = _UNTRIED[failed]
         if keeps and winner is not None:
             settings = winner[1]
     return Found(settings=settings, reasons=reasons, trials=tuple(trials)), spent_s

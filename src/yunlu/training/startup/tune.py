@@ -42,7 +42,6 @@ def tune(
     start: Settings,
     *,
     shape: Sequence[Any],
-    known: dict[str, str],
 ) -> tuple[Found, float]:
     """The settings to train with, and the seconds it took to find them."""
     samples = len(parts.splits.train)
@@ -62,7 +61,7 @@ def tune(
     def budget_s(settings: Settings) -> float:
         return job.train.trial_share * steps * shape[-1] * meter.sample_s(settings)
 
-    found, spent_s = search(meter, start, list_levers(job, parts, machine, meter), budget_s, known)
+    found, spent_s = search(meter, start, list_levers(job, parts, machine, meter), budget_s)
     if job.train.optimizer.kernel == "auto":
         left_s = budget_s(found.settings) - spent_s
         found = _try_kernels(job, parts, meter, found, budget_s=left_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -12,9 +12,9 @@ from yunlu.training.optim.fused import FusedAdam
 if TYPE_CHECKING:
     from torch import nn
 
+    from yunlu.planning.plan import Kernel
     from yunlu.spec.train import OptimizerSpec
 
-Kernel = Literal["fused", "foreach", "single"]
 AnyOptimizer: TypeAlias = torch.optim.Optimizer | FusedAdam
 
 _DEVICES = {"cpu", "cuda"}

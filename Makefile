@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types check install clean bench-trainers
+.PHONY: demo test lint types check install clean bench-trainers bench-parallel bench-faults
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -43,6 +43,22 @@ bench-trainers: .venv-bench/.trainers
 	echo '*' > .venv-bench/.gitignore
 	.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 		--requirement benchmarks/requirements-trainers.txt --editable '.[train,hf]'
+	touch $@
+
+# torchft comes as a wheel with a server in Rust; where there is none, the benchmark goes on without it.
+bench-faults: .venv-bench/.faults
+	.venv-bench/bin/python benchmarks/faults.py $(ARGS)
+
+bench-parallel: .venv-bench/.faults
+	.venv-bench/bin/python benchmarks/parallel.py $(ARGS)
+
+.venv-bench/.faults: pyproject.toml constraints.txt benchmarks/requirements-faults.txt
+	$(PYTHON) -m venv .venv-bench
+	echo '*' > .venv-bench/.gitignore
+	.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--editable '.[train]'
+	.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--requirement benchmarks/requirements-faults.txt || echo 'torchft cannot be installed here'
 	touch $@
 
 clean:

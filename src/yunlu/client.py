@@ -118,6 +118,7 @@ def train(
     task: str | None = None,
     overrides: Sequence[str] = (),
     name: str | None = None,
+    devices: int | None = None,
     wait: bool = True,
     **train_options: Any,
 ) -> Run:
@@ -132,6 +133,7 @@ def train(
         task: The task's name.
         overrides: ``a.b=c``, as with ``--set``.
         name: Names the run.
+        devices: Workers that share the training, one for each device.
         wait: Return when the run rests (and raise if it failed), or at once.
         train_options: Keys of the job's ``train`` part, such as ``epochs=3``; ``lr`` is the
             optimiser's.
@@ -140,6 +142,11 @@ def train(
         if job is not None or task is not None or overrides:
             raise JobError(
                 "a model object brings its own task: job, task and overrides do not go with it"
+            )
+        if devices not in {None, 1}:
+            raise JobError(
+                "a model object is trained in this process, on one device",
+                hint="for several, put the model in a module: model='module:Class'",
             )
         if not wait:
             raise JobError(
@@ -150,7 +157,8 @@ def train(
         made = _live_job(model, name, train_options)
         run_dir = service.submit(made)
         return _train_here(run_dir, live)
-    asked = _ask(job, overrides, train_options, model=model, data=data, task=task, name=name)
+    parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
+    asked = _ask(job, overrides, train_options, **parts)
     run_dir = service.submit(asked, source=source_of(job))
     service.start(run_dir)
     run = Run(run_dir.path)
@@ -166,6 +174,7 @@ def finetune(
     adapter: Any = None,
     overrides: Sequence[str] = (),
     name: str | None = None,
+    devices: int | None = None,
     wait: bool = True,
     **train_options: Any,
 ) -> Run:
@@ -180,12 +189,12 @@ def finetune(
         adapter: ``"lora"``, or a mapping with its rank and targets; without it every weight is trained.
         overrides: ``a.b=c``, as with ``--set``.
         name: Names the run.
+        devices: Workers that share the training, one for each device.
         wait: Return when the run rests (and raise if it failed), or at once.
         train_options: Keys of the job's ``train`` part, as with ``train``.
     """
-    asked = finetuning_job(
-        start, job, overrides, train_options, adapter=adapter, data=data, task=task, name=name
-    )
+    parts = {"data": data, "task": task, "name": name, "devices": devices}
+    asked = finetuning_job(start, job, overrides, train_options, adapter=adapter, **parts)
     run_dir = service.submit(asked, source=source_of(job))
     service.start(run_dir)
     run = Run(run_dir.path)
@@ -228,12 +237,14 @@ def plan(
     data: Any = None,
     task: str | None = None,
     overrides: Sequence[str] = (),
+    devices: int | None = None,
     **train_options: Any,
 ) -> Plan:
     """Decide and foretell without training: what would be done, why, and what it would take."""
     if _is_live(model):
         raise JobError("a model object cannot be planned apart from training it: use yunlu.train")
-    return service.make_plan(_ask(job, overrides, train_options, model=model, data=data, task=task))
+    parts = {"model": model, "data": data, "task": task, "devices": devices}
+    return service.make_plan(_ask(job, overrides, train_options, **parts))
 
 
 def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
@@ -359,6 +370,7 @@ def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) ->
         "model": {"name": kind},
         "data": {"train": service.IN_PROCESS},
         "train": _options(train_options),
+        "devices": 1,
     }
     job = job_from_mapping(mapping, where="train()")
     return job if name else job.model_copy(update={"name": kind.lower()})

@@ -15,7 +15,15 @@ TRANSLATED = [
     (DOCS / "job-file.md", DOCS / "job-file.zh-CN.md"),
     *(
         (DOCS / f"{name}.md", DOCS / f"{name}.zh-CN.md")
-        for name in ("precision", "large-batch", "stability", "memory", "finetuning", "self-tuning")
+        for name in (
+            "precision",
+            "large-batch",
+            "stability",
+            "memory",
+            "finetuning",
+            "self-tuning",
+            "layouts",
+        )
     ),
 ]
 WEB = ("https://", "http://", "mailto:")

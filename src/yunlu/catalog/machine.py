@@ -28,6 +28,11 @@ class Machine(Value):
     dollars_per_hour: float | None = None
 
     @property
+    def gpus(self) -> int:
+        """How many GPUs it has that torch can train on."""
+        return sum(device.kind == "cuda" for device in self.devices)
+
+    @property
     def best_device(self) -> Device:
         """An accelerator where there is one."""
         return max(self.devices, key=lambda device: device.kind != "cpu")

@@ -18,6 +18,7 @@ from yunlu.cli.page import ACCENT, indented, to_json
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.jobs.crew import read_change
 from yunlu.jobs.follow import Happening, Metric
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.core.rundir import RunDir
+    from yunlu.jobs.findings import CrewChange
 
 _LINE_EVERY_S = 5.0
 _PACE_S = 10.0
@@ -55,6 +57,8 @@ class Course:
         self.record: dict[str, Any] = {}
         self.saved_step: int | None = None
         self.skipped = 0
+        self.crew: CrewChange | None = None
+        self.crew_before: CrewChange | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
 
     def take(self, happening: Happening) -> None:
@@ -67,6 +71,10 @@ class Course:
             self.saved_step = happening.data.get("step")
         elif happening.kind is EventKind.SKIP:
             self.skipped += 1
+        elif happening.kind is EventKind.CREW:
+            self.crew_before, self.crew = self.crew, read_change(happening.data) or self.crew
+        elif happening.kind is EventKind.LIFE:
+            self.crew = None
 
     @property
     def steps(self) -> int:
@@ -96,6 +104,13 @@ class Course:
         planned = self.plan.get("epochs") or self.epochs_at(self.steps)
         epochs = f"/{planned:.4g}" if planned else ""
         return f"{text}  epoch {float(self.record.get('epoch') or 0):.1f}{epochs}"
+
+    def workers(self) -> str | None:
+        """``dp2 x tp2 · 4 workers``; None where one plain worker trains alone."""
+        if self.crew is None:
+            return None
+        count = len(self.crew.ranks)
+        return f"{self.crew.layout} · {count} worker" + ("s" if count != 1 else "")
 
     def figures(self) -> list[tuple[str, str]]:
         """What the newest step measured, as name and text."""
@@ -169,6 +184,7 @@ class LiveDisplay:
             left = course.remaining_s
             share = f"{course.record['step'] / course.steps:4.0%}"
             where = course.where() + (f"  ETA {show_duration(left)}" if left is not None else "")
+            where += f"  {workers}" if (workers := course.workers()) else ""
             room = self._console.width - len(share + where) - 8
             bar = ProgressBar(
                 total=course.steps,
@@ -259,5 +275,6 @@ class JsonDisplay:
 def step_line(course: Course) -> str:
     """One line about the newest step."""
     parts = [course.where(), *(f"{name} {text}" for name, text in course.figures())]
+    parts += [workers] if (workers := course.workers()) else []
     left = course.remaining_s
     return "  ".join(parts) + (f"  ETA {show_duration(left)}" if left is not None else "")

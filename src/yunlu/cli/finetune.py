@@ -22,6 +22,7 @@ def finetune(
     /,
     *,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    devices: Annotated[int | None, Parameter(show_default=False)] = None,
     detach: bool = False,
     json: bool = False,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
@@ -35,12 +36,14 @@ def finetune(
         start: A run (its id, a unique beginning of it, or: last), a model directory, or hf:NAME.
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set model.adapter=lora; may be repeated.
+        devices: Workers that share the training, one for each device.
         detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
         json: Write every event and metric record as one JSON line, and nothing else.
         name: Name the run.
     """
-    named = [f"name={name}"] if name else []
-    asked = finetuning_job(start, job, (*overrides, *named))
+    said = [f"name={name}"] if name else []
+    said += [f"devices={devices}"] if devices is not None else []
+    asked = finetuning_job(start, job, (*overrides, *said))
     run_dir = service.submit(asked, source=source_of(job))
     if not json:
         _print_title(run_dir, asked, start)

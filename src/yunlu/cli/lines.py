@@ -11,6 +11,14 @@ from rich.text import Text
 from yunlu.cli.page import ACCENT, indented, plain_table
 from yunlu.core.rundir import Event, EventKind
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.jobs.crew import (
+    gist_of,
+    name_worker,
+    read_change,
+    read_fault,
+    read_straggler,
+    say_fault,
+)
 from yunlu.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.cli.display import Course
+    from yunlu.jobs.findings import CrewChange
     from yunlu.planning.plan import Prediction, Trial
 
 _LABEL = 12
@@ -52,6 +61,10 @@ def describe(event: Event, course: Course) -> RenderableType | None:
             row = event_row(_NOTICES[event.kind], notice_line(event), style="yellow")
         case EventKind.PRECISION | EventKind.TRACE:
             row = event_row(_NOTICES[event.kind], notice_line(event))
+        case EventKind.CREW | EventKind.FAULT | EventKind.STRAGGLER:
+            row = _crew_row(event, course)
+        case EventKind.ERROR:
+            row = _trace_rows(event)
         case EventKind.STATE if data.get("resumed_from_step") is not None:
             row = event_row(
                 "resumed", Text(f"from the checkpoint of step {data['resumed_from_step']}")
@@ -77,6 +90,60 @@ def notice_line(event: Event) -> Text:
         case _:
             text = f"{data.get('steps')} steps traced: {data.get('path') or 'no file'}"
     return Text(text)
+
+
+def crew_line(event: Event, before: CrewChange | None) -> Text:
+    """The layout from now on; after a change also what it cost."""
+    change = read_change(event.data)
+    if change is None:
+        return Text("")
+    workers = f"{len(change.ranks)} worker" + ("s" if len(change.ranks) != 1 else "")
+    if before is None:
+        hosts = len({each.host for each in change.ranks})
+        return _joined([change.layout, workers, *([f"{hosts} hosts"] if hosts > 1 else [])])
+    text = Text(f"{before.layout} → ") if before.layout != change.layout else Text("still ")
+    text.append(change.layout, style="bold").append(f", {workers}, from step {change.from_step}")
+    costs = [f"{show_duration(change.lost_s)} lost"] if change.lost_s is not None else []
+    costs += [f"{change.redone_steps} steps again"] if change.redone_steps else []
+    text.append(f"; {', '.join([*costs, 'no sample lost'])}")
+    return text.append(f"  {change.reason}", style="dim") if change.reason else text
+
+
+def fault_line(event: Event) -> Text:
+    """Who was lost, when, and how."""
+    fault = read_fault(event.data)
+    when = f" at step {fault.step}" if fault.step is not None else ""
+    why = f": {gist}" if (gist := gist_of(fault.detail)) else ""
+    return Text(f"{name_worker(fault)} {say_fault(fault)}{when}{why}")
+
+
+def straggler_line(event: Event) -> Text:
+    """Who is slow, and how much; or is so no more."""
+    slow = read_straggler(event.data)
+    if slow is None:
+        return Text("")
+    when = f"step {slow.step}: " if slow.step is not None else ""
+    if event.data.get("over"):
+        return Text(f"{when}{name_worker(slow)} keeps up again")
+    return Text(f"{when}the others wait for {name_worker(slow)}, {slow.ratio:.1f} × slower")
+
+
+def _crew_row(event: Event, course: Course) -> RenderableType:
+    if event.kind is EventKind.CREW:
+        return event_row("workers", crew_line(event, course.crew_before))
+    if event.kind is EventKind.STRAGGLER:
+        return event_row("slow", straggler_line(event), style="yellow")
+    gone = event.data.get("what") == "left"
+    label, style = ("left", "yellow") if gone else ("lost", "bold red")
+    return event_row(label, fault_line(event), style=style)
+
+
+def _trace_rows(event: Event) -> RenderableType | None:
+    """Of several workers, where the one that failed did: its error alone would not say whose it is."""
+    trace = str(event.data.get("traceback") or "").rstrip()
+    if "member" not in event.data or not trace:
+        return None
+    return Group(*(event_row("", Text(line, style="dim")) for line in trace.splitlines()))
 
 
 def plan_block(plan: Plan) -> RenderableType:

@@ -10,20 +10,33 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from yunlu.cli.display import Course, step_line
-from yunlu.cli.lines import data_line, evaluation_line, notice_line, prediction_line
+from yunlu.cli.lines import (
+    crew_line,
+    data_line,
+    evaluation_line,
+    fault_line,
+    notice_line,
+    prediction_line,
+    straggler_line,
+)
 from yunlu.cli.page import make_console, state_text
+from yunlu.core.errors import StoreError
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes
 from yunlu.jobs import service
+from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.follow import Metric, end_of, follow
 from yunlu.jobs.run import log_tail
 from yunlu.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from yunlu.core.rundir import Event, RunDir
+    from yunlu.jobs.findings import CrewChange
 
 _STEP_EVERY_S = 2.0
 _KIND_WIDTH = 13
@@ -35,30 +48,40 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"))] = False,
     lines: int = 20,
+    rank: Annotated[int | None, Parameter(show_default=False)] = None,
+    member: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> int:
     """Print a run's events, then the last lines its worker printed.
 
     Args:
         run: Its id, a unique beginning of it, or: last.
         follow: Go on printing until the run rests.
-        lines: How many lines of worker.log.
+        lines: How many lines of worker.log, or of the one worker's log.
+        rank: Of several workers, only what the one that has this rank now printed.
+        member: The same by the worker's number, which stays when ranks change.
     """
     console = make_console()
     run_dir = service.find(run)
+    if rank is not None or member is not None:
+        path = _own_log(run_dir, rank=rank, member=member)
+        _print_own_log(run_dir, path, console, lines=lines, go_on=follow)
+        return 0
     if follow:
         _follow(run_dir, console)
     else:
+        course = Course()
         for event, _ in run_dir.read_events():
-            console.print(log_line(event), soft_wrap=True)
+            course.take(event)
+            console.print(log_line(event, course.crew_before), soft_wrap=True)
     _print_tail(run_dir, console, lines)
     return 0
 
 
-def log_line(event: Event) -> Text:
+def log_line(event: Event, before: CrewChange | None = None) -> Text:
     """One event on one line, for ``yunlu logs``."""
     when = time.strftime("%H:%M:%S", time.localtime(event.at))
     kind = f"{event.kind.value:<{_KIND_WIDTH}}"
-    return Text.assemble((f"{when}  ", "dim"), (kind, "dim"), _gist(event))
+    return Text.assemble((f"{when}  ", "dim"), (kind, "dim"), _gist(event, before))
 
 
 def _follow(run_dir: RunDir, console: Console) -> None:
@@ -66,15 +89,62 @@ def _follow(run_dir: RunDir, console: Console) -> None:
     past = end_of(run_dir)
     for event, _ in run_dir.read_events():
         course.take(event)
-        console.print(log_line(event), soft_wrap=True)
+        console.print(log_line(event, course.crew_before), soft_wrap=True)
     for batch in follow(run_dir, since=past):
         for happening in batch:
             course.take(happening)
             if not isinstance(happening, Metric):
-                console.print(log_line(happening), soft_wrap=True)
+                console.print(log_line(happening, course.crew_before), soft_wrap=True)
             elif happening.at - shown_at > _STEP_EVERY_S:
                 shown_at = happening.at
                 console.print(Text(f"          {step_line(course)}", style="dim"), soft_wrap=True)
+
+
+def _own_log(run_dir: RunDir, *, rank: int | None, member: str | None) -> Path:
+    """The file of one worker; a rank is looked up in the newest layout."""
+    if rank is not None:
+        crew = newest_crew(run_dir)
+        ranks = {each.rank: each.member for each in crew.ranks} if crew else {}
+        if rank not in ranks:
+            raise StoreError(
+                f"{run_dir.id} has no rank {rank}",
+                hint=f"it has the ranks 0 to {len(ranks) - 1}"
+                if ranks
+                else f"one worker trains it: yunlu logs {run_dir.id}",
+            )
+        if member not in {None, ranks[rank]}:
+            raise StoreError(
+                f"rank {rank} is worker {ranks[rank]}, not {member}", hint="give one of the two"
+            )
+        member = ranks[rank]
+    path = run_dir.logs / f"member-{member}.log"
+    # A name is a number or a word, never a way out of the directory.
+    if path.parent != run_dir.logs or not path.is_file():
+        known = sorted(
+            each.stem.removeprefix("member-") for each in run_dir.logs.glob("member-*.log")
+        )
+        hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run_dir.id}"
+        raise StoreError(f"{run_dir.id} has no log of worker {member}", hint=hint)
+    return path
+
+
+def _print_own_log(
+    run_dir: RunDir, path: Path, console: Console, *, lines: int, go_on: bool
+) -> None:
+    text = path.read_bytes()
+    read = len(text)
+    for line in text.decode(errors="replace").splitlines()[-lines:] if lines > 0 else ():
+        console.print(Text.from_ansi(line), soft_wrap=True)
+    if not go_on:
+        return
+    for _ in follow(run_dir):
+        with path.open("rb") as file:
+            file.seek(read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # half a line is left for later
+        read += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            console.print(Text.from_ansi(line), soft_wrap=True)
 
 
 def _print_tail(run_dir: RunDir, console: Console, lines: int) -> None:
@@ -85,7 +155,7 @@ def _print_tail(run_dir: RunDir, console: Console, lines: int) -> None:
         console.print(Text.from_ansi(line), soft_wrap=True)
 
 
-def _gist(event: Event) -> Text:
+def _gist(event: Event, before: CrewChange | None) -> Text:
     data, text = event.data, Text()
     match event.kind:
         case EventKind.STATE:
@@ -108,6 +178,13 @@ def _gist(event: Event) -> Text:
             | EventKind.TRACE
         ):
             text = notice_line(event)
+        case EventKind.CREW:
+            text = crew_line(event, before)
+        case EventKind.FAULT:
+            text = fault_line(event)
+            text.stylize("red" if data.get("what") != "left" else "")
+        case EventKind.STRAGGLER:
+            text = straggler_line(event)
         case EventKind.WARNING | EventKind.ERROR:
             style = "yellow" if event.kind is EventKind.WARNING else "red"
             text = Text(str(data.get("message")), style=style)

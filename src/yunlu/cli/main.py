@@ -27,6 +27,8 @@ VERBS: dict[str, dict[str, str]] = {
         "finetune": "Go on from a trained model with other data, whole or with LoRA.",
         "plan": "Show what training would take and why, without training.",
         "resume": "Go on with a stopped, failed or lost run.",
+        "resize": "Give a run more or fewer workers while it trains.",
+        "join": "Lend this machine's devices to a run that trains elsewhere.",
     },
     "Watch": {
         "ps": "List runs and how far they are.",

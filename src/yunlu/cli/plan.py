@@ -24,6 +24,7 @@ def plan(
     /,
     *,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    devices: Annotated[int | None, Parameter(show_default=False)] = None,
     json: bool = False,
 ) -> int:
     """Plan a job without training it: each choice with its reason, memory, time and cost.
@@ -31,9 +32,11 @@ def plan(
     Args:
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set train.batch=64; may be repeated.
+        devices: Workers that share the training, one for each device.
         json: Print the plan as JSON.
     """
-    asked = validate(job, overrides=overrides)
+    said = [f"devices={devices}"] if devices is not None else []
+    asked = validate(job, overrides=(*overrides, *said))
     if json:
         print(service.make_plan(asked).model_dump_json(indent=2))
     else:

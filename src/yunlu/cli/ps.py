@@ -14,11 +14,13 @@ from yunlu.core.rundir import RunDir
 from yunlu.core.states import RunState
 from yunlu.core.units import show_duration, show_number
 from yunlu.jobs import service
+from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.run import remaining_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from yunlu.jobs.findings import CrewChange
     from yunlu.jobs.run import RunRecord
 
 _FEW = 20
@@ -41,7 +43,13 @@ def ps(
     ]
     if json:
         for record in shown:
-            print(to_json({**record.model_dump(mode="json"), "eta_s": _eta_s(record)}))
+            crew = _crew(record)
+            more = {
+                "eta_s": _eta_s(record),
+                "layout": crew.layout if crew else None,
+                "workers": len(crew.ranks) if crew else None,
+            }
+            print(to_json({**record.model_dump(mode="json"), **more}))
         return 0
     console = make_console()
     if not records:
@@ -61,9 +69,12 @@ def _table(records: list[RunRecord]) -> Table:
     table.add_column("state", no_wrap=True)
     table.add_column("progress", no_wrap=True)
     table.add_column("metric", no_wrap=True)
+    crews = [_crew(record) for record in records]
+    if any(crews):
+        table.add_column("workers", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("ETA", justify="right", no_wrap=True)
-    for record in records:
+    for record, crew in zip(records, crews, strict=True):
         eta_s = _eta_s(record)
         table.add_row(
             record.id,
@@ -72,6 +83,7 @@ def _table(records: list[RunRecord]) -> Table:
             state_text(record.state),
             _progress(record),
             _metric(record),
+            *([_workers(crew)] if any(crews) else []),
             _age(time.time() - record.created_at),
             "" if eta_s is None else show_duration(eta_s),
         )
@@ -94,6 +106,16 @@ def _metric(record: RunRecord) -> Text:
     if record.metric_value is None:
         return Text("–", style="dim")
     return Text.assemble((f"{record.metric} ", "dim"), show_number(record.metric_value))
+
+
+def _workers(crew: CrewChange | None) -> Text:
+    if crew is None:
+        return Text("1", style="dim")
+    return Text.assemble(f"{len(crew.ranks)} ", (crew.layout, "dim"))
+
+
+def _crew(record: RunRecord) -> CrewChange | None:
+    return newest_crew(RunDir(service.home() / record.id))
 
 
 def _age(seconds: float) -> str:

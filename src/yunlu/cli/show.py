@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.cli.lines import plan_block
+from yunlu.cli.lines import fault_line, plan_block
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.client import Run
-from yunlu.core.rundir import EventKind
+from yunlu.core.rundir import Event, EventKind
 from yunlu.core.units import show_bytes, show_duration, show_number
 from yunlu.jobs import service
+from yunlu.jobs.crew import read_change
 from yunlu.jobs.run import remaining_s
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from yunlu.core.rundir import RunDir
+    from yunlu.jobs.findings import CrewChange
     from yunlu.jobs.run import RunRecord
 
 _FEW = 8
@@ -42,6 +44,11 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
     made = Run(run_dir.path).plan
     if made is not None:
         console.print(plan_block(made))
+    crew = read_change(data["crew"]) if data["crew"] else None
+    if crew is not None:
+        _print_rows(console, f"workers: {crew.layout}", _workers(crew))
+        for fault in data["faults"][-_FEW:]:
+            console.print(Text(f" {fault_line(Event(kind=EventKind.FAULT, at=0.0, data=fault))}"))
     _print_rows(console, "evaluations", _evaluations(data["evaluations"]))
     _print_rows(console, "checkpoints", _checkpoints(data["checkpoints"]))
     console.print()
@@ -59,6 +66,8 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
     kept = {entry["step"]: entry for entry in found[EventKind.CHECKPOINT]}.values()
     return {
         "plan": found[EventKind.PLAN][-1] if found[EventKind.PLAN] else None,
+        "crew": found[EventKind.CREW][-1] if found[EventKind.CREW] else None,
+        "faults": found[EventKind.FAULT],
         "evaluations": [
             {key: value for key, value in each.items() if key not in details}
             for each in found[EventKind.EVALUATION]
@@ -74,6 +83,7 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
                 ("model", run_dir.model),
                 ("report", run_dir.report_html),
                 ("log", run_dir.log),
+                ("logs", run_dir.logs),
             )
             if path.exists()
         },
@@ -97,6 +107,15 @@ def _print_head(console: Console, run_dir: RunDir, record: RunRecord) -> None:
         console.print(Text(f" {record.error}", style="red"))
     if record.state.can_resume:
         console.print(Text(f" yunlu resume {record.id} goes on", style="dim"))
+
+
+def _workers(crew: CrewChange) -> Table:
+    table = _small_table("rank", "worker", "host", "pid", "stage", "replica", "shard", "cut")
+    for each in crew.ranks:
+        place = (each.pp, each.dp, each.fsdp, each.tp)
+        cells = (each.rank, each.member, each.host, each.pid, *(at + 1 for at in place))
+        table.add_row(*(Text("–" if cell is None else str(cell)) for cell in cells))
+    return table
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> Table | None:
@@ -130,7 +149,7 @@ def _checkpoints(rows: list[dict[str, Any]]) -> Table | None:
 def _small_table(*names: str) -> Table:
     table = plain_table()
     for name in names:
-        table.add_column(name, justify="left" if name in {"split", "path"} else "right")
+        table.add_column(name, justify="left" if name in {"split", "path", "host"} else "right")
     return table
 
 

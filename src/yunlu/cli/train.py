@@ -35,6 +35,7 @@ def train(
     /,
     *,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    devices: Annotated[int | None, Parameter(show_default=False)] = None,
     detach: bool = False,
     json: bool = False,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
@@ -47,6 +48,7 @@ def train(
     Args:
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set train.epochs=3; may be repeated.
+        devices: Workers that share the training, one for each device.
         detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
         json: Write every event and metric record as one JSON line, and nothing else.
         name: Name the run.
@@ -54,6 +56,7 @@ def train(
     """
     said = [f"name={name}"] if name else []
     said += ["train.profile=true"] if profile else []
+    said += [f"devices={devices}"] if devices is not None else []
     asked = validate(job, overrides=(*overrides, *said))
     run_dir = service.submit(asked, source=source_of(job))
     if not json:

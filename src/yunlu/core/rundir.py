@@ -39,6 +39,9 @@ class EventKind(StrEnum):
     PRECISION = "precision"  # step, module, to ("low" | "full"), reason, low_share (of parameters)
     OUT_OF_MEMORY = "out_of_memory"  # step, micro_batch (the new one), message
     TRACE = "trace"  # path?, first_step, steps, wall_s, phases (name, total_s, share), table
+    CREW = "crew"  # generation, layout (text), reason, from_step, redone_steps, ranks (rank, member, host, pid, place), lost_s?
+    FAULT = "fault"  # what ("killed"|"hung"|"cut off"|"left"|"failed"), member, rank, host, pid, step, detail?
+    STRAGGLER = "straggler"  # rank, member, host, ratio (its step time over the median), step
     PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
 
 
@@ -56,11 +59,17 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_quiet = False
+        """Set in a worker that another one speaks for."""
         self.job = path / "job.json"
         self.job_source = path / "job.source"
         self.plan = path / "plan.json"
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.crew = path / "crew.json"
+        self.crew_metrics = path / "crew.jsonl"
+        self.logs = path / "logs"
         self.log = path / "worker.log"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
@@ -76,6 +85,8 @@ class RunDir:
     def emit(self, kind: EventKind, **data: Any) -> Event:
         """Append one event and return it."""
         event = Event(kind=kind, at=time.time(), data=data)
+        if self.is_quiet:
+            return event
         append_lines(self.events, [event.model_dump(mode="json")])
         return event
 
@@ -114,5 +125,6 @@ METRIC_KEYS = {
     "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
     "loss_scale": "factor on the loss; under fp16",
     "low_share": "share of parameters in low precision; where it may change",
+    "generation": "the crew that did the step: number of its CREW event; where there is a crew",
 }
 """One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

@@ -64,3 +64,25 @@ def worker_environment(*, threads: int | None = None) -> dict[str, str]:
 def use_keras_on_torch() -> None:
     """Keras reads its backend from the environment at import time."""
     os.environ["KERAS_BACKEND"] = "torch"
+
+
+def use_network_interface(name: str | None) -> None:
+    """gloo reads from the environment over which interface the workers talk."""
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def bind_address() -> str:
+    """Where a supervisor listens: ``YUNLU_BIND``, else this machine alone."""
+    return os.environ.get("YUNLU_BIND") or "127.0.0.1"
+
+
+def launch_variables() -> dict[str, str]:
+    """What a launcher of several processes (torchrun, srun, mpirun) told this one."""
+    beginnings = ("SLURM_", "OMPI_COMM_WORLD_", "PMI_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(beginnings)
+    }

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Point = tuple[int, float]
-Unit = Literal["number", "percent", "bytes", "rate"]
+Unit = Literal["number", "percent", "bytes", "rate", "duration"]
 Style = Literal["faint", "line", "dots"]
 
 _WIDTH, _HEIGHT = 1000, 400
 _LARGEST = 1e300
+_ROOM_FOR_LABEL = 0.04
+_CLOCK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400)
 _SHARES = ("accuracy", "f1", "precision", "recall")
 
 
@@ -48,6 +50,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A stretch of the horizontal axis with a ground of its own."""
+
+    start: int
+    end: int
+    colour: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """A label on an axis, at a share of its length from the left or from the bottom."""
 
@@ -63,6 +75,8 @@ class Drawing:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     x_range: tuple[float, float]
+    band_labels: tuple[tuple[float, float, str], ...] = ()
+    """Where each begins, how wide it is, its name."""
 
     @property
     def label_length(self) -> int:
@@ -110,7 +124,8 @@ def draw_lines(
     points = [point for line in series for point in line.points]
     x = _Scale.over([step for step, _ in points])
     values = [value for _, value in points if math.isfinite(value)]
-    y = _Scale.over(values, log=log, from_zero=unit in {"bytes", "rate"}, padding=0.06)
+    from_zero = unit in {"bytes", "rate", "duration"}
+    y = _Scale.over(values, log=log, from_zero=from_zero, padding=0.06)
     if unit == "percent" and not log and values and max(values) <= 1 < y.high:
         y = replace(y, high=1.0 + 0.06 * (1 - y.low))  # no line of 140 % above a share
     y_ticks = _log_ticks(y) if log else _ticks(y, unit)
@@ -149,6 +164,32 @@ def draw_stack(steps: Sequence[int], shares: Sequence[Sequence[float]]) -> Drawi
         x_ticks=_step_ticks(x),
         y_ticks=_ticks(y, "percent"),
         x_range=(x.low, x.high),
+    )
+
+
+def draw_course(
+    course: Series, *, bands: Sequence[Band] = (), marks: Sequence[Mark] = ()
+) -> Drawing:
+    """Steps over the time in milliseconds, on a ground that tells stretches apart."""
+    x = _Scale.over([ms for ms, _ in course.points])
+    y = _Scale.over([step for _, step in course.points], from_zero=True, padding=0.06)
+    ground, labels = Markup(""), list[tuple[float, float, str]]()
+    for band in bands:
+        left, right = (min(max(x.share(edge), 0.0), 1.0) for edge in (band.start, band.end))
+        ground += _path(
+            f"band w{band.colour}", [f"M{_x(left)} 0H{_x(right)}V{_HEIGHT}H{_x(left)}Z"]
+        )
+        if right - left >= _ROOM_FOR_LABEL:
+            labels.append((left, right - left, band.label))
+    y_ticks = _step_ticks(y)
+    grid = _path("grid", (f"M0 {_y(tick.at)}H{_WIDTH}" for tick in y_ticks))
+    upright = Markup("").join(_upright(f"mark {mark.kind}", mark.steps, x) for mark in marks)
+    return Drawing(
+        svg=_svg(ground + grid + upright + _line(course, x, y)),
+        x_ticks=_time_ticks(x),
+        y_ticks=y_ticks,
+        x_range=(x.low, x.high),
+        band_labels=tuple(labels),
     )
 
 
@@ -276,6 +317,8 @@ def _tick_label(value: float, unit: Unit) -> str:
         return show_bytes(value).replace(".0 ", " ")
     if unit == "rate":
         return show_count(value)
+    if unit == "duration":
+        return show_duration(value).replace(".0 ", " ") if value else "0"
     if unit == "percent":
         return f"{value * 100:.4g} %"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
@@ -287,6 +330,29 @@ def _step_ticks(scale: _Scale) -> tuple[Tick, ...]:
     return tuple(
         Tick(at=scale.share(i * step), label=f"{i * step:,}") for i in range(first, last + 1)
     )
+
+
+def _time_ticks(scale: _Scale) -> tuple[Tick, ...]:
+    """Round numbers of a clock, from milliseconds."""
+    rough_s = (scale.high - scale.low) / 1000 / 5
+    round_s = next(
+        (each for each in _CLOCK_S if rough_s <= each), 86_400 * math.ceil(rough_s / 86_400)
+    )
+    step_s = _round_step(rough_s) if rough_s < 0.5 else round_s
+    # The name of the axis stands where the first would.
+    first, last = math.floor(scale.low / 1000 / step_s) + 1, math.floor(scale.high / 1000 / step_s)
+    return tuple(
+        Tick(at=scale.share(i * step_s * 1000), label=_clock_label(i * step_s))
+        for i in range(first, last + 1)
+    )
+
+
+def _clock_label(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}:{minutes % 60:02d} h"
+    full = f"{minutes}:{rest:02d}" if rest else f"{minutes} min"
+    return full if minutes else f"{seconds:.4g} s"
 
 
 def _log_ticks(scale: _Scale) -> tuple[Tick, ...]:

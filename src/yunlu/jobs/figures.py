@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.charts import Drawing, Mark, Series, draw_lines, draw_stack, metric_unit
+from markupsafe import Markup
+
+from yunlu.jobs.charts import (
+    Band,
+    Drawing,
+    Mark,
+    Series,
+    draw_course,
+    draw_lines,
+    draw_stack,
+    metric_unit,
+)
 from yunlu.jobs.recorded import PARTS
 from yunlu.jobs.words import both, known_word, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from markupsafe import Markup
-
     from yunlu.jobs.charts import Style, Unit
-    from yunlu.jobs.findings import Curve, Report
+    from yunlu.jobs.findings import Crew, CrewChange, Curve, Report
 
 _MOST_DOTS = 60
 _MOST_MARKS = 200
+_MOST_WORKERS = 8
+COLOURS = 8
+"""How many grounds and parts the page can tell apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,8 @@ class Figure:
     scale: str = "linear"
     """The one shown first."""
     wide: bool = False
+    axis: str = "step"
+    """The word for what runs from left to right."""
 
 
 def figures_of(report: Report) -> Iterator[Figure]:
@@ -86,6 +102,10 @@ def _marks(report: Report) -> list[Mark]:
     for each in report.incidents:
         if each.kind in steps and each.data.get("reason") != "overflow":
             steps[each.kind].add(each.step)
+    crew = report.crew
+    if crew is not None:
+        steps["fault"] = {fault.step for fault in crew.faults if fault.step is not None}
+        steps["crew"] = {change.from_step for change in crew.changes[1:]} - steps["fault"]
     return [
         Mark(kind=kind, steps=sorted(found)[:_MOST_MARKS]) for kind, found in steps.items() if found
     ]
@@ -177,4 +197,113 @@ def time_figure(report: Report) -> Figure | None:
         legend=(),
         drawings={"linear": drawing},
         points={"unit": "percent", "series": series, "marks": []},
+    )
+
+
+def layout_colours(crew: Crew) -> dict[str, int]:
+    """The same colour for the same layout, however often the run came back to it."""
+    layouts = dict.fromkeys(change.layout for change in crew.changes)
+    return {layout: place % COLOURS + 1 for place, layout in enumerate(layouts)}
+
+
+def course_figure(crew: Crew) -> Figure | None:
+    """How far the run was when, on the ground of its layouts."""
+    if len(crew.elapsed_s) < 2:
+        return None
+    colours, times = layout_colours(crew), [round(each * 1000) for each in crew.elapsed_s]
+    starts = [max(0, round(crew.elapsed_at(each.at) * 1000)) for each in crew.changes]
+    starts[0] = 0
+    bands = [
+        Band(start=start, end=end, colour=colours[change.layout], label=change.layout)
+        for change, start, end in zip(crew.changes, starts, [*starts[1:], times[-1]], strict=True)
+    ]
+    marks = _moments(crew)
+    names: list[tuple[tuple[str, str], Sequence[int | str]]] = [
+        (both("crew.course", "step"), crew.done_steps)
+    ]
+    # Each time with the layout it fell into: hovering reads it out.
+    layouts = [next((b.label for b in reversed(bands) if b.start <= at), "") for at in times]
+    names.append((both("crew.layout", "layout"), layouts))
+    legend = [(Markup("{}").format(name), f"fill w{colour}") for name, colour in colours.items()]
+    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    line = Series(
+        key="course", points=list(zip(times, crew.done_steps, strict=True)), colour=1, style="line"
+    )
+    return Figure(
+        id="course",
+        title=words("crew.course_title"),
+        unit="number",
+        legend=tuple(legend),
+        drawings={"linear": draw_course(line, bands=bands, marks=marks)},
+        points={
+            "unit": "number",
+            "axis": "time",
+            "series": [{"name": name, "x": times, "y": values} for name, values in names],
+            "marks": [
+                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
+            ],
+        },
+        wide=True,
+        axis="crew.time",
+    )
+
+
+def _moments(crew: Crew) -> list[Mark]:
+    """Faults, stragglers and changes that nobody was lost for, in milliseconds."""
+    found = {
+        "fault": [each.at for each in crew.faults],
+        "straggler": [each.at for each in crew.stragglers],
+        "crew": [each.at for each in _unforced(crew)],
+    }
+    return [
+        Mark(kind=kind, steps=sorted(round(crew.elapsed_at(at) * 1000) for at in ats)[:_MOST_MARKS])
+        for kind, ats in found.items()
+        if ats
+    ]
+
+
+def _unforced(crew: Crew) -> Iterator[CrewChange]:
+    for before, change in pairwise(crew.changes):
+        if not any(before.at <= fault.at <= change.at for fault in crew.faults):
+            yield change
+
+
+def workers_figure(crew: Crew) -> Figure | None:
+    """What each worker's step takes without the waiting: one that is slow stands out."""
+    found = [member for member in crew.members if len(member.steps) > 1]
+    # The slowest are what people look for.
+    found = sorted(found, key=lambda each: -median(each.compute_s))[:_MOST_WORKERS]
+    found.sort(key=lambda each: list(crew.members).index(each))
+    if not found:
+        return None
+    lines = [
+        Series(
+            key=f"worker-{member.member}",
+            points=list(zip(member.steps, member.compute_s, strict=True)),
+            colour=place,
+        )
+        for place, member in enumerate(found, 1)
+    ]
+    names = [
+        tuple(text.format(member=each.member) for text in both("crew.worker", "")) for each in found
+    ]
+    drawing = draw_lines(lines, unit="duration")
+    return Figure(
+        id="workers",
+        title=words("crew.step_time"),
+        unit="duration",
+        legend=tuple(
+            (words("crew.worker", member=each.member), f"w{place}")
+            for place, each in enumerate(found, 1)
+        ),
+        drawings={"linear": drawing},
+        points={
+            "unit": "duration",
+            "series": [
+                {"name": name, "x": each.steps, "y": [float(f"{v:.4g}") for v in each.compute_s]}
+                for name, each in zip(names, found, strict=True)
+            ],
+            "marks": [],
+        },
+        wide=True,
     )

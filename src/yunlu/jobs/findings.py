@@ -110,6 +110,8 @@ class Failure(Value):
     message: str
     hint: str | None
     traceback: str | None
+    worker: str | None = None
+    """Of several workers, the one that failed first: ``worker 3 (rank 2 on node-a)``."""
 
 
 class Environment(Value):
@@ -206,6 +208,132 @@ class TracedSteps(Value):
     table: tuple[OperatorTime, ...]
 
 
+class CrewRank(Value):
+    """One worker at its place in a layout."""
+
+    rank: int
+    member: str
+    """Names the process for as long as it lives, whatever its rank becomes."""
+    host: str
+    pid: int | None
+    pp: int
+    dp: int
+    fsdp: int
+    tp: int
+
+
+class CrewChange(Value):
+    """One generation of the crew: the layout from a step on."""
+
+    life: int
+    generation: int
+    at: float
+    layout: str
+    reason: str
+    from_step: int
+    """The newest step that its state holds; the next one is its first."""
+    redone_steps: int
+    lost_s: float | None
+    """Without a new step, from the step before to the start of its first; None until that is done."""
+    ranks: tuple[CrewRank, ...]
+    stages: tuple[str, ...]
+    """What each stage of the pipeline holds, where it was said."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names it among all lives."""
+        return self.life, self.generation
+
+
+class CrewFault(Value):
+    """A worker that was lost, or gave notice."""
+
+    what: str
+    """``killed``, ``hung``, ``cut off``, ``left``, ``failed``."""
+    at: float
+    step: int | None
+    rank: int | None
+    member: str
+    host: str
+    pid: int | None
+    detail: str | None
+    struck: tuple[int, int] | None
+    """Life and generation it belonged to."""
+
+
+class Straggler(Value):
+    """A worker that the others waited for."""
+
+    at: float
+    step: int | None
+    rank: int | None
+    member: str
+    host: str
+    ratio: float
+    """Its step time over the median of all."""
+
+
+class MemberFigures(Value):
+    """What a step took one worker, in the last layout that it was part of."""
+
+    member: str
+    rank: int | None
+    """In the newest layout; None once it is gone."""
+    host: str
+    pid: int | None
+    step_s: float | None
+    """Mean, waiting included."""
+    wait_s: float | None
+    """Of this, waiting for others."""
+    memory_bytes: float | None
+    """The most seen in its whole life."""
+    lost: str | None
+    """The fault that took it."""
+    steps: tuple[int, ...]
+    compute_s: tuple[float, ...]
+    """Its step time without the waiting, over the steps of its whole life."""
+
+    @property
+    def wait_share(self) -> float | None:
+        """Waiting for others, of its time."""
+        if self.wait_s is None or not self.step_s:
+            return None
+        return min(self.wait_s / self.step_s, 1.0)
+
+
+class Crew(Value):
+    """How several workers trained together."""
+
+    effective: float | None
+    """Share of the time since the first step began in which new steps were made."""
+    wall_s: float
+    lost_s: float
+    redone_steps: int
+    communication_share: float | None
+    """Of the steps' time."""
+    changes: tuple[CrewChange, ...]
+    faults: tuple[CrewFault, ...]
+    stragglers: tuple[Straggler, ...]
+    members: tuple[MemberFigures, ...]
+    began_at: float
+    """When the first step began."""
+    pauses: tuple[tuple[float, float], ...]
+    """From when until when nobody was there to train."""
+    elapsed_s: tuple[float, ...]
+    """Since the first step began, beside ``done_steps``: how far the run was when."""
+    done_steps: tuple[int, ...]
+
+    def elapsed_at(self, at: float) -> float:
+        """Seconds since the first step began, pauses left out."""
+        paused = ((min(at, until), since) for since, until in self.pauses)
+        return at - self.began_at - sum(max(end - since, 0.0) for end, since in paused)
+
+    @property
+    def newest(self) -> CrewChange:
+        """The layout as it is, or was at the end."""
+        return self.changes[-1]
+
+
 class Report(Value):
     """Everything about one run."""
 
@@ -240,6 +368,8 @@ class Report(Value):
     """In the order they happened, those of undone steps included."""
     padding: Padding | None
     trace: TracedSteps | None
+    crew: Crew | None = None
+    """Only where several workers trained together."""
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
     examples: tuple[Example, ...]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from yunlu.core.rundir import EventKind
-from yunlu.core.units import show_count
+from yunlu.core.units import show_count, show_duration
 from yunlu.jobs.findings import Finding, Incident, Padding, TracedSteps
 from yunlu.jobs.recorded import number, points, samples_of_steps
 from yunlu.jobs.words import in_english
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.charts import Point
+    from yunlu.jobs.findings import Crew
     from yunlu.jobs.recorded import Record, Recorded
     from yunlu.planning.plan import Plan
 
@@ -29,6 +31,8 @@ _INCIDENTS = (
     EventKind.PRECISION,
 )
 _MUCH_PADDING = 0.2
+_MUCH_WAITING = 0.4
+_LITTLE_EFFECTIVE = 0.95
 _FAR = 2.0
 """A batch this many times above or below the noise scale is worth a word."""
 
@@ -89,9 +93,11 @@ def find(
     plan: Plan | None,
     incidents: Sequence[Incident],
     padding: Padding | None,
+    crew: Crew | None = None,
 ) -> tuple[Finding, ...]:
     """What stands out, the most serious first."""
     found = [
+        *_about_crew(crew),
         *_about_memory(incidents),
         *_about_rollbacks(incidents),
         *_about_skips(incidents),
@@ -106,6 +112,39 @@ def find(
 
 
 _Said = tuple[str, dict[str, str]]
+
+
+def _about_crew(crew: Crew | None) -> Iterator[_Said]:
+    if crew is None:
+        return
+    if crew.effective is not None and crew.effective < _LITTLE_EFFECTIVE and len(crew.changes) > 1:
+        before, worst = max(pairwise(crew.changes), key=lambda pair: pair[1].lost_s or 0.0)
+        yield (
+            "effective",
+            {
+                "share": f"{crew.effective * 100:.1f} %",
+                "lost": show_duration(crew.lost_s),
+                "step": f"{worst.from_step:,}",
+                "move": f"{before.layout} → {worst.layout}",
+                "most": show_duration(worst.lost_s or 0.0),
+            },
+        )
+    if crew.redone_steps:
+        yield "redone", {"count": f"{crew.redone_steps:,}"}
+    if crew.stragglers:
+        worst = max(crew.stragglers, key=lambda each: each.ratio)
+        yield (
+            "straggler",
+            {
+                "member": worst.member,
+                "rank": "–" if worst.rank is None else str(worst.rank),
+                "host": worst.host or "–",
+                "ratio": f"{worst.ratio:.1f}",
+                "step": "–" if worst.step is None else f"{worst.step:,}",
+            },
+        )
+    if crew.communication_share is not None and crew.communication_share > _MUCH_WAITING:
+        yield "communication", {"share": f"{crew.communication_share * 100:.0f} %"}
 
 
 def _about_memory(incidents: Sequence[Incident]) -> Iterator[_Said]:

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.charts import show_metric, show_quantity
 from yunlu.jobs.figures import figures_of, time_figure
+from yunlu.jobs.picture import picture_crew
 from yunlu.jobs.recorded import PARTS, number
 from yunlu.jobs.words import TEMPLATES, known_word, words
 
@@ -69,6 +70,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
         incidents=[_incident(each) for each in incidents[-_MOST_ROWS:]],
         incidents_total=len(incidents),
         trace=_trace(report.trace),
+        crew=picture_crew(report.crew) if report.crew else None,
     )
 
 
@@ -115,6 +117,11 @@ def _cards(report: Report) -> Iterator[tuple[Markup, str, Markup]]:
         if each.predicted is not None:
             remark = words("card.predicted", value=show_quantity(name, each.predicted))
         yield words(f"quantity.{name}"), show_quantity(name, each.measured), remark
+    if (crew := report.crew) is not None and crew.effective is not None:
+        remark = words(
+            "card.effective", lost=show_duration(crew.lost_s), count=len(crew.changes) - 1
+        )
+        yield words("crew.effective"), f"{crew.effective * 100:.1f} %", remark
     if (padding := report.padding) is not None:
         remark = words("card.tokens", tokens=show_count(padding.tokens))
         yield words("card.padding"), f"{padding.share * 100:.1f} %", remark

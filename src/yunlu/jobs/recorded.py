@@ -47,7 +47,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """A way back to an earlier step: a life that resumed there, or a rollback within one."""
+    """A way back to an earlier step: a life, a rollback or a crew that went on from there."""
 
     place: int
     """Its event's place in the log; all that stands before it may be undone by it."""
@@ -100,8 +100,13 @@ def read_recorded(run: RunDir) -> Recorded:
     read = (numbers(record) for record, _ in read_lines(run.metrics))
     records = [record for record in read if "step" in record]
     lives = _lives(events, records)
+    kept = _latest(records, lives)
+    undone_after = _undone_after(events)
     return Recorded(
-        events=events, records=_latest(records, lives), lives=lives, returns=_returns(events)
+        events=events,
+        records=[record for record in kept if not _is_left_behind(record, undone_after)],
+        lives=lives,
+        returns=_returns(events),
     )
 
 
@@ -129,6 +134,11 @@ def points(records: Iterable[Record], key: str) -> list[Point]:
 def step_s(record: Record) -> float:
     """The seconds of a step itself."""
     return sum(record.get(key, 0.0) for key in _IN_STEP)
+
+
+def held_up_s(record: Record) -> float:
+    """The seconds that a step held up the next one: its evaluation, its checkpoint."""
+    return sum(record.get(key, 0.0) for key in _AFTER_STEP)
 
 
 def samples_of_steps(records: Sequence[Record]) -> dict[int, float]:
@@ -206,6 +216,30 @@ def _is_undone(record: Record, lives: Sequence[Life]) -> bool:
     )
 
 
+def _undone_after(events: Sequence[Event]) -> list[tuple[tuple[float, float], float]]:
+    """Life and generation of each crew, with the step it went on from."""
+    found: list[tuple[tuple[float, float], float]] = []
+    life = 0
+    for event in events:
+        life += event.kind == EventKind.LIFE
+        if event.kind == EventKind.CREW:
+            generation = number(event.data.get("generation"))
+            from_step = number(event.data.get("from_step"))
+            if generation is not None and from_step is not None:
+                found.append(((max(life, 1), generation), from_step))
+    return found
+
+
+def _is_left_behind(
+    record: Record, undone_after: Sequence[tuple[tuple[float, float], float]]
+) -> bool:
+    """Whether a later crew, which may not have done a step yet, went back to before this one."""
+    if "generation" not in record:
+        return False
+    own = (record.get("life", 1.0), record["generation"])
+    return any(own < crew and record["step"] > from_step for crew, from_step in undone_after)
+
+
 def _is_before(record: Record, life: Life) -> bool:
     if "life" in record:
         return record["life"] < life.number
@@ -242,9 +276,19 @@ def _lives(events: Sequence[Event], records: Sequence[Record]) -> list[Life]:
 
 def _returns(events: Sequence[Event]) -> list[Return]:
     returns: list[Return] = []
-    lives = 0
+    lives, broke_at = 0, None
     for place, event in enumerate(events):
         lives += event.kind == EventKind.LIFE
+        if event.kind == EventKind.FAULT and broke_at is None:
+            broke_at = place
+        if event.kind == EventKind.CREW:
+            # Told once it works: what its first step did may stand before it, but after the fault.
+            if number(event.data.get("redone_steps")):
+                since = place if broke_at is None else broke_at
+                to_step = int(number(event.data.get("from_step")) or 0)
+                returns.append(Return(place=since, to_step=to_step))
+            broke_at = None
+            continue
         key = "to_step" if event.kind == EventKind.ROLLBACK else "resumed_from_step"
         if key not in event.data or (key == "resumed_from_step" and lives < 2):
             continue
@@ -277,8 +321,7 @@ def _unclaimed(recorded: Recorded) -> list[float]:
             unclaimed.append(0.0)
         else:
             # A record is stamped when its step ends; what came after that step lies before this one.
-            held_up_s = sum(before.get(key, 0.0) for key in _AFTER_STEP)
-            unclaimed.append(max(until - since - held_up_s - step_s(after), 0.0))
+            unclaimed.append(max(until - since - held_up_s(before) - step_s(after), 0.0))
     return unclaimed
 
 

@@ -20,6 +20,7 @@ from yunlu.core.settings import read_settings
 from yunlu.core.states import RunState, replay_move
 from yunlu.core.units import show_bytes
 from yunlu.jobs.charts import smooth, thin
+from yunlu.jobs.crew import first_failure, name_worker, read_crew, read_fault, read_samples
 from yunlu.jobs.findings import (
     Comparison,
     Curve,
@@ -83,6 +84,7 @@ def build_report(run: RunDir) -> Report:
     model = recorded.last(EventKind.MODEL) or {}
     newest = recorded.records[-1] if recorded.records else {}
     incidents, padding = read_incidents(recorded), read_padding(recorded.records)
+    crew = read_crew(recorded, read_samples(run))
     return Report(
         run_id=run.id,
         path=str(run.path.absolute()),
@@ -106,10 +108,11 @@ def build_report(run: RunDir) -> Report:
         headline=quote(metric, evaluations),
         curves=_curves(recorded, evaluations),
         time=_time_split(recorded),
-        findings=find(recorded, plan=plan, incidents=incidents, padding=padding),
+        findings=find(recorded, plan=plan, incidents=incidents, padding=padding, crew=crew),
         incidents=incidents,
         padding=padding,
         trace=read_trace(recorded),
+        crew=crew,
         evaluations=evaluations,
         confusion=confusion_of(shown),
         examples=tuple(example_of(each) for each in shown.get("examples") or ()),
@@ -336,11 +339,13 @@ def _failure(recorded: Recorded) -> Failure | None:
     error = recorded.last(EventKind.ERROR)
     if error is None:
         return None
+    first = read_fault(error) if "member" in error else first_failure(recorded.events)
     return Failure(
         code=str(error.get("code", "")),
         message=str(error.get("message", "")),
         hint=error.get("hint"),
-        traceback=error.get("traceback"),
+        traceback=error.get("traceback") or (first.detail if first else None),
+        worker=name_worker(first) if first else None,
     )
 
 

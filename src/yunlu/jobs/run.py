@@ -13,6 +13,7 @@ from yunlu.core.errors import TrainingError, YunluError
 from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.core.states import RunState, check_move, replay_move
 from yunlu.core.value import Value
+from yunlu.pool.crew import living_workers
 from yunlu.pool.local import WorkerProcess, launch_lock, recorded_worker, worker_lock_is_free
 
 if TYPE_CHECKING:
@@ -144,7 +145,10 @@ def move(run_dir: RunDir, record: RunRecord, state: RunState, **data: Any) -> Ru
 def worker_is_alive(run_dir: RunDir, record: RunRecord) -> bool:
     """Whether a process is answerable for the run: by its identity, or by the lock it holds."""
     worker = worker_of(run_dir, record)
-    return (worker is not None and worker.is_alive()) or not worker_lock_is_free(run_dir)
+    if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run_dir):
+        return True
+    # A crew whose supervisor died goes on, and starts another one within seconds.
+    return any(True for _ in living_workers(run_dir))
 
 
 def worker_of(run_dir: RunDir, record: RunRecord) -> WorkerProcess | None:
@@ -154,6 +158,8 @@ def worker_of(run_dir: RunDir, record: RunRecord) -> WorkerProcess | None:
         return recorded
     if recorded is not None and recorded.pid == record.pid:
         return recorded  # measured the same way as we look: the best identity there is
+    if recorded is not None and recorded.process_started_at > record.process_started_at:
+        return recorded  # a supervisor that took over within the same life
     return WorkerProcess(
         pid=record.pid,
         process_started_at=record.process_started_at,

@@ -25,10 +25,14 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
+from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
+from yunlu.pool.crew import end_workers
 from yunlu.pool.local import (
     WorkerProcess,
+    count_gpus,
     launch_lock,
+    program_for,
     record_worker,
     recorded_worker,
     require_training,
@@ -37,11 +41,12 @@ from yunlu.pool.local import (
     worker_lock_is_free,
 )
 
+from yunlu.spec.job import Job
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from yunlu.core.rundir import Event
-    from yunlu.spec.job import Job
 
 IN_PROCESS = "python:objects"
 """The task of a run made of live Python objects: only their own process can train it."""
@@ -116,6 +121,8 @@ def request_stop(run_dir: RunDir, *, now: bool = False) -> RunRecord:
             record = move(run_dir, record, RunState.STOPPING, reason="asked to stop")
     if worker is not None:
         _signal(worker, now=now)
+    if now:  # after a takeover workers are not in the group of their supervisor
+        end_workers(run_dir)
     return record
 
 
@@ -257,11 +264,17 @@ def _reopen(run_dir: RunDir) -> None:
 
 def _begin(run_dir: RunDir, command: Sequence[str] | None) -> WorkerProcess:
     try:
-        return start_worker(run_dir, command, directory=_directory_of(run_dir))
+        words = command or program_for(_count_devices(run_dir))
+        return start_worker(run_dir, words, directory=_directory_of(run_dir))
     except BaseException as error:
         reason = f"its worker could not be started: {error}"
         move(run_dir, read_record(run_dir), RunState.FAILED, reason=reason)
         raise
+
+
+def _count_devices(run_dir: RunDir) -> int:
+    job = Job.model_validate_json(run_dir.job.read_bytes())
+    return count_devices(job, gpus=count_gpus())
 
 
 @contextmanager

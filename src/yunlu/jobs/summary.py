@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -11,15 +12,23 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.states import RunState
-from yunlu.core.units import show_count, show_duration, show_number
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.charts import show_metric, show_quantity
+from yunlu.jobs.crew import name_worker, say_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
-    from yunlu.jobs.findings import ConfusionMatrix, EvaluationRow, Report, TracedSteps
+    from yunlu.jobs.findings import (
+        ConfusionMatrix,
+        Crew,
+        CrewChange,
+        EvaluationRow,
+        Report,
+        TracedSteps,
+    )
 
 _COLOURS = {
     RunState.FINISHED: "green",
@@ -46,6 +55,8 @@ _PARTS = {
 _MOST_CLASSES = 12
 _MOST_EVALUATIONS = 8
 _MOST_OPERATORS = 15
+_MOST_CHANGES = 12
+_MOST_MEMBERS = 16
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -53,7 +64,8 @@ def print_summary(report: Report, console: Console) -> None:
     """State, scores, confusion, loss, predicted beside measured, time and paths."""
     console.print(_heading(report))
     if report.failure is not None:
-        console.print(Text(f"  {_clean(report.failure.message)}", "red"))
+        first = f"{report.failure.worker}: " if report.failure.worker else ""
+        console.print(Text(f"  {_clean(first + report.failure.message)}", "red"))
         if report.failure.hint:
             console.print(Text(f"  → {_clean(report.failure.hint)}"))
     for warning in report.warnings:
@@ -71,6 +83,8 @@ def print_summary(report: Report, console: Console) -> None:
         console.print(_comparison_table(report))
     if report.time is not None:
         console.print(_time_line(report.time.totals))
+    if report.crew is not None:
+        console.print(_crew_block(report.crew))
     if report.trace is not None:
         console.print(_trace_table(report.trace))
     console.print(_paths(report), soft_wrap=True)  # a path is to be copied whole
@@ -204,6 +218,94 @@ def _time_line(totals: dict[str, float], width: int = 48) -> Text:
         legend.append("■ ", _PARTS[part])
         legend.append(f"{part} {show_duration(seconds)} ({seconds / whole:.0%})  ")
     return text.append_text(legend)
+
+
+def _crew_block(crew: Crew) -> Group:
+    """Lost time in a line, then what happened, each worker, and who holds what."""
+    newest = crew.newest
+    line = Text.assemble("\n  workers  ", (f"{len(newest.ranks)} as {newest.layout}", "bold"))
+    if crew.effective is not None:
+        line.append(f"  effective training time {crew.effective:.1%}", "bold")
+        line.append(f"  ({show_duration(crew.lost_s)} of {show_duration(crew.wall_s)} lost)", "dim")
+    blocks: list[RenderableType] = [_member_table(crew), _layout_table(newest)]
+    if len(crew.changes) > 1 or crew.faults:
+        blocks.insert(0, _happened_table(crew))
+    return Group(line, *blocks)
+
+
+def _happened_table(crew: Crew) -> Table:
+    table = _table("What happened to the workers")
+    for name in ("time", "step", "what", "lost", "again"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    rows: list[tuple[float, str, str, str, str, str | None]] = []
+    for fault in crew.faults:
+        step = "" if fault.step is None else f"{fault.step:,}"
+        rows.append((fault.at, step, f"{name_worker(fault)} {say_fault(fault)}", "", "", "red"))
+    for before, change in pairwise(crew.changes):
+        lost = "" if change.lost_s is None else show_duration(change.lost_s)
+        what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"
+        what += f": {change.reason}" if change.reason else ""
+        step, again = f"{change.from_step:,}", f"{change.redone_steps:,}"
+        rows.append((change.at, step, what, lost, again, None))
+    for at, step, what, lost, again, style in sorted(rows, key=lambda row: row[0])[-_MOST_CHANGES:]:
+        since = show_duration(max(crew.elapsed_at(at), 0.0))
+        table.add_row(since, step, Text(_clean(what)), lost, again, style=style)
+    if len(rows) > _MOST_CHANGES:
+        table.caption = f"  {len(rows) - _MOST_CHANGES} earlier ones are in the report"
+    return table
+
+
+def _member_table(crew: Crew) -> Table:
+    table = _table("Each worker")
+    table.add_column("worker")
+    table.add_column("rank", justify="right")
+    table.add_column("host")
+    for name in ("step", "waiting", "memory"):
+        table.add_column(name, justify="right")
+    shown = [each for each in crew.members if each.rank is not None][:_MOST_MEMBERS]
+    slow = {each.member: each.ratio for each in crew.stragglers}
+    for each in shown:
+        tag = f"  {slow[each.member]:.1f} × slower" if each.member in slow else ""
+        share = each.wait_share
+        table.add_row(
+            Text(_clean(each.member + tag)),
+            str(each.rank),
+            Text(_clean(each.host)),
+            "–" if each.step_s is None else show_duration(each.step_s),
+            "–" if share is None else f"{share:.1%}",
+            "–" if each.memory_bytes is None else show_bytes(each.memory_bytes),
+            style="yellow" if tag else None,
+        )
+    if len(shown) < len(crew.members):
+        table.caption = f"  {len(crew.members) - len(shown)} more are in the report"
+    return table
+
+
+def _layout_table(change: CrewChange) -> Group:
+    """Stages from left to right, replicas downwards; in a cell, a line for each shard."""
+    table = _table("Which rank holds what")
+    table.add_column("")
+    stages = max((each.pp for each in change.ranks), default=0) + 1
+    for pp in range(stages):
+        held = " + ".join(change.stages[pp::stages])
+        title = f"stage {pp + 1}" if stages > 1 else "all layers"
+        table.add_column(Text(_clean(title + (f": {held}" if held else ""))))
+    for dp in sorted({each.dp for each in change.ranks}):
+        cells: list[Text] = []
+        for pp in range(stages):
+            here = [each for each in change.ranks if (each.dp, each.pp) == (dp, pp)]
+            lines = [
+                " ".join(
+                    f"{r.rank}@{r.host}" if r.host else str(r.rank) for r in here if r.fsdp == fsdp
+                )
+                for fsdp in sorted({each.fsdp for each in here})
+            ]
+            cells.append(Text(_clean("\n".join(lines))))
+        table.add_row(f"replica {dp + 1}", *cells)
+    cut = any(each.tp for each in change.ranks), any(each.fsdp for each in change.ranks)
+    said = ("side by side: cuts of one matrix", "below each other: shards")
+    notes = "; ".join(note for note, is_so in zip(said, cut, strict=True) if is_so)
+    return Group(table, Text(f"  {notes}", "dim")) if notes else Group(table)
 
 
 def _trace_table(traced: TracedSteps) -> Group:

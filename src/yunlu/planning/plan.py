@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from yunlu.core.value import Value
+from yunlu.planning.facts import ModelFacts
+from yunlu.planning.layout import Layout, parse_layout
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compiler = Literal["none", "inductor", "xla"]
 Kernel = Literal["fused", "foreach", "single"]
 Padding = Literal["pad", "bucket", "pack"]
 Recompute = Literal["none", "selective", "full"]
+
+
+def _read_layout(value: Any) -> Any:
+    """Plans that were written as ``single`` are still read."""
+    return (parse_layout(value) or value) if isinstance(value, str) else value
 
 
 class Settings(Value):
@@ -82,6 +91,8 @@ class Profile(Value):
     """The figure people quote for this task."""
     metrics: tuple[str, ...]
     """Every figure an evaluation gives."""
+    facts: ModelFacts | None = None
+    """How the model can be split; None where nobody looked, and then only replicas can be had."""
 
 
 class Choice(Value):
@@ -98,6 +109,7 @@ class Prediction(Value):
     """What the plan foretells, before anyone pays."""
 
     memory_bytes: float
+    """Of one worker."""
     step_s: float
     samples_per_s: float
     total_s: float
@@ -114,13 +126,24 @@ class Plan(Settings):
     """Everything the worker needs to know beyond the job."""
 
     device: Literal["cpu", "cuda", "mps"]
-    layout: Literal["single"] = "single"
+    devices: int = 1
+    """Workers that were asked for; a layout may use fewer."""
+    layout: Annotated[Layout, BeforeValidator(_read_layout)] = Layout()
+    """How the work is split over them; ``micro_batch`` and ``accumulation`` are one replica's."""
+    alone: Settings | None = None
+    """What was measured on one worker: another layout is fitted from it."""
+    facts: ModelFacts | None = None
+    """How the model can be split, and what the job excludes: what a resize needs to know."""
+    room_bytes: float = 0.0
+    """Memory that all workers of a CPU together, or the one of a GPU, may take."""
+    process_bytes: float = 0.0
+    """What a worker takes besides the model, its optimiser and activations."""
     adapt_precision: bool = False
     """Modules that overflow are moved to full precision while the run goes on."""
     batch: int
     """Global batch, in samples."""
     accumulation: int
-    """Micro-batches per full step."""
+    """Micro-batches per full step, of each replica."""
     steps: int
     steps_per_epoch: int
     """At first: where the batch grows, later epochs have fewer."""

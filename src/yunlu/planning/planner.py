@@ -10,26 +10,30 @@ from yunlu.core.units import show_bytes, show_duration
 from yunlu.planning.large_batch import count_steps as steps_of
 from yunlu.planning.large_batch import phases_of, scale_rate, scaling_reason, warmup_steps_for
 from yunlu.planning.plan import Choice, Plan, Prediction
+from yunlu.planning.splitting import (
+    MEMORY_SHARE,
+    optimizer_state_bytes,
+    predict_split_memory_bytes,
+    predict_split_step_s,
+    split_work,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.catalog.machine import Device, Machine
     from yunlu.planning.plan import Profile
+    from yunlu.planning.splitting import Split
     from yunlu.spec.job import Job
 
 DEFAULT_EPOCHS = 10.0
 DEFAULT_BATCH = 32
-MEMORY_SHARE = 0.6
-"""How much of the free memory a plan may fill: activations vary from batch to batch."""
 SAVE_EVERY_S = 60.0
 WORKERS_PAY_ABOVE_S = 5e-3
 
 # Peak learning rates that train most models from scratch; pretrained weights move less.
 _RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "adamw": 1e-3, "lamb": 2e-3, "lars": 1.0}
 _FINE_TUNING_RATES = {"adam": 5e-5, "adamw": 5e-5, "lamb": 1e-4}
-# Bytes of optimiser state per trained weight, in fp32.
-_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8, "lamb": 8, "lars": 4}
 
 
 def choose_batch(job: Job, train_samples: int) -> int:
@@ -78,24 +82,15 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
 
     train, device = job.train, machine.best_device
     choose("device", f"{device.kind} ({device.name})", _device_reason(machine))
-    choose("layout", "single", "one worker holds the whole model")
-
     batch = choose_batch(job, profile.train_samples)
+    split = split_work(job, machine, profile, batch=batch)
+    layout, settings, share = split.layout, split.settings, split.share
+    choose("layout", layout, split.reason, pinned=split.reason == "as asked")
     choose("batch", batch, f"a safe start for most models, of {profile.train_samples} samples",
            pinned=train.batch != "auto")  # fmt: skip
-    fixed = fixed_bytes(
-        job,
-        resident_bytes=profile.resident_bytes,
-        parameters=profile.parameters,
-        trainable=profile.trainable,
-    )
-    room = memory_room_bytes(job, device, fixed)
-    settings = profile.settings
-    micro = settings.micro_batch
-    activations = micro * profile.activation_bytes_per_sample
-    _tell_settings(choose, job, profile, room)
+    _tell_settings(choose, job, device, profile, split)
     adapts = train.adapt_precision
-    adapts = settings.precision == "fp16" if adapts == "auto" else adapts
+    adapts = settings.precision == "fp16" and layout.is_single if adapts == "auto" else adapts
     steps_per_epoch = math.ceil(profile.train_samples / batch)
     steps = count_steps(job, samples=profile.train_samples, batch=batch)
     epochs = train.epochs or DEFAULT_EPOCHS
@@ -108,14 +103,18 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     warmup, reason = _choose_warmup(job, steps, steps_per_epoch, batch)
     choose("warm-up", warmup, reason, pinned=train.schedule.warmup != "auto")
 
-    step_s = predict_step_s(profile, batch=batch, micro_batch=micro)
+    step_s = predict_step_s(profile, batch=batch, micro_batch=settings.micro_batch)
+    if not layout.is_single:
+        threads = profile.settings.threads
+        step_s = predict_split_step_s(split, profile, machine, measured_threads=threads)
     evaluate_every = {"epoch": steps_per_epoch, "never": 0}.get(str(train.evaluate), train.evaluate)
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
     # Where the batch grows, the work is that of as many samples in steps of the first size.
     grows = train.grow_batch is not None and train.steps is None
     alike = round(epochs * steps_per_epoch) if grows else steps
     total_s = _predict_total(profile, steps=alike, step_s=step_s, evaluate_every=evaluate_every)
-    workers, reason = _choose_workers(job, machine, profile, batch=batch)
+    cores = machine.cores // layout.world
+    workers, reason = _choose_workers(job, profile, samples=share.samples, cores=cores)
     choose("data workers", workers, reason, pinned=train.workers != "auto")
     every, reason = _choose_checkpoints(job, steps_per_epoch, step_s)
     choose("checkpoint every", every, reason, pinned=train.checkpoint.every != "auto")
@@ -127,10 +126,16 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     price = machine.dollars_per_hour
     return Plan(
         device=device.kind,
+        devices=split.devices,
+        layout=layout,
         **settings.model_dump(),
+        alone=profile.settings,
+        facts=split.facts,
+        room_bytes=split.room_bytes,
+        process_bytes=split.process_bytes,
         adapt_precision=adapts,
         batch=batch,
-        accumulation=math.ceil(batch / micro),
+        accumulation=share.micros,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
         epochs=epochs if train.steps is None else steps / steps_per_epoch,
@@ -145,7 +150,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
         choices=tuple(choices),
         trials=profile.trials,
         prediction=Prediction(
-            memory_bytes=predict_memory_bytes(job, profile, fixed + activations),
+            memory_bytes=_predict_memory(job, profile, split),
             step_s=step_s,
             samples_per_s=min(batch, profile.train_samples) / step_s,
             total_s=total_s,
@@ -155,13 +160,16 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
 
 
 def _tell_settings(
-    choose: Callable[..., Any], job: Job, profile: Profile, room_bytes: float
+    choose: Callable[..., Any], job: Job, device: Device, profile: Profile, split: Split
 ) -> None:
     """What was measured, with the reasons that came with it."""
-    train, settings, reasons = job.train, profile.settings, profile.reasons
-    activations = show_bytes(settings.micro_batch * profile.activation_bytes_per_sample)
-    fits = f"activations take {activations} of {show_bytes(room_bytes)} to spare"
-    choose("micro-batch", settings.micro_batch, reasons.get("micro_batch", fits),
+    train, settings, reasons = job.train, split.settings, profile.reasons | split.reasons
+    if split.layout.is_single:
+        room = memory_room_bytes(job, device, _fixed_bytes_of(job, profile))
+        activations = show_bytes(settings.micro_batch * profile.activation_bytes_per_sample)
+        fits = f"activations take {activations} of {show_bytes(room)} to spare"
+        reasons = {"micro_batch": fits} | reasons
+    choose("micro-batch", settings.micro_batch, reasons["micro_batch"],
            pinned=train.micro_batch != "auto")  # fmt: skip
     for field in ("precision", "padding", "recompute", "compile", "threads"):
         is_pinned = getattr(train, field) != "auto"
@@ -173,9 +181,7 @@ def _tell_settings(
 
 def fixed_bytes(job: Job, *, resident_bytes: float, parameters: int, trainable: int) -> float:
     """Memory that does not grow with the batch: the process, gradients, optimiser state, averages."""
-    state = _STATE_BYTES[job.train.optimizer.name] * trainable
-    if job.train.optimizer.state == "8bit":
-        state *= 0.26  # a byte each, and a scale for every block of 256
+    state = optimizer_state_bytes(job, trainable)
     gradients = 0 if job.train.gradient_release else 4 * trainable
     averages = 4 * parameters if job.train.ema else 0
     # While a checkpoint is written, a copy of weights and optimiser state is alive.
@@ -192,6 +198,22 @@ def predict_memory_bytes(job: Job, profile: Profile, counted: float) -> float:
     )
     gradients = 4 * profile.trainable  # were there already, whether they will be kept or released
     return profile.peak_bytes + max(fixed - gradients, 0.0)
+
+
+def _predict_memory(job: Job, profile: Profile, split: Split) -> float:
+    if not split.layout.is_single:
+        return predict_split_memory_bytes(job, split)
+    activations = split.share.micro_batch * profile.activation_bytes_per_sample
+    return predict_memory_bytes(job, profile, _fixed_bytes_of(job, profile) + activations)
+
+
+def _fixed_bytes_of(job: Job, profile: Profile) -> float:
+    return fixed_bytes(
+        job,
+        resident_bytes=profile.resident_bytes,
+        parameters=profile.parameters,
+        trainable=profile.trainable,
+    )
 
 
 def cap_bytes(job: Job, machine: Machine) -> float | None:
@@ -279,15 +301,15 @@ def _choose_warmup(job: Job, steps: int, steps_per_epoch: int, batch: int) -> tu
     return min(steps, round(warmup * steps) if warmup < 1 else round(warmup)), ""
 
 
-def _choose_workers(job: Job, machine: Machine, profile: Profile, *, batch: int) -> tuple[int, str]:
+def _choose_workers(job: Job, profile: Profile, *, samples: int, cores: int) -> tuple[int, str]:
     if job.train.workers != "auto":
         return job.train.workers, ""
-    load_s = batch * profile.load_s_per_sample
-    share = load_s / max(profile.probe_s * batch / profile.probe_samples, 1e-9)
+    load_s = samples * profile.load_s_per_sample
+    share = load_s / max(profile.probe_s * samples / profile.probe_samples, 1e-9)
     # Handing a batch over from another process costs about a millisecond of its own.
-    if share < 0.25 or load_s < WORKERS_PAY_ABOVE_S or machine.cores < 2:
+    if share < 0.25 or load_s < WORKERS_PAY_ABOVE_S or cores < 2:
         return 0, f"fetching a batch takes {show_duration(load_s)}, {share:.0%} of computing it"
-    return min(machine.cores - 1, math.ceil(share)), f"fetching takes {share:.0%} of computing"
+    return min(cores - 1, math.ceil(share)), f"fetching takes {share:.0%} of computing"
 
 
 def _choose_metric(asked: str, profile: Profile) -> str:

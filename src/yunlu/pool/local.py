@@ -13,6 +13,7 @@ import threading
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -23,12 +24,13 @@ from yunlu.core.settings import worker_environment
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from pathlib import Path
 
     from yunlu.core.rundir import RunDir
 
 WORKER = (sys.executable, "-m", "yunlu.training.worker")
 """The worker is started by name: nothing here imports the training room."""
+SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
+"""Who answers for several workers."""
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
@@ -95,6 +97,16 @@ def require_training() -> None:
         is_there = False
     if not is_there:
         raise missing_part("torch", "train", "Training")
+
+
+def program_for(devices: int) -> tuple[str, ...]:
+    """What to start for a run on so many devices; the run's directory follows."""
+    return WORKER if devices == 1 else (*SUPERVISOR, "--devices", str(devices))
+
+
+def count_gpus() -> int:
+    """GPUs of this machine that torch can train on, found without asking it."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def this_process() -> WorkerProcess:

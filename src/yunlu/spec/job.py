@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.value import Value
 from yunlu.spec.fields import Auto, Count, Fraction, Positive, conflict, shorthand
+from yunlu.spec.layout import LayoutField, LayoutSpec, spell_layout
 from yunlu.spec.train import TrainSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class AdapterSpec(Value):
@@ -115,10 +119,25 @@ class Job(Value):
     """Where the training data is, or a mapping with its parts and columns."""
     train: TrainSpec = TrainSpec()
     """How long to train, in what batches, with which optimiser."""
-    layout: Literal["auto", "single"] = "auto"
-    """How the work is split over devices."""
+    devices: Count | Auto = "auto"
+    """Workers, one for each device; ``auto`` is what the layout says, else all GPUs, else one."""
+    layout: LayoutField = LayoutSpec()
+    """How the work is split over devices: ``auto``, ``single``, text such as ``dp2 x tp2``, or a mapping."""
     trackers: list[str] = Field(default_factory=list)
     """Besides TensorBoard: ``wandb``, ``mlflow``, or your own ``module:Class``."""
+
+    @model_validator(mode="after")
+    def _layout_fits_devices(self) -> Self:
+        devices, layout = self.devices, self.layout
+        if devices == "auto":
+            return self
+        said = layout.said_workers
+        if layout.is_whole and said != devices:
+            workers = "1 worker" if said == 1 else f"{said} workers"
+            conflict("devices", f"is {devices}, but the layout {layout} has {workers}")
+        if devices % said:
+            conflict("devices", f"is {devices}, which {layout} does not divide")
+        return self
 
 
 SHORTHANDS: dict[tuple[str, ...], str] = {
@@ -133,3 +152,8 @@ SHORTHANDS: dict[tuple[str, ...], str] = {
     ("train", "checkpoint"): "every",
 }
 """Keys that also take a bare value, and the field it stands for (as ``shorthand`` reads them)."""
+
+SPELLINGS: dict[tuple[str, ...], Callable[[str], dict[str, Any] | None]] = {
+    ("layout",): spell_layout,
+}
+"""Keys that also take a text, and how the mapping is found that it stands for."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from yunlu.spec.explain import show_value
-from yunlu.spec.job import SHORTHANDS
+from yunlu.spec.job import SHORTHANDS, SPELLINGS
 from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
 from yunlu.spec.source import Document, Place, parse
 
@@ -61,6 +61,9 @@ def _put(data: Any, path: tuple[str, ...], value: Any, above: tuple[str, ...] = 
         data = {}
     if above in SHORTHANDS and isinstance(data, (str, int, float)):
         data = {SHORTHANDS[above]: data}
+    elif above in SPELLINGS and isinstance(data, str):
+        spelt = SPELLINGS[above](data)
+        data = data if spelt is None else spelt
     if not isinstance(data, dict):
         raise _NoRoom(f"{show_path(above)} is {show_value(data)}, which has no keys; set it whole")
     section = cast("dict[str, Any]", data)

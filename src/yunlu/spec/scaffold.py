@@ -72,6 +72,7 @@ train:
   # optimizer: {{name: adamw, lr: 1e-3}}
   # schedule: cosine         # or constant, linear, wsd, plateau
   # early_stopping: 3        # evaluations without improvement
+# devices: 4                 # workers that share the training; see also: layout
 # trackers: [wandb]          # besides TensorBoard; or mlflow
 """
 

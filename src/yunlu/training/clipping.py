@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yunlu.spec.train import ClipSpec
 
 DEVIATIONS = 2.5
@@ -49,13 +51,18 @@ class Clipper:
         self._spec = spec
         self._statistics: Statistics = (0.0, 0.0, 0.0)
 
-    def clip(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Bound the gradients, whose norm is ``norm``; nothing waits for an accelerator."""
+    def clip(
+        self, gradients: list[Tensor], norm: Tensor, measure: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Bound the gradients, whose norm is ``norm``; nothing waits for an accelerator.
+
+        ``measure`` gives the norm anew, where these are not all of the gradient.
+        """
         if self._spec.value is not None:
             for gradient in gradients:
                 gradient.clamp_(-self._spec.value, self._spec.value)
             if self._spec.norm is not None:
-                norm = measure_norm(gradients)
+                norm = measure_norm(gradients) if measure is None else measure()
         bound = self.bound(norm)
         if bound is not None:
             _scale(gradients, bound, norm)

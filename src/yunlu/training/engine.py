@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -16,8 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from yunlu.core.errors import DataError
 from yunlu.core.rundir import EventKind
 from yunlu.planning.large_batch import phases_of
-from yunlu.training.checkpoint import state as states
-from yunlu.training.checkpoint.files import Snapshot
+from yunlu.planning.layout import Layout
 from yunlu.training.clipping import Clipper, measure_norm
 from yunlu.training.compiler import (
     compile_model,
@@ -26,10 +26,11 @@ from yunlu.training.compiler import (
     set_compiled_call,
     xla_device,
 )
-from yunlu.training.data.batches import step_batches
+from yunlu.training.data.batches import Share, step_batches
 from yunlu.training.data.growth import GrowingOrder
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.data.order import make_order
+from yunlu.training.engine_state import EngineState
 from yunlu.training.guard import Guard, Verdict
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
@@ -43,14 +44,20 @@ from yunlu.training.memory.shortage import (
 from yunlu.training.noise import NoiseScale
 from yunlu.training.optim.build import build_optimizer
 from yunlu.training.optim.schedule import Plateau, rate
+from yunlu.training.parallel.agreement import Agreed, Ask, agree
+from yunlu.training.parallel.boxes import find_aliases
+from yunlu.training.parallel.whole import Whole
+from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
 from yunlu.training.tasks.task import collate_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
+    from yunlu.training.parallel.whole import Arranged
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
 
@@ -62,18 +69,31 @@ _ADAPTING_STEPS = 20
 class Engine:
     """Holds everything that changes while training, and the moves of one step."""
 
-    def __init__(self, job: Job, plan: Plan, parts: Parts, tell: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        parts: Parts,
+        tell: Callable[..., Any],
+        *,
+        world: World | None = None,
+    ) -> None:
         """``tell`` takes what happens inside a step: the run's log of events."""
         self.tell = tell
         self.job, self.plan, self.task, self.splits = job, plan, parts.task, parts.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
+        self.world = world or World(layout=Layout(), rank=0, device=self.device)
         self.model = parts.model.to(self.device)
-        self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.micro_batch = plan.micro_batch
-        self._start = StepStart(self.model)
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)
-        self.optimizer, self.release = _make_optimizer(job, plan, self.model)
+        aliases = find_aliases(self.model)
+        self.arranged = arrange(self.model, self.world)
+        self.weights = self.arranged.leaves
+        self._start = StepStart(*self.arranged.parts)
+        self.optimizer, self.release = _make_optimizer(
+            job, plan, self.model, self.arranged.optimized
+        )
         self.average = _average(self.model, train.ema) if train.ema else None
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
@@ -83,10 +103,16 @@ class Engine:
         released = {"spikes": None, "skips": 0} if train.gradient_release else {}
         self.guard = Guard(train.guard.model_copy(update=released))
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
+        self.state = EngineState(self, aliases)
         self.lengths = lengths_of(parts.splits.train)
         self.order = _make_order(job, plan, self.lengths, samples=len(parts.splits.train))
         self.steps_done = 0
         self._overflows = 0
+        self._items = 0
+        self._in_step = False
+        self.is_torn = False
+        """Weights and what the optimiser remembers are of two different steps."""
+        self.keeps_ledger = False
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -104,47 +130,79 @@ class Engine:
             workers=self.plan.workers,
             # Packed samples waste nothing, whatever their order.
             lengths=None if self.plan.padding == "pack" else self.lengths,
+            share=Share(self.world.replica, self.world.layout.replicas),
+            digests=self.keeps_ledger,
         )
 
-    def accumulate(self, micros: Sequence[Batch]) -> Tensor | None:
-        """Forward and backward over the micro-batches; the mean loss over their true count.
+    def agree(self, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
+        """What the step holds over all workers, and whether one of them asks for an end."""
+        return agree(self.world, micros, ask)
+
+    def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
+        """Forward and backward over the micro-batches; the mean loss over the true count of items.
 
         None where memory ran out: what was done is undone, and micro-batches are smaller now.
         """
-        items = sum(micro.items for micro in micros)
         if items == 0:
             raise DataError(
                 f"Step {self.steps_done + 1} holds nothing to learn from: every target is ignored.",
                 hint="Raise train.batch, or clean the data of empty samples.",
             )
+        self._items = items
         self._set_rate()
+        if not self.world.layout.is_single:
+            # Any number of workers, any resume: the numbers of a step are its own.
+            torch.manual_seed(seed_of_step(self.job.train.seed, self.steps_done, self.world.replica))
         self._start.mark()
-        total: Tensor | None = None
+        self._in_step = True
         try:
-            for micro in micros:
-                with self.precision.forward():
-                    loss, _ = self.task.loss(self.model, micro.to(self.device))
-                # Divided by the count of the whole global batch, never by the micro-batch's own.
-                # (As a gradient to begin with it would cost less, were there not an import with it.)
-                share = loss / items
-                self.precision.backward(share)
-                total = share.detach() if total is None else total + share.detach()
+            with self.arranged.running():
+                return self.arranged.accumulate(micros, self._loss_of, self.precision.backward)
         except Exception as error:
             if not self._shrink(error):
                 raise
             return None
-        return total
 
-    def norm(self) -> Tensor:
-        """Add penalties to the gradient, and measure it."""
+    def _loss_of(self, model: nn.Module, micro: Batch) -> Tensor:
+        if not micro.counts:
+            with self.precision.forward(), uncounted():
+                return self.task.loss(model, micro.to(self.device))[0] * 0.0
+        with self.precision.forward():
+            loss, _ = self.task.loss(model, micro.to(self.device))
+        # Divided by the count of the whole global batch, never by the micro-batch's own.
+        # (As a gradient to begin with it would cost less, were there not an import with it.)
+        return loss / self._items
+
+    def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Add penalties to the gradient, and measure it; the loss and the norm over all workers."""
         if self.release is not None:
-            return self.release.norm
+            return loss, self.release.norm
+        self.arranged.finish()
         self.precision.unscale(self.optimizer)
         if self.job.train.l1:
             for weight in self.weights:
                 if weight.grad is not None:
                     weight.grad.add_(weight.detach().sign(), alpha=self.job.train.l1)
-        return measure_norm(self._gradients())
+        if self.world.layout.is_single:
+            return loss, measure_norm(self._gradients())
+        # Workers that cut one model between them have the same loss, or none.
+        share = loss.double() / self.world.layout.tp
+        both = self.world.sum_over_all(torch.stack((share, self._our_square())))
+        return both[0].float(), both[1].sqrt().float()
+
+    def _measure(self) -> Tensor:
+        if self.world.layout.is_single:
+            return measure_norm(self._gradients())
+        return self.world.sum_over_all(self._our_square()).sqrt().float()
+
+    def _our_square(self) -> Tensor:
+        """Our part of the square of the gradient's norm: what others hold as well is shared out."""
+        parts = [
+            torch.linalg.vector_norm(weight.grad).double().square() / copies
+            for weight, copies in zip(self.weights, self.arranged.copies, strict=True)
+            if weight.grad is not None
+        ]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:
         """Loss and norm as numbers, and whether this step may change the weights."""
@@ -171,8 +229,11 @@ class Engine:
         """Bound the gradient and change the weights; whether that was done, or overflow forbade."""
         if self.release is None:
             self.noise.observe(self.steps_done, self.order.size_of(self.steps_done))
-            self.clipper.clip(self._gradients(), norm)
+            self.clipper.clip(self._gradients(), norm, self._measure)
+        self.is_torn = self.world.layout.zero1
         is_applied = self.precision.step(self.optimizer)
+        self.arranged.publish()
+        self.is_torn = False
         if not is_applied:
             self._start.bring_back_buffers()
         elif self.average is not None:
@@ -194,8 +255,23 @@ class Engine:
         if self.release is not None:
             self.release.close()
         self.precision.detach()
+        self.arranged.close()
         apply_recompute(self.model, "none")
         set_compiled_call(self.model, None)
+
+    def abandon_step(self) -> None:
+        """Others are lost: be as at the end of the last step."""
+        if self._in_step:
+            self._start.bring_back_buffers()
+        self._in_step = False
+        self.optimizer.zero_grad(set_to_none=True)
+        self.arranged.drop_gradients()
+
+    def rejoin(self, world: World) -> None:
+        """Go on among other workers with what is here; only where everyone holds everything."""
+        self.arranged.close()
+        self.world = world
+        self.arranged = arrange(self.model, world)
 
     def pass_over(self) -> None:
         """End a step that was bad before a rollback, without looking at its samples again."""
@@ -207,65 +283,14 @@ class Engine:
 
     def _end_step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self.arranged.drop_gradients()
+        self._in_step = False
         self.steps_done += 1
 
     @property
     def best_view(self) -> nn.Module:
         """The weights to evaluate and export: the moving average where there is one."""
-        return self.model if self.average is None else self.average.module
-
-    def snapshot(self, *, metrics: dict[str, float], extra: dict[str, Any]) -> Snapshot:
-        """A copy of everything, taken between two steps."""
-        model, aliases = states.copy_weights(self.model)
-        optimizer, optimizer_state = states.copy_optimizer(self.optimizer)
-        random, random_state = states.copy_random()
-        tensors = {"model": model, "optimizer": optimizer, "random": random}
-        if self.average is not None:
-            tensors["ema"], _ = states.copy_weights(self.average.module)
-            tensors["ema_count"] = {"n": self.average.n_averaged.detach().clone()}
-        tensors["noise"], noise_state = self.noise.state()
-        state = {
-            "aliases": aliases,
-            "optimizer": optimizer_state,
-            "random": random_state,
-            "precision": self.precision.state(),
-            "clipping": self.clipper.state(),
-            "noise": noise_state,
-            "guard": self.guard.state(),
-            "plateau": self.plateau.state(),
-            "micro_batch": self.micro_batch,
-            "fingerprint": self.splits.fingerprint,
-            "extra": extra,
-        }
-        return Snapshot(step=self.steps_done, tensors=tensors, state=state, metrics=metrics)
-
-    def restore(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Continue from a snapshot; returns what the watchers had kept in it."""
-        state, tensors = snapshot.state, snapshot.tensors
-        if state["fingerprint"] != self.splits.fingerprint:
-            raise DataError(
-                "The data has changed since this run began, so it cannot be resumed exactly.",
-                hint="Bring the old data back, or start a new run on the new data.",
-            )
-        self.restore_weights(snapshot)
-        states.restore_optimizer(self.optimizer, tensors["optimizer"], state["optimizer"])
-        self.precision.restore(state["precision"])
-        self.clipper.restore(state["clipping"])
-        self.noise.restore(tensors["noise"], state["noise"])
-        self.guard.restore(state["guard"])
-        self.plateau.restore(state["plateau"])
-        self.micro_batch = state["micro_batch"]
-        self.steps_done = snapshot.step
-        states.restore_random(tensors["random"], state["random"])
-        return state["extra"]
-
-    def restore_weights(self, snapshot: Snapshot) -> None:
-        """Only the weights, and their average."""
-        aliases = snapshot.state["aliases"]
-        states.restore_weights(self.model, snapshot.tensors["model"], aliases)
-        if self.average is not None:
-            states.restore_weights(self.average.module, snapshot.tensors["ema"], aliases)
-            self.average.n_averaged.copy_(snapshot.tensors["ema_count"]["n"])
+        return self.arranged.view if self.average is None else self.average.module
 
     def health(self) -> dict[str, float]:
         """Figures of the step just done that only some runs have, by their names in the log."""
@@ -294,6 +319,8 @@ class Engine:
 
     def _shrink(self, error: Exception) -> bool:
         """Halve the micro-batch where memory ran out; false where that cannot help."""
+        if not self.world.layout.is_single:  # all have to agree on another size
+            return False
         size = smaller(self.micro_batch)
         # Released gradients need the whole batch in one pass.
         if size is None or self.release is not None or not is_out_of_memory(error):
@@ -312,14 +339,35 @@ class Engine:
         return True
 
 
+def arrange(model: nn.Module, world: World) -> Arranged:
+    """Lay a model over the workers; one worker alone does not even load what that takes."""
+    if world.layout.is_single:
+        return Whole(model)
+    from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import
+
+    return Arrangement(model, world)
+
+
+def seed_of_step(seed: int, step: int, replica: int) -> int:
+    """The seed of a worker's random numbers in a step; workers that cut one model share theirs."""
+    return int(np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Around a stand-in: it leaves no trace in the statistics of batch normalisation."""
+    from yunlu.training.parallel import batch_norm  # noqa: PLC0415 - only among other workers
+
+    return batch_norm.uncounted()
+
+
 def _make_optimizer(
-    job: Job, plan: Plan, model: nn.Module
+    job: Job, plan: Plan, model: nn.Module, weights: Sequence[Tensor]
 ) -> tuple[Any, ReleasingOptimizer | None]:
     train = job.train
 
-    def build(model: nn.Module) -> Any:
+    def build(trained: nn.Module | Sequence[Tensor]) -> Any:
         return build_optimizer(
-            model,
+            trained,
             train.optimizer,
             lr=plan.lr,
             weight_decay=plan.weight_decay,
@@ -328,7 +376,7 @@ def _make_optimizer(
         )
 
     if not train.gradient_release:
-        optimizer = build(model)
+        optimizer = build(weights)
         if plan.compile == "xla":
             run_xla_steps(optimizer)
         return optimizer, None

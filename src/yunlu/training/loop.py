@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.training.guard import Verdict
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.training.engine import Engine
+    from yunlu.training.parallel.agreement import Ask
     from yunlu.training.tasks.task import Batch
 
 
@@ -31,51 +32,66 @@ class Step:
     padding: int = 0
     data_s: float = 0.0
     compute_s: float = 0.0
+    wait_s: float = 0.0
+    """Of a worker among others: waiting for them."""
+    samples: int = 0
+    digest: int = 0
+    """Of the samples it took: see ``parallel.agreement``."""
 
 
 class Watch(Protocol):
-    """What looks on after every step: the log, evaluation, checkpoints, going back, stopping."""
+    """What looks on around every step: the log, evaluation, checkpoints, going back, stopping."""
+
+    def before_step(self) -> Ask:
+        """What to ask of the others before the next step."""
+        ...
 
     def after_step(self, step: Step) -> bool:
         """Take one finished step; true ends the loop."""
         ...
 
 
-def run(engine: Engine, watch: Watch) -> None:
-    """Train until the plan's last step, or until the watch says stop."""
-    engine.model.train()
+def run(engine: Engine, watch: Watch) -> Ask:
+    """Train until the plan's last step or until the watch says stop; or until a worker asked."""
+    for part in engine.arranged.parts:
+        part.train()
     batches = engine.batches()
     while True:
         started_at = perf_counter()
         micros = next(batches, None)
         if micros is None:
-            return
-        fetched_at = perf_counter()
-        step = _take(engine, micros)
+            return ""
+        fetched_at, computed_s = perf_counter(), thread_time()
+        agreed = engine.agree(micros, watch.before_step())
+        if agreed.ask:
+            return agreed.ask
+        step = _take(engine, micros, agreed.items)
         if step is None:  # memory ran out: the same step again, in smaller pieces
             batches = engine.batches()
             continue
-        for micro in micros:
-            step.items += micro.items
-            step.tokens += micro.tokens
-            step.padding += micro.padding
+        step.items, step.tokens, step.padding = agreed.items, agreed.tokens, agreed.padding
+        step.samples, step.digest = agreed.samples, agreed.digest
         step.data_s = fetched_at - started_at
         step.compute_s = perf_counter() - fetched_at
+        if not engine.world.layout.is_single:
+            # Collectives run in threads of their own: while this one does not compute, it waits.
+            step.wait_s = max(step.compute_s - (thread_time() - computed_s), 0.0)
+            step.compute_s -= step.wait_s
         if watch.after_step(step):
-            return
+            return ""
         if step.verdict.action == "rollback":
             batches = engine.batches()
 
 
-def _take(engine: Engine, micros: Sequence[Batch]) -> Step | None:
+def _take(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
     if engine.guard.passes_over(engine.steps_done):
         engine.pass_over()
         return Step(math.nan, math.nan, Verdict("skip", "passed over"), is_applied=False)
-    accumulated = engine.accumulate(micros)
+    accumulated = engine.accumulate(micros, items)
     if accumulated is None:
         return None
-    gradient_norm = engine.norm()
-    loss, norm, verdict = engine.judge(accumulated, gradient_norm)
+    total, gradient_norm = engine.norm(accumulated)
+    loss, norm, verdict = engine.judge(total, gradient_norm)
     is_good = verdict.action == "good"
     is_applied = engine.update(gradient_norm) if is_good else engine.leave_out()
     return Step(loss, norm, verdict, is_applied)

@@ -39,17 +39,23 @@ class MetricLog:
         self._life = life
         self._forward = forward
         self._pending: list[dict[str, Any]] = []
+        self._carried: dict[str, float] = {}
         self._flushed_at = time.monotonic()
 
     def add(self, record: dict[str, Any]) -> None:
         """Take one step."""
         record["at"], record["life"] = time.time(), self._life
+        for part, seconds in self._carried.items():
+            record[part] += seconds
+        self._carried.clear()
         self._pending.append(record)
 
     def charge(self, part: str, seconds: float) -> None:
         """Add to what held up training after the step just taken."""
-        if self._pending:  # a step that was left out has no record
+        if self._pending:
             self._pending[-1][part] += seconds
+        else:  # it is written already, or was left out: the next one waited for this
+            self._carried[part] = self._carried.get(part, 0.0) + seconds
 
     def flush_if_due(self) -> None:
         """Write what is pending, a few times a second."""

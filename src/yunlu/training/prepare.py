@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from yunlu.catalog.machine import Machine
     from yunlu.core.rundir import RunDir
     from yunlu.spec.job import Job
+    from yunlu.training.models.weights import Origin
     from yunlu.training.tasks.task import Task
 
 
@@ -51,11 +52,7 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
         test=len(splits.test) if splits.test is not None else 0,
     )
     directory.emit(EventKind.PROGRESS, phase="building the model")
-    # Seeded again: the weights do not depend on how many random numbers loading drew.
-    seed_everything(job.train.seed)
-    model = task.build(job)
-    allow_single_samples(model)
-    origin = begin_from(model, job, task)
+    model, origin = build_model(job, task)
     if origin is not None:
         directory.emit(EventKind.PROGRESS, phase=str(origin))
     if job.train.quantize == "int8":
@@ -70,6 +67,15 @@ def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
         trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
     )
     return Parts(task=task, model=model, splits=splits)
+
+
+def build_model(job: Job, task: Task) -> tuple[nn.Module, Origin | None]:
+    """The model with its first weights, and where they are from if not from chance."""
+    # Seeded again: the weights do not depend on how many random numbers loading drew.
+    seed_everything(job.train.seed)
+    model = task.build(job)
+    allow_single_samples(model)
+    return model, begin_from(model, job, task)
 
 
 def settle_plan(

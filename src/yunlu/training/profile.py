@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Profile
 from yunlu.planning.planner import (
     cap_bytes,
@@ -22,6 +23,7 @@ from yunlu.planning.planner import (
     fixed_bytes,
     memory_room_bytes,
 )
+from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.training.checkpoint.state import copy_random, restore_random
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.memory.shortage import memory_capped
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.catalog.machine import Machine
+    from yunlu.planning.facts import ModelFacts
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch, Task
@@ -105,6 +108,24 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         trial_s=trial_s,
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),
+        facts=_find_facts(job, model, padded, machine, fitting.bytes_per_sample),
+    )
+
+
+def _find_facts(
+    job: Job, model: nn.Module, probe: Batch, machine: Machine, bytes_per_sample: float
+) -> ModelFacts | None:
+    """How the model can be split; nobody asks for one worker, and the looking costs seconds."""
+    if count_devices(job, gpus=machine.gpus) == 1:
+        return None
+    from yunlu.training.parallel.facts import find_facts  # noqa: PLC0415 - slow to import
+
+    trainable = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return find_facts(
+        model,
+        probe,
+        state_bytes=optimizer_state_bytes(job, trainable),
+        activation_bytes_per_sample=bytes_per_sample,
     )
 
 

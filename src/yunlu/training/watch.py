@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import closing
 from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,12 @@ from yunlu.training.metric_log import MetricLog
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
-    from yunlu.training.checkpoint.files import Entry, Snapshot
+    from yunlu.training.checkpoint.crew import Crew
+    from yunlu.training.checkpoint.files import Entry
+    from yunlu.training.checkpoint.reader import FileReader
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
+    from yunlu.training.parallel.agreement import Ask
     from yunlu.training.trackers.open import TrackerThread
 
 
@@ -91,7 +95,10 @@ class TrainingWatch:
         trackers: TrackerThread,
         stop: StopRequest,
         life: int,
+        crew: Crew | None = None,
+        log: MetricLog | None = None,
     ) -> None:
+        """``crew`` and ``log`` are given to a worker among others."""
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
         train, patience = engine.job.train, engine.job.train.early_stopping
         self._best = Best(engine.plan.best_metric, ties_by_loss=True)
@@ -99,7 +106,7 @@ class TrainingWatch:
         self._improvement = Best(
             engine.plan.stopping_metric, min_delta=patience.min_delta if patience else 0.0
         )
-        self.log = MetricLog(
+        self.log = log or MetricLog(
             run.metrics,
             device=engine.device,
             life=life,
@@ -112,6 +119,7 @@ class TrainingWatch:
             metric=self._best.metric,
             lower_is_better=self._best.lower_is_better,
             saved=self._announce,
+            crew=crew,
         )
         self._stall_s = 0.0
         self.stopped_early = False
@@ -123,17 +131,33 @@ class TrainingWatch:
 
     def resume(self) -> int | None:
         """Continue from the newest good checkpoint, if there is one; returns its step."""
-        snapshot = self.checkpoints.newest_good(self._run.warn)
-        if snapshot is None:
+        reader = self.checkpoints.open_newest(self._run.warn)
+        if reader is None:
             return None
-        self._restore(snapshot)
-        return snapshot.step
+        self._restore(reader)
+        return self._engine.steps_done
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        kept = self._engine.restore(snapshot)
+    def _restore(self, reader: FileReader) -> None:
+        with closing(reader):
+            self.adopt(self._engine.state.read(reader))
+
+    def kept(self) -> dict[str, Any]:
+        """What the watch has to know to go on, as JSON."""
+        return {
+            "best": self._best.state(),
+            "improvement": self._improvement.state(),
+            "stopped_early": self.stopped_early,
+        }
+
+    def adopt(self, kept: dict[str, Any]) -> None:
+        """Go on from what another watch knew."""
         self._best.restore(kept["best"])
         self._improvement.restore(kept["improvement"])
         self.stopped_early = kept["stopped_early"]
+
+    def before_step(self) -> Ask:
+        """A worker alone asks nobody."""
+        return ""
 
     def after_step(self, step: Step) -> bool:
         """Log the step, then evaluate, save and stop where that is due."""
@@ -176,7 +200,7 @@ class TrainingWatch:
             "items": step.items,
             "data_s": step.data_s,
             "compute_s": step.compute_s,
-            "communication_s": 0.0,
+            "communication_s": step.wait_s,
             "evaluate_s": 0.0,
             "checkpoint_s": 0.0,
         }
@@ -205,18 +229,19 @@ class TrainingWatch:
         engine = self._engine
         at, guard = engine.steps_done, engine.guard.state()
         self.checkpoints.wait()
-        newest_good, last = self.checkpoints.newest_good, step.verdict.no_later_than
+        open_newest, last = self.checkpoints.open_newest, step.verdict.no_later_than
         # One from after the trouble began is still better than none.
-        snapshot = newest_good(self._run.warn, not_after=last) or newest_good(self._run.warn)
-        if snapshot is None:  # nothing to go back to
+        reader = open_newest(self._run.warn, not_after=last) or open_newest(self._run.warn)
+        if reader is None:  # nothing to go back to
             raise diverged(at, step.loss, step.norm, engine.lr)
-        self.checkpoints.forget_after(snapshot.step)
-        self._restore(snapshot)
+        self.checkpoints.forget_after(reader.step)
+        self._restore(reader)
         # What was learned of the bad steps outlasts the return to before they came.
         engine.guard.restore(guard)
-        engine.guard.rolled_back(snapshot.step)
+        engine.guard.rolled_back(engine.steps_done)
         skipping = sorted(engine.guard.bad_steps)
-        self._run.emit(EventKind.ROLLBACK, step=at, to_step=snapshot.step, skipping=skipping)
+        to_step = engine.steps_done
+        self._run.emit(EventKind.ROLLBACK, step=at, to_step=to_step, skipping=skipping)
 
     def _evaluate(self, *, last: bool) -> tuple[dict[str, float], bool]:
         engine, every = self._engine, self._engine.plan.evaluate_every
@@ -259,20 +284,29 @@ class TrainingWatch:
         self._trackers.log(named, step=step)
         return score
 
+    def take_best(self) -> tuple[int, dict[str, dict[str, float]]]:
+        """Go back to the best weights, where some are kept; their step, and scores by split."""
+        engine = self._engine
+        keeps = engine.job.train.checkpoint.keep_best
+        reader = self.checkpoints.open_best(self._run.warn) if keeps else None
+        if reader is None:
+            return engine.steps_done, {}
+        with closing(reader):
+            engine.state.read_weights(reader)
+        return reader.step, {"validation": reader.metrics}
+
+    def save_and_wait(self) -> None:
+        """Save here and now, and until it is on the disk."""
+        self._save({})
+        self.checkpoints.wait()
+
     def _save(self, metrics: dict[str, float]) -> None:
         started_at = perf_counter()
-        extra = {
-            "best": self._best.state(),
-            "improvement": self._improvement.state(),
-            "stopped_early": self.stopped_early,
-        }
-        snapshot = self._engine.snapshot(metrics=metrics, extra=extra)
-        self.checkpoints.wait()  # at most one save is under way
-        self._stall_s = perf_counter() - started_at
-        self.log.charge("checkpoint_s", self._stall_s)
         # Logged first: a life that goes on from this checkpoint does not repeat these steps.
         self.log.flush()
-        self.checkpoints.save(snapshot)
+        self.checkpoints.save(self._engine.state.snapshot(metrics=metrics, extra=self.kept()))
+        self._stall_s = perf_counter() - started_at
+        self.log.charge("checkpoint_s", self._stall_s)
 
     def _announce(self, entry: Entry, seconds: float) -> None:
         self._run.emit(

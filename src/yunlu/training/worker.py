@@ -31,8 +31,7 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.export import Lineage, export
-from yunlu.training.measured import measure_run
+from yunlu.training.finish import finish
 from yunlu.training.memory.shortage import is_out_of_memory, memory_capped
 from yunlu.training.prepare import prepare, settle_plan
 from yunlu.training.probe import probe_machine
@@ -122,7 +121,7 @@ def _live(
         if engine.steps_done < plan.steps and not watch.stopped_early:
             state = RunState.STOPPED
         else:
-            summary = _finish(directory, engine, watch, environment, machine)
+            summary = finish(directory, engine, watch, environment, machine)
             state = RunState.FINISHED
     finally:
         with suppress(OSError, TrainingError):  # whatever failed before is what gets told
@@ -131,35 +130,6 @@ def _live(
         engine.close()
         trackers.finish(state=state, summary=summary)
     return _move(directory, state)
-
-
-def _finish(
-    directory: RunDir,
-    engine: Engine,
-    watch: TrainingWatch,
-    environment: dict[str, Any],
-    machine: Machine,
-) -> dict[str, Any]:
-    """Take the best weights, score them on the test split, export them."""
-    best = watch.checkpoints.best(directory.warn) if engine.job.train.checkpoint.keep_best else None
-    if best is not None:
-        engine.restore_weights(best)
-    step = engine.steps_done if best is None else best.step
-    scores: dict[str, dict[str, float]] = {}
-    if best is not None:
-        scores["validation"] = best.metrics
-    if engine.splits.test is not None:
-        directory.emit(EventKind.PROGRESS, phase="scoring the test data")
-        scores["test"] = watch.score("test", step=step).metrics
-    directory.emit(EventKind.PROGRESS, phase="exporting the model")
-    lineage = Lineage(splits=engine.splits, environment=environment, step=step, scores=scores)
-    names = export(directory, engine.job, engine.task, engine.best_view, lineage)
-    directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)
-    measured = measure_run(directory, samples=watch.samples_done, machine=machine)
-    directory.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
-    return {
-        f"{split}/{name}": value for split, found in scores.items() for name, value in found.items()
-    }
 
 
 def _move(directory: RunDir, state: RunState, **data: Any) -> RunState:

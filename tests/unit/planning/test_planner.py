@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.catalog.machine import Device, Machine
-from yunlu.core.errors import DataError, JobError
-from yunlu.planning.plan import Profile
+from yunlu.core.errors import DataError, JobError, ModelError
+from yunlu.planning.plan import Plan, Profile
 from yunlu.planning.planner import (
     MEMORY_SHARE,
     choose_micro_batch,
@@ -14,6 +14,7 @@ from yunlu.planning.planner import (
     make_plan,
     memory_room_bytes,
 )
+from yunlu.planning.splitting import fit_plan, layouts_by_count, resplit
 from yunlu.spec.job import Job
 
 GIB = 1 << 30
@@ -137,3 +138,133 @@ def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
 def test_fine_tuning_a_trained_model_moves_less() -> None:
     tuned = Job.model_validate({"task": "t", "model": "hf:dir", "data": "d"})
     assert make_plan(tuned, machine(), profile()).lr == 5e-5
+
+
+FACTS = {
+    "parameters": 1_000_000, "trainable": 1_000_000, "state_bytes": 8e6,
+    "activation_bytes_per_sample": 1e5, "layers": 4, "tensor_ways": (1, 2),
+}  # fmt: skip
+
+
+def spread(**parts: object) -> Job:
+    return Job.model_validate({"task": "t", "model": "m", "data": "d", **parts})
+
+
+def test_replicas_share_the_batch_and_the_cores() -> None:
+    plan = make_plan(spread(devices=4), machine(), profile(facts=FACTS))
+    assert (str(plan.layout), plan.devices) == ("dp4", 4)
+    assert (plan.batch, plan.micro_batch, plan.accumulation, plan.threads) == (32, 8, 1, 1)
+    told = {choice.name: choice for choice in plan.choices}
+    assert (told["layout"].value, told["layout"].pinned) == ("dp4", False)
+    assert "4 cores for 4 workers" in told["threads"].reason
+    assert all(choice.reason for choice in plan.choices)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_an_uneven_share_is_rounded_up_for_all() -> None:
+    plan = make_plan(spread(devices=3, train={"micro_batch": 4}), machine(), profile(facts=FACTS))
+    assert (str(plan.layout), plan.micro_batch, plan.accumulation) == ("dp3", 4, 3)
+
+
+def test_a_layout_in_the_job_is_pinned() -> None:
+    plan = make_plan(spread(layout="fsdp2 x tp2"), machine(), profile(facts=FACTS))
+    (told,) = [choice for choice in plan.choices if choice.name == "layout"]
+    assert (told.value, told.pinned, plan.devices) == ("fsdp2 x tp2", True, 4)
+
+
+def test_a_pipeline_gets_small_micro_batches() -> None:
+    plan = make_plan(spread(layout="pp2"), machine(), profile(facts=FACTS))
+    assert (plan.micro_batch, plan.accumulation) == (4, 8)
+
+
+def test_a_model_nobody_looked_at_is_only_replicated_or_sharded() -> None:
+    assert str(make_plan(spread(devices=2), machine(), profile()).layout) == "dp2"
+    with pytest.raises(ModelError, match="nobody looked"):
+        make_plan(spread(layout="tp2"), machine(), profile())
+
+
+def test_settings_that_several_workers_cannot_have_are_left_out_or_refused() -> None:
+    measured = SETTINGS | {"precision": "fp16", "compile": "inductor"}
+    found = profile(facts=FACTS, settings=measured)
+    plan = make_plan(spread(devices=2), machine(), found)
+    assert (plan.precision, plan.compile, plan.adapt_precision) == ("fp16", "none", False)
+    assert "fsdp" in plan.facts.why_not  # where fp16 runs now, no resize leads to shards
+    assert make_plan(spread(layout="fsdp2"), machine(), found).precision == "fp32"
+    with pytest.raises(JobError, match=r"train.compile does not go with the layout dp2"):
+        make_plan(spread(devices=2, train={"compile": True}), machine(), found)
+
+
+def test_every_gpu_is_taken_and_no_more_can_be() -> None:
+    gpu = Device(kind="cuda", name="g", memory_bytes=8 * GIB)
+    four = machine(devices=(gpu,) * 4, cores=8)
+    assert str(make_plan(spread(), four, profile(facts=FACTS)).layout) == "dp4"
+    with pytest.raises(JobError, match="this machine has 4 GPUs"):
+        make_plan(spread(devices=5), four, profile(facts=FACTS))
+
+
+def test_memory_is_foretold_for_one_worker_as_each_axis_divides_it() -> None:
+    def memory(layout: object) -> float:
+        large = FACTS | {"parameters": 10**8, "trainable": 10**8, "state_bytes": 8e8}
+        large["layers"] = 12
+        found = profile(facts=large, parameters=10**8, trainable=10**8, resident_bytes=GIB)
+        return make_plan(spread(layout=layout), machine(), found).prediction.memory_bytes
+
+    whole = memory("dp2")
+    assert memory("fsdp2") < memory({"dp": 2, "zero1": True}) < whole
+    assert memory("tp2") == pytest.approx(memory("pp2"), rel=0.05)
+    assert memory("fsdp2 x tp2") < memory("tp2") < 0.75 * whole
+
+
+def test_more_workers_than_cores_are_not_foretold_to_be_faster() -> None:
+    slow = profile(facts=FACTS, probe_s=1.0, settings=SETTINGS | {"threads": 1})
+
+    def step_s(devices: int) -> float:
+        return make_plan(spread(devices=devices), machine(), slow).prediction.step_s
+
+    assert step_s(1) == pytest.approx(1.0, rel=0.01)
+    assert step_s(2) == pytest.approx(0.5, rel=0.05)
+    assert step_s(4) == pytest.approx(0.25, rel=0.15)
+    assert step_s(8) > 0.95 * step_s(4)
+
+
+def test_a_pipeline_waits_and_cut_matrices_talk() -> None:
+    slow = profile(facts=FACTS, probe_s=1.0, settings=SETTINGS | {"threads": 1})
+
+    def step_s(layout: object, **train: object) -> float:
+        asked = spread(layout=layout, train=train)
+        return make_plan(asked, machine(), slow).prediction.step_s
+
+    assert step_s("pp2", micro_batch=32) == pytest.approx(1.0, rel=0.05)  # one at a time
+    assert step_s("pp2", micro_batch=4) == pytest.approx(0.5 * 9 / 8, rel=0.05)
+    assert step_s("fsdp2") > step_s("dp2")
+
+
+def test_a_resized_plan_computes_the_same_on_other_devices() -> None:
+    plan = make_plan(spread(devices=4), machine(), profile(facts=FACTS))
+    fewer, reason = resplit(plan, spread(devices=4), devices=3, cores=4)
+    assert (str(fewer.layout), fewer.micro_batch, fewer.accumulation) == ("dp3", 11, 1)
+    assert "dp4 becomes dp3" in reason
+    alone, _ = resplit(fewer, spread(devices=4), devices=1, cores=4)
+    assert (str(alone.layout), alone.micro_batch, alone.threads) == ("single", 32, 2)
+    kept = ("batch", "steps", "lr", "warmup_steps", "evaluate_every", "checkpoint_every")
+    assert [getattr(alone, name) for name in kept] == [getattr(plan, name) for name in kept]
+
+
+def test_every_number_of_devices_has_its_layout_before_it_is_needed() -> None:
+    asking = spread(layout="dp2 x tp2")
+    plan = make_plan(asking, machine(), profile(facts=FACTS))
+    table = layouts_by_count(plan, asking, most=4)
+    assert {count: str(found) for count, found in table.items()} == {
+        1: "single", 2: "tp2", 3: "dp3", 4: "dp2 x tp2",
+    }  # fmt: skip
+    fitted = fit_plan(plan, asking, table[3], cores=4)
+    assert (fitted.layout, fitted.micro_batch, fitted.threads) == (table[3], 11, 1)
+    assert fit_plan(fitted, asking, plan.layout, cores=4) == plan
+
+
+def test_plans_of_old_are_still_read() -> None:
+    plan = make_plan(spread(), machine(), profile())
+    old = plan.model_dump(mode="json") | {"layout": "single"}
+    for key in ("devices", "alone", "facts", "room_bytes", "process_bytes"):
+        del old[key]
+    assert Plan.model_validate(old).layout.is_single

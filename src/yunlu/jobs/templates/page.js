@@ -44,9 +44,17 @@
     while (Math.abs(value) >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
     return value.toFixed(at ? 1 : 0) + " " + units[at];
   };
+  const clock = (seconds) => {
+    if (seconds < 1) return Number((seconds * 1000).toPrecision(3)) + " ms";
+    if (seconds < 60) return seconds.toFixed(1) + " s";
+    const whole = Math.round(seconds), hours = Math.floor(whole / 3600);
+    const minutes = String(Math.floor((whole % 3600) / 60)), rest = String(whole % 60).padStart(2, "0");
+    return hours ? `${hours} h ${minutes.padStart(2, "0")} min` : `${minutes} min ${rest} s`;
+  };
   const show = (value, unit) => {
     if (typeof value === "string") return value; // NaN and the infinities travel as words
     if (unit === "bytes") return bytes(value);
+    if (unit === "duration") return clock(value);
     if (unit === "percent") return Number((value * 100).toPrecision(4)) + " %";
     return digits(value);
   };
@@ -70,7 +78,9 @@
   };
 
   for (const chart of document.querySelectorAll(".chart")) {
-    const { unit, series, marks } = JSON.parse(chart.querySelector("script").textContent);
+    const { unit, axis, series, marks } = JSON.parse(chart.querySelector("script").textContent);
+    const timed = axis === "time"; // in milliseconds; else in steps
+    const place = (x) => timed ? clock(x / 1000) : x.toLocaleString("en");
     const steps = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
     chart.querySelector(".scales input")?.addEventListener("change", (event) => {
       chart.dataset.scale = event.target.checked ? "log" : "linear";
@@ -90,7 +100,8 @@
         cursor.hidden = tip.hidden = false;
         cursor.style.left = share * 100 + "%";
         const chinese = language() === "zh";
-        tip.replaceChildren(line(chinese ? "步" : "step", step.toLocaleString("en")));
+        const over = timed ? (chinese ? "时间" : "time") : (chinese ? "步" : "step");
+        tip.replaceChildren(line(over, place(step)));
         for (const { name, x, y } of series) {
           const at = nearest(x, step);
           // An evaluation far from here would read as if it belonged to this step.
@@ -99,7 +110,7 @@
         }
         for (const { name, x } of marks) {
           const at = x[nearest(x, step)];
-          if (Math.abs(at - step) <= (high - low) / 200) tip.append(line(name[chinese ? 1 : 0], at.toLocaleString("en")));
+          if (Math.abs(at - step) <= (high - low) / 200) tip.append(line(name[chinese ? 1 : 0], place(at)));
         }
         const x = box.left + share * box.width;
         const left = x + 14 + tip.offsetWidth > innerWidth ? x - 14 - tip.offsetWidth : x + 14;

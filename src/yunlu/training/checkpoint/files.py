@@ -1,45 +1,74 @@
-"""A checkpoint on disk: complete or absent, checksummed, free of pickles.
+"""A checkpoint in files: complete or absent, checksummed, free of pickles.
 
-A directory ``step-0000000123`` holds safetensors files, ``state.json`` and ``manifest.json`` with
-the size and checksum of each file. It is written aside and published by one rename. Loading
-verifies every byte first: torch and safetensors load a flipped bit without a word.
+A directory ``step-0000000123`` holds one safetensors file per worker that wrote, ``state.json`` and
+``manifest.json``, which says which file holds which box of which tensor, and the size and checksum of
+each file. Every worker writes its file and then a report of it; the leader publishes when all reports
+are there. Loading verifies every byte first: torch and safetensors load a flipped bit without a word.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.core.files import sync_directory, sync_tree
+from yunlu.training.checkpoint.crew import Crew
+from yunlu.training.checkpoint.manifest import (
+    STATE,
+    VERSION,
+    pack_manifest,
+    parse_manifest,
+    unpack,
+)
+from yunlu.training.checkpoint.places import MANIFEST, LocalPlace, Place
+from yunlu.training.checkpoint.reader import open_checkpoint
+from yunlu.training.checkpoint.tensor_files import CODES, describe_bytes, write_tensors
+from yunlu.training.parallel.boxes import Piece, join_groups, piece_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Mapping
 
-_MANIFEST = "manifest.json"
-_STATE = "state.json"
-_VERSION = 1
-_READ_BYTES = 1 << 22
+    from yunlu.training.checkpoint.manifest import Manifest
+
+_LOOK_S = (0.002, 0.1)
+"""How often the leader looks for the others' reports, at first and later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything a run needs to go on, as plain tensors and JSON."""
+    """What one worker contributes of everything a run needs to go on."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
-    """File name without suffix (``model``, ``optimizer``, ``ema``, ``random``) → named tensors."""
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    """By group (``model``, ``optimizer``, ``random``), whole tensors that nobody else changes."""
+    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict[str, dict[str, Piece]])
+    """By group, parts of live tensors: they are copied before training goes on."""
     state: dict[str, Any]
+    """JSON, the same on all workers; the leader's is written."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """The evaluation made at this very step, if there was one."""
+
+    @property
+    def groups(self) -> list[str]:
+        """Also those without a tensor."""
+        return sorted({*self.tensors, *self.pieces})
+
+    def all_pieces(self) -> dict[str, Piece]:
+        """Everything as pieces named ``<group>/<name>``; those that hold nothing are left out."""
+        kept = {
+            group: {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+            for group, tensors in self.tensors.items()
+        }
+        return {
+            piece.name: piece
+            for piece in [*join_groups(kept), *join_groups(self.pieces)]
+            if not piece.box.is_empty or 0 in piece.shape
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,134 +76,171 @@ class Entry:
     """A published checkpoint, by its manifest."""
 
     path: Path
+    """Of a local one; else its name alone."""
+    where: str
+    """Path or URL, for people."""
     step: int
     metrics: dict[str, float]
     bytes: int
 
 
-def write(root: Path, snapshot: Snapshot) -> Entry:
-    """Write aside, flush, publish. On any failure nothing published is touched."""
-    root.mkdir(parents=True, exist_ok=True)
-    final = root / f"step-{snapshot.step:010d}"
-    aside = root / f".part-{final.name}-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
+class Abandoned(Exception):  # noqa: N818 - not an error: nobody waits for this save any more
+    """The save was given up."""
+
+
+def write_part(
+    place: Place,
+    directory: str,
+    crew: Crew,
+    pieces: Mapping[str, Piece],
+    *,
+    groups: list[str],
+    between: Callable[[], None],
+) -> None:
+    """Write this worker's file, then its report."""
+    tensors = {name: piece.tensor.detach().cpu().contiguous() for name, piece in pieces.items()}
+    with place.create(directory, _file_of(crew.rank)) as stream:
+        described = write_tensors(stream, tensors, between)
+    told = {
+        name: [piece.shape, CODES[piece.tensor.dtype], piece.box.offset, piece.box.size]
+        for name, piece in pieces.items()
+    }
+    report = {"version": VERSION, "file": described, "tensors": told, "groups": groups}
+    place.put(directory, _report_of(crew.rank), pack_manifest(report))
+
+
+def report_failure(place: Place, directory: str, crew: Crew, why: str) -> None:
+    """Tell the leader not to wait for this worker."""
+    report = {"version": VERSION, "failed": why}
+    place.put(directory, _report_of(crew.rank), pack_manifest(report))
+
+
+def publish(
+    place: Place,
+    directory: str,
+    crew: Crew,
+    snapshot: Snapshot,
+    *,
+    patience_s: float,
+    between: Callable[[], None],
+) -> Entry:
+    """Wait for everyone's report, check that nothing is missing, and make it a checkpoint."""
+    state = json.dumps(snapshot.state).encode()
+    place.put(directory, STATE, state)
+    reports = _await_reports(place, directory, crew, patience_s, between)
+    body = _merge(snapshot, reports)
+    body["files"][STATE] = describe_bytes(state)
+    for file, described in body["files"].items():
+        if place.size(directory, file) != described["bytes"]:
+            raise CheckpointError(
+                f"{file} of step {snapshot.step} is not as long as it was written."
+            )
+    packed = pack_manifest(body)
+    manifest = parse_manifest(packed, directory)  # a hole is found now, not when it is needed
+    for rank in range(crew.size):
+        place.remove(directory, _report_of(rank))
+    between()
+    name = place.publish(directory, snapshot.step, packed)
+    return _entry(place, name, manifest)
+
+
+def write(root: Path | Place, snapshot: Snapshot) -> Entry:
+    """All of it by one process. On any failure nothing published is touched."""
+    place = LocalPlace(root) if isinstance(root, Path) else root
+    crew = Crew()
+    directory = place.begin(snapshot.step, crew.token)
     try:
-        aside.mkdir()
-        for name, tensors in snapshot.tensors.items():
-            save_file(tensors, aside / f"{name}.safetensors")
-        (aside / _STATE).write_text(json.dumps(snapshot.state))
-        sizes = {file.name: _describe(file) for file in sorted(aside.iterdir())}
-        body = {
-            "version": _VERSION,
-            "step": snapshot.step,
-            "metrics": snapshot.metrics,
-            "files": sizes,
-        }
-        (aside / _MANIFEST).write_text(json.dumps({**body, "checksum": _checksum(body)}))
-        sync_tree(aside)
-        if final.exists():  # a damaged one of an earlier life, or the same step saved again
-            discard(final)
-        aside.rename(final)
+        pieces = snapshot.all_pieces()
+        write_part(place, directory, crew, pieces, groups=snapshot.groups, between=_nothing)
+        return publish(place, directory, crew, snapshot, patience_s=0, between=_nothing)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        place.discard(directory)
         raise
-    sync_directory(root)
-    return _entry(final, body)
 
 
-def entries(root: Path) -> list[Entry]:
+def read(path: Path) -> Snapshot:
+    """Verify every byte, then load everything. Refuses a torn or altered checkpoint."""
+    reader = open_checkpoint(path)
+    reader.verify()
+    return Snapshot(
+        step=reader.step, tensors=reader.tensors(), state=reader.state, metrics=reader.metrics
+    )
+
+
+def entries(place: Place) -> list[Entry]:
     """Published checkpoints with a readable manifest, oldest first; contents are not verified."""
     found: list[Entry] = []
-    for path in sorted(root.glob("step-*")):
+    for name in place.published():
         try:
-            found.append(_entry(path, _read_manifest(path)))
+            found.append(_entry(place, name, parse_manifest(place.get(name, MANIFEST), name)))
         except CheckpointError:
             continue
     return sorted(found, key=lambda entry: entry.step)
 
 
-def steps_on_disk(root: Path) -> list[Path]:
-    """Every published directory, newest first, readable or not."""
-    return sorted(root.glob("step-*"), reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step a published directory is named after."""
-    return int(path.name.removeprefix("step-"))
-
-
-def read(path: Path) -> Snapshot:
-    """Verify every byte, then load. Refuses a torn or altered checkpoint."""
-    body = _read_manifest(path)
-    for name, expected in body["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"Checkpoint {path.name} is torn: {name} is missing.")
-        if _describe(file) != expected:
+def _await_reports(
+    place: Place, directory: str, crew: Crew, patience_s: float, between: Callable[[], None]
+) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + patience_s
+    pause_s, longest_s = _LOOK_S
+    reports: dict[int, dict[str, Any]] = {}
+    while True:
+        for rank in set(range(crew.size)) - set(reports):
+            data = place.get(directory, _report_of(rank))
+            if data is not None:
+                reports[rank] = unpack(data, directory)
+                if "failed" in reports[rank]:
+                    raise CheckpointError(
+                        f"Worker {rank} could not save its part: {reports[rank]['failed']}"
+                    )
+        if len(reports) == crew.size:
+            return [reports[rank] for rank in range(crew.size)]
+        between()
+        if time.monotonic() > deadline:
+            silent = sorted(set(range(crew.size)) - set(reports))
             raise CheckpointError(
-                f"Checkpoint {path.name} is damaged: {name} does not match its checksum."
+                f"Workers {silent} have not saved their part within {patience_s:.0f} s.",
+                hint="Is the directory of the run on a file system that all workers share?",
             )
-    try:
-        tensors = {
-            Path(name).stem: load_file(path / name)
-            for name in body["files"]
-            if name.endswith(".safetensors")
-        }
-        state = json.loads((path / _STATE).read_text())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"Checkpoint {path.name} cannot be read: {error}") from error
-    return Snapshot(step=body["step"], tensors=tensors, state=state, metrics=body["metrics"])
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
 
 
-def discard(path: Path) -> None:
-    """Remove a checkpoint: first out of sight by one rename, then at leisure."""
-    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
-    shutil.rmtree(trash, ignore_errors=True)
-    path.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
+def _merge(snapshot: Snapshot, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank, report in enumerate(reports):
+        for name, (shape, code, offset, size) in report["tensors"].items():
+            known = tensors.setdefault(name, {"shape": shape, "dtype": code, "pieces": []})
+            if (known["shape"], known["dtype"]) != (shape, code):
+                raise CheckpointError(f"Workers disagree on the shape or type of {name}.")
+            known["pieces"].append([_file_of(rank), offset, size])
+    return {
+        "version": VERSION,
+        "step": snapshot.step,
+        "metrics": snapshot.metrics,
+        "groups": sorted({group for report in reports for group in report["groups"]}),
+        "files": {_file_of(rank): report["file"] for rank, report in enumerate(reports)},
+        "tensors": tensors,
+    }
 
 
-def sweep(root: Path) -> None:
-    """Clear what a killed process left half-written or half-deleted."""
-    for path in [*root.glob(".part-*"), *root.glob(".trash-*")]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-        checksum = manifest.pop("checksum")
-        version = manifest["version"]
-        # A name that leaves the directory would make us read someone else's file.
-        safe = all(Path(name).name == name for name in manifest["files"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"Checkpoint {path.name} is torn: no readable manifest.") from error
-    if checksum != _checksum(manifest) or not safe:
-        raise CheckpointError(f"Checkpoint {path.name} is damaged: its manifest was altered.")
-    if version != _VERSION:
-        raise CheckpointError(
-            f"Checkpoint {path.name} has format {version}; this Yunlu reads {_VERSION}.",
-            hint="Resume with the Yunlu version that wrote it.",
-        )
-    return manifest
-
-
-def _entry(path: Path, body: dict[str, Any]) -> Entry:
+def _entry(place: Place, name: str, manifest: Manifest) -> Entry:
     return Entry(
-        path=path,
-        step=body["step"],
-        metrics=body["metrics"],
-        bytes=sum(file["bytes"] for file in body["files"].values()),
+        path=place.root / name if isinstance(place, LocalPlace) else Path(name),
+        where=place.where(name),
+        step=manifest.step,
+        metrics=manifest.metrics,
+        bytes=manifest.nbytes,
     )
 
 
-def _describe(file: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return {"bytes": file.stat().st_size, "xxh3_128": digest.hexdigest()}
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _report_of(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _nothing() -> None:
+    """Nobody gives up a save that is made in the foreground."""

@@ -3,46 +3,119 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
 from yunlu.training.checkpoint import files
+from yunlu.training.checkpoint.copies import CopyBuffer, copy_into
+from yunlu.training.checkpoint.crew import Crew, Shares
+from yunlu.training.checkpoint.files import Snapshot
+from yunlu.training.checkpoint.places import open_place, step_of
+from yunlu.training.checkpoint.reader import FileReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
-    from yunlu.training.checkpoint.files import Entry, Snapshot
+    from torch import Tensor
+
+    from yunlu.training.checkpoint.files import Entry
+    from yunlu.training.checkpoint.places import Place
+    from yunlu.training.parallel.boxes import Piece
+
+PATIENCE_S = 600.0
+"""How long the leader waits for the others to have written their parts."""
 
 
 class CheckpointStore:
-    """Writes in one background thread; at most one save is under way."""
+    """Writes in one background thread; at most one save is under way.
+
+    Where several workers save together, each has its own store with its view of the crew, and all
+    of them call ``save``, ``open_newest`` and ``open_best`` at the same step.
+    """
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         *,
         keep_last: int,
         keep_best: int,
         metric: str,
         lower_is_better: bool,
         saved: Callable[[Entry, float], None],
+        crew: Crew | None = None,
+        options: Mapping[str, Any] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """``saved`` is called on the leader; ``root`` may be an fsspec URL with ``options``."""
         self._root = root
+        self._place = open_place(root, options)
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._metric = metric
         self._sign = 1.0 if lower_is_better else -1.0
         self._saved = saved
+        self._crew = crew or Crew()
+        self._patience_s = patience_s
+        self._shares = Shares(self._crew)
+        self._buffer = CopyBuffer()
+        self._saves = 0
+        self._is_abandoned = threading.Event()
+        self._is_copied = threading.Event()
+        self._is_copied.set()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Hand a snapshot over; an earlier save that failed is raised here."""
+    def reserve(self, nbytes: int) -> None:
+        """Get memory for the first copy in the background, before it is needed."""
         self.wait()
-        self._pending = self._pool.submit(self._write, snapshot)
+        self._pending = self._pool.submit(self._buffer.reserve, nbytes)
+
+    def save(
+        self, snapshot: Snapshot, *, defer: bool = False, moving: Collection[str] = ()
+    ) -> None:
+        """Hand a snapshot over; an earlier save that failed is raised here.
+
+        With ``defer`` the live pieces are copied in the background too, but for those named in
+        ``moving`` (``<group>/<name>``: what forward passes change). The caller then calls
+        ``finish_copy`` before the optimiser changes anything.
+        """
+        self.wait()
+        pieces = snapshot.all_pieces()
+        mine = self._shares.of(list(pieces.values()))
+        pieces = {name: piece for name, piece in pieces.items() if name in mine}
+        live = {f"{group}/{name}" for group, held in snapshot.pieces.items() for name in held}
+        tensors = {name: piece.tensor for name, piece in pieces.items() if name in live}
+        places = self._buffer.lay_out(tensors)
+        now = [name for name in tensors if not defer or name in moving]
+        copy_into(places, tensors, now)
+        later = tensors.keys() - now
+        pieces |= {name: replace(pieces[name], tensor=place) for name, place in places.items()}
+        kept = replace(snapshot, tensors={}, pieces={})
+        self._saves += 1
+        self._is_copied.clear()
+        self._pending = self._pool.submit(
+            self._copy_and_write,
+            kept,
+            pieces,
+            snapshot.groups,
+            _Late(places, {name: tensors[name] for name in later}),
+            f"{self._crew.token}-{self._saves}",
+        )
+
+    def finish_copy(self) -> None:
+        """Until the state may be changed again."""
+        self._is_copied.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
         """Until nothing is under way; raises what went wrong."""
@@ -57,36 +130,93 @@ class CheckpointStore:
         finally:
             self._pool.shutdown()
 
+    def abandon(self) -> None:
+        """Give up the save under way, without waiting: its crew is no more."""
+        self._is_abandoned.set()
+        self._pending = None
+        self._pool.shutdown(wait=False)
+
+    def open_newest(
+        self,
+        warn: Callable[[str], None],
+        *,
+        not_after: int | None = None,
+        wanted: Callable[[FileReader], Iterable[Piece]] | None = None,
+    ) -> FileReader | None:
+        """The newest checkpoint that verifies on all workers; says which ones were passed over.
+
+        Args:
+            warn: Told why one was passed over; on each worker that saw the reason.
+            not_after: Leaves out those from later steps.
+            wanted: What this worker will read, named ``<group>/<name>``; without it the workers
+                verify all files between them. Either way a file is verified before it is read.
+        """
+        if self._crew.is_leader:
+            self._place.sweep()
+        names = self._place.published() if self._crew.is_leader else []
+        known = [
+            name
+            for name in self._crew.share_of_leader(names)
+            if not_after is None or step_of(name) <= not_after
+        ]
+        return self._first_good(known, wanted, lambda error: warn(f"{error} It is passed over."))
+
+    def open_best(
+        self,
+        warn: Callable[[str], None],
+        *,
+        wanted: Callable[[FileReader], Iterable[Piece]] | None = None,
+    ) -> FileReader | None:
+        """The checkpoint with the best metric that verifies on all workers."""
+        ranked: list[str] = []
+        if self._crew.is_leader:
+            ranked = [entry.path.name for entry in self._ranked(files.entries(self._place))]
+        return self._first_good(
+            self._crew.share_of_leader(ranked),
+            wanted,
+            lambda error: warn(f"{error} It was among the best; the next best is taken."),
+        )
+
     def newest_good(
         self, warn: Callable[[str], None], *, not_after: int | None = None
     ) -> Snapshot | None:
-        """The newest checkpoint that verifies; says which ones were passed over.
+        """``open_newest``, all of it loaded."""
+        return _load(self.open_newest(warn, not_after=not_after))
 
-        ``not_after`` leaves out those from later steps.
-        """
-        files.sweep(self._root)
-        for path in files.steps_on_disk(self._root):
-            try:
-                if not_after is None or files.step_of(path) <= not_after:
-                    return files.read(path)
-            except CheckpointError as error:
-                warn(f"{error.message} It is passed over.")
-        return None
+    def best(self, warn: Callable[[str], None]) -> Snapshot | None:
+        """``open_best``, all of it loaded."""
+        return _load(self.open_best(warn))
 
     def forget_after(self, step: int) -> None:
         """Discard the checkpoints of later steps: the run has gone back behind them."""
         self.wait()
-        for path in files.steps_on_disk(self._root):
-            if files.step_of(path) > step:
-                files.discard(path)
+        for name in self._place.published() if self._crew.is_leader else ():
+            if step_of(name) > step:
+                self._place.discard(name)
 
-    def best(self, warn: Callable[[str], None]) -> Snapshot | None:
-        """The checkpoint with the best metric that verifies; says which ones were passed over."""
-        for entry in self._ranked(files.entries(self._root)):
+    def _first_good(
+        self,
+        names: list[str],
+        wanted: Callable[[FileReader], Iterable[Piece]] | None,
+        tell: Callable[[str], None],
+    ) -> FileReader | None:
+        crew = self._crew
+        for name in names:
+            reader = None
             try:
-                return files.read(entry.path)
-            except CheckpointError as error:
-                warn(f"{error.message} It was among the best; the next best is taken.")
+                reader = FileReader(self._place, name)
+                if wanted is None:
+                    reader.verify(share=(crew.rank, crew.size))
+                else:
+                    reader.verify(wanted(reader))
+                is_good = True
+            except (CheckpointError, OSError) as error:
+                tell(error.message if isinstance(error, CheckpointError) else str(error))
+                is_good = False
+            if crew.agree(is_good=is_good):
+                return reader
+            if reader is not None:
+                reader.close()
         return None
 
     def _ranked(self, entries: list[Entry]) -> list[Entry]:
@@ -104,28 +234,97 @@ class CheckpointStore:
             ),
         )
 
-    def _write(self, snapshot: Snapshot) -> None:
-        started_at = time.perf_counter()
+    def _copy_and_write(
+        self,
+        snapshot: Snapshot,
+        pieces: dict[str, Piece],
+        groups: list[str],
+        late: _Late,
+        token: str,
+    ) -> None:
         try:
-            entry = files.write(self._root, snapshot)
+            copy_into(late.places, late.tensors, late.tensors.keys())
+        finally:
+            late.tensors.clear()
+            self._is_copied.set()
+        started_at = time.perf_counter()
+        entry = None
+        try:
+            entry = self._write(snapshot, pieces, groups, token)
         except Exception as error:
+            if self._is_abandoned.is_set():
+                return
             if is_disk_full(error):
                 raise TrainingError(
                     f"No space left to save the checkpoint of step {snapshot.step} in {self._root}.",
                     hint="Earlier checkpoints are untouched: free some space, then `yunlu resume`.",
                 ) from error
             raise
-        self._saved(entry, time.perf_counter() - started_at)
-        self._thin(entry.step)
+        if entry is not None:
+            self._saved(entry, time.perf_counter() - started_at)
+            self._thin(entry.step)
+
+    def _write(
+        self, snapshot: Snapshot, pieces: dict[str, Piece], groups: list[str], token: str
+    ) -> Entry | None:
+        """This worker's part; on the leader, the published checkpoint."""
+        place, crew = self._place, self._crew
+        directory = place.begin(snapshot.step, token)
+        try:
+            files.write_part(place, directory, crew, pieces, groups=groups, between=self._go_on)
+            if not crew.is_leader:
+                return None
+            return files.publish(
+                place,
+                directory,
+                crew,
+                snapshot,
+                patience_s=self._patience_s,
+                between=self._go_on,
+            )
+        except BaseException as error:
+            if crew.is_leader:
+                place.discard(directory)
+            elif not self._is_abandoned.is_set():
+                _tell_leader(place, directory, crew, error)
+            raise
+
+    def _go_on(self) -> None:
+        if self._is_abandoned.is_set():
+            raise files.Abandoned
 
     def _thin(self, newest: int) -> None:
         # Later steps are those of a life that was passed over as damaged: they count for nothing.
-        every = [entry for entry in files.entries(self._root) if entry.step <= newest]
+        every = [entry for entry in files.entries(self._place) if entry.step <= newest]
         kept = {entry.path for entry in every[-self._keep_last :]}
         kept |= {entry.path for entry in self._ranked(every)[: self._keep_best]}
         for entry in every:
             if entry.path not in kept:
-                files.discard(entry.path)
+                self._place.discard(entry.path.name)
+
+
+class _Late:
+    """What is still to be copied."""
+
+    def __init__(self, places: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        self.places, self.tensors = places, tensors
+
+
+def _load(reader: FileReader | None) -> Snapshot | None:
+    if reader is None:
+        return None
+    try:
+        return Snapshot(
+            step=reader.step, tensors=reader.tensors(), state=reader.state, metrics=reader.metrics
+        )
+    finally:
+        reader.close()
+
+
+def _tell_leader(place: Place, directory: str, crew: Crew, error: BaseException) -> None:
+    # On a full disk even this may fail: then the leader's patience ends the save.
+    with suppress(Exception):
+        files.report_failure(place, directory, crew, f"{type(error).__name__}: {error}")
 
 
 def _or_worst(loss: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from yunlu.core.errors import YunluError
-from yunlu.training.data.order import weight_of
+from yunlu.training.data.order import digest_of, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
     from yunlu.training.data.order import Order
     from yunlu.training.tasks.task import Batch, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of every step is ours, where replicas share it out."""
+
+    replica: int = 0
+    replicas: int = 1
+
+
+WHOLE = Share()
 
 
 def step_batches(
@@ -31,17 +43,20 @@ def step_batches(
     steps: int,
     workers: int,
     lengths: NDArray[np.integer] | None = None,
+    share: Share = WHOLE,
+    digests: bool = False,
 ) -> Iterator[list[Batch]]:
-    """For each step from ``first_step`` (from 0) up to ``steps``: its micro-batches.
+    """For each step from ``first_step`` (from 0) up to ``steps``: our share of its micro-batches.
 
     With ``lengths``, samples of like length share a micro-batch: the same step, less padding.
+    With ``digests``, batches tell which samples they hold.
     """
     sizes = (
-        -(-order.size_of(step) // micro_batch)  # ceiling
+        count_micros(order.size_of(step), micro_batch, share.replicas)
         for step in range(first_step, steps)
     )
-    indices = micro_indices(order, micro_batch, first_step, steps, lengths=lengths)
-    micros = load(samples, collate, indices, workers=workers)
+    indices = micro_indices(order, micro_batch, first_step, steps, lengths=lengths, share=share)
+    micros = load(samples, collate, indices, workers=workers, digests=digests)
     for size in sizes:
         yield list(islice(micros, size))
 
@@ -63,9 +78,10 @@ def load(
     indices: Iterator[NDArray[np.int64]],
     *,
     workers: int,
+    digests: bool = False,
 ) -> Iterator[Batch]:
     """Fetch and collate each list of indices."""
-    work = _Work(samples, collate)
+    work = _Work(samples, collate, digests=digests)
     if workers == 0:
         return map(work, indices)
     loader = DataLoader(
@@ -92,11 +108,17 @@ def fetch(samples: Samples, indices: NDArray[np.int64]) -> Any:
 class _Work:
     """Fetches and collates; in a loading process, an error for the user travels as a value."""
 
-    def __init__(self, samples: Samples, collate: Callable[[Sequence[Any]], Batch]) -> None:
-        self._samples, self._collate = samples, collate
+    def __init__(
+        self, samples: Samples, collate: Callable[[Sequence[Any]], Batch], *, digests: bool
+    ) -> None:
+        self._samples, self._collate, self._digests = samples, collate, digests
 
     def __call__(self, indices: NDArray[np.int64]) -> Batch:
-        return self._collate(fetch(self._samples, indices))
+        if indices[0] >= 0:
+            batch = self._collate(fetch(self._samples, indices))
+            return replace(batch, digest=digest_of(indices)) if self._digests else batch
+        stand_in = self._collate(fetch(self._samples, -1 - indices))
+        return replace(stand_in, samples=0, items=0, tokens=0, padding=0, counts=False)
 
     def __getitems__(self, indices: NDArray[np.int64]) -> list[Batch | YunluError]:
         try:
@@ -115,6 +137,12 @@ def _raise_if_error(made: Batch | YunluError) -> Batch:
     return made
 
 
+def count_micros(size: int, micro_batch: int, replicas: int = 1) -> int:
+    """Micro-batches of a step, the same for every replica: they meet in each of them."""
+    largest_share = -(-size // replicas)  # ceiling
+    return -(-largest_share // micro_batch)
+
+
 def micro_indices(
     order: Order,
     micro_batch: int,
@@ -122,11 +150,23 @@ def micro_indices(
     steps: int,
     *,
     lengths: NDArray[np.integer] | None = None,
+    share: Share = WHOLE,
 ) -> Iterator[NDArray[np.int64]]:
-    """The samples of each micro-batch, step after step."""
+    """The samples of each of our micro-batches, step after step.
+
+    Where there are fewer samples than replicas, some get a stand-in: -1 - the index of a sample
+    that another one takes.
+    """
     weights = None if lengths is None else weight_of(lengths)
     for indices in islice(order.steps_from(first_step), max(steps - first_step, 0)):
-        if weights is not None and len(indices) > micro_batch:
+        micros = count_micros(len(indices), micro_batch, share.replicas)
+        if weights is not None and (micros > 1 or share.replicas > 1):
             indices = indices[np.argsort(weights[indices], kind="stable")]  # noqa: PLW2901 - the same step, in another order
-        for first in range(0, len(indices), micro_batch):
-            yield indices[first : first + micro_batch]
+        if share.replicas == 1:
+            for first in range(0, len(indices), micro_batch):
+                yield indices[first : first + micro_batch]
+            continue
+        # Each micro-batch of all replicas together is a run of the step: of like length, then.
+        for micro in np.array_split(indices, micros):
+            ours = np.array_split(micro, share.replicas)[share.replica]
+            yield ours if len(ours) else -1 - micro[:1]

@@ -178,6 +178,15 @@ def weight_of(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
     return lengths if lengths.ndim == 1 else lengths.sum(axis=1)
 
 
+def digest_of(indices: NDArray[np.int64]) -> int:
+    """One number of a set of samples: the sum of their images under a mixing function.
+
+    The sums of its parts add up to the whole's, modulo 2**64; a sample too many or too few shows,
+    but for one case in 2**64.
+    """
+    return int(_mix(indices.astype(np.uint64)).sum(dtype=np.uint64))
+
+
 def permute(
     positions: NDArray[np.uint64], size: int, *, seed: int, epoch: int
 ) -> NDArray[np.int64]:

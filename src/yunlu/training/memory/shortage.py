@@ -127,11 +127,13 @@ class StepStart:
     gradient release, which changes weights before a step can fail.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        names = set(model.state_dict())
-        # Those outside the state dict are tables, not state.
-        self._buffers = [buffer for name, buffer in model.named_buffers() if name in names]
+    def __init__(self, *parts: nn.Module) -> None:
+        self._parts = parts
+        self._buffers: list[torch.Tensor] = []
+        for part in parts:
+            names = set(part.state_dict())
+            # Those outside the state dict are tables, not state.
+            self._buffers += [buffer for name, buffer in part.named_buffers() if name in names]
         self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
         self.mark()
 
@@ -146,7 +148,8 @@ class StepStart:
     @torch.no_grad()
     def bring_back(self) -> None:
         """As if the step had not begun: gradients are dropped too."""
-        self._model.zero_grad(set_to_none=True)
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random)

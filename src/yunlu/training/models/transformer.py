@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
@@ -64,7 +64,8 @@ class Attention(nn.Module):
         return self.out(y_BHLK.transpose(1, 2).flatten(2))
 
     def _split(self, x_BLD: Tensor) -> Tensor:
-        return x_BLD.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+        # By width, not by number: a worker may hold some of the heads only.
+        return x_BLD.unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
 
 
 class FeedForward(nn.Module):
@@ -145,6 +146,8 @@ class Embedding(nn.Module):
         self.angles: Tensor | None
         self.register_buffer("angles", angles, persistent=False)
         self.max_length = max_length
+        # Not on a later stage of a pipeline: vectors come from the stage before, angles from here.
+        self.makes_vectors = True
 
     def forward(
         self, ids_BL: Tensor, lengths: Sequence[int] | None = None
@@ -155,13 +158,17 @@ class Embedding(nn.Module):
             raise ModelError(
                 f"A sequence of {longest} tokens is longer than the model's {self.max_length}."
             )
-        x_BLD, places = self.token(ids_BL), slice(longest)
+        places = slice(longest)
         if lengths is not None:
             places = torch.cat([torch.arange(length) for length in lengths]).to(ids_BL.device)
+        turn = None if self.angles is None else self.angles[places]
+        if not self.makes_vectors:
+            return ids_BL, turn
+        x_BLD = self.token(ids_BL)
         if self.position is not None:
             at = self.position.weight[places] if lengths is None else self.position(places)
             x_BLD = x_BLD + at
-        return self.dropout(x_BLD), None if self.angles is None else self.angles[places]
+        return self.dropout(x_BLD), turn
 
 
 class CausalTransformer(nn.Module):
@@ -200,6 +207,11 @@ class CausalTransformer(nn.Module):
         # Not a shared parameter: exported weights hold each tensor once.
         weight_VD = self.embedding.token.weight if self.head is None else self.head.weight
         return functional.linear(x_BLD, weight_VD)
+
+    @property
+    def lent_weights(self) -> tuple[str, ...]:
+        """Names of weights of the embedding that are the output layer too."""
+        return ("embedding.token.weight",) if self.head is None else ()
 
 
 class TransformerClassifier(nn.Module):

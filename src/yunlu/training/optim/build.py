@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 
 from yunlu.core.errors import ModelError, TrainingError, missing_part
 from yunlu.training.optim.fused import FusedAdam
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
     from yunlu.planning.plan import Kernel
     from yunlu.spec.train import OptimizerSpec
@@ -22,7 +25,7 @@ _DEVICES = {"cpu", "cuda"}
 
 
 def build_optimizer(
-    model: nn.Module,
+    model: nn.Module | Sequence[Tensor],
     spec: OptimizerSpec,
     *,
     lr: float,
@@ -30,7 +33,7 @@ def build_optimizer(
     l2: float,
     kernel: Kernel = "fused",
 ) -> AnyOptimizer:
-    """The optimiser over the trainable weights; biases and norms are not decayed.
+    """The optimiser over the trainable weights of a model, or these weights; no decay of vectors.
 
     A ``kernel`` that does not exist here gives way to the next best of ``kernels_for``.
     """
@@ -65,11 +68,11 @@ def _adam(
     return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, **how)
 
 
-def kernels_for(model: nn.Module, spec: OptimizerSpec) -> list[Kernel]:
+def kernels_for(model: nn.Module | Sequence[Tensor], spec: OptimizerSpec) -> list[Kernel]:
     """The ways to apply this update to these weights, the likely fastest first."""
     if spec.name in {"lamb", "lars"} or spec.state == "8bit":
         return ["single"]
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = _trained(model)
     if any(weight.device.type not in _DEVICES for weight in trained):
         return ["single"]
     # One kernel for all weights takes real numbers only: a third of a small model's step otherwise.
@@ -78,8 +81,13 @@ def kernels_for(model: nn.Module, spec: OptimizerSpec) -> list[Kernel]:
     return ["foreach", "single"]
 
 
-def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+def _trained(model: nn.Module | Sequence[Tensor]) -> list[Tensor]:
+    weights = model.parameters() if isinstance(model, nn.Module) else model
+    return [weight for weight in weights if weight.requires_grad]
+
+
+def _groups(model: nn.Module | Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
+    trained = _trained(model)
     if not trained:
         raise ModelError(
             "The model has no trainable weights.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Settings
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.lengths import expected_padding, lengths_of
@@ -85,7 +86,8 @@ def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> 
         levers.append(Lever(field="micro_batch", options=lambda now: _smaller(now, meter)))
     if train.precision == "auto":
         levers.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
-    if train.compile == "auto":  # whether a compiler works is found out only where it may pay
+    is_alone = count_devices(job, gpus=machine.gpus) == 1
+    if train.compile == "auto" and is_alone:  # whether it works is found out only where it may pay
         extra_s = estimate_compile_s(parts.model)
         levers.append(Lever(field="compile", options=_compiled, extra_s=extra_s))
     return levers

@@ -63,6 +63,10 @@ class Batch:
     """Positions computed, padding included; 0 where samples are all of one size."""
     padding: int = 0
     """Of these, padding."""
+    counts: bool = True
+    """False of a stand-in: a worker without samples runs one of the others' at weight zero."""
+    digest: int = 0
+    """Of the samples in it, where a ledger is kept: see ``parallel.agreement``."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""

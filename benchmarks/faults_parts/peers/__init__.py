@@ -1,0 +1,1 @@
+"""The peers' training scripts, each started in processes of its own."""

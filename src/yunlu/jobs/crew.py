@@ -1,0 +1,335 @@
+"""What several workers of one run went through: layouts, faults, time lost, figures of each."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.files import read_lines
+from yunlu.core.rundir import EventKind
+from yunlu.jobs.charts import thin
+from yunlu.jobs.findings import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
+from yunlu.jobs.recorded import held_up_s, number, step_s
+from yunlu.jobs.words import both
+from yunlu.planning.layout import AXES, parse_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from yunlu.core.rundir import Event, RunDir
+    from yunlu.jobs.charts import Point
+    from yunlu.jobs.recorded import Record, Recorded
+
+_Key = tuple[int, int]
+"""Life and generation."""
+_MOST_POINTS = 300
+
+
+def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Crew | None:
+    """Everything about the crew; None where one plain worker trained alone."""
+    changes, faults, stragglers = _read_events(recorded.events)
+    if not changes:
+        return None
+    records = [record for record in recorded.records if "at" in record]
+    pauses = _pauses(recorded)
+    wall_s, lost = _time_lost(records, changes, pauses)
+    lost_s = sum(lost.values())
+    busy_s = sum(step_s(record) for record in records)
+    waited_s = sum(record.get("communication_s", 0.0) for record in records)
+    elapsed_s, done_steps = _course(records, pauses)
+    return Crew(
+        effective=1 - lost_s / wall_s if wall_s > 0 else None,
+        wall_s=wall_s,
+        lost_s=lost_s,
+        redone_steps=sum(change.redone_steps for change in changes),
+        communication_share=waited_s / busy_s if busy_s else None,
+        changes=tuple(
+            change.model_copy(update={"lost_s": lost.get(change.key, change.lost_s)})
+            for change in changes
+        ),
+        faults=tuple(faults),
+        stragglers=tuple(stragglers),
+        members=tuple(_members(changes, faults, samples)),
+        began_at=records[0]["at"] - step_s(records[0]) if records else changes[0].at,
+        pauses=pauses,
+        elapsed_s=elapsed_s,
+        done_steps=done_steps,
+    )
+
+
+def read_samples(run: RunDir) -> Iterator[dict[str, Any]]:
+    """What the workers said of themselves, about once a second."""
+    for record, _ in read_lines(run.crew_metrics):
+        if isinstance(record, dict):
+            yield record
+
+
+def newest_crew(run: RunDir) -> CrewChange | None:
+    """The layout a run has now; None where it has one plain worker."""
+    if not (run.crew.exists() or run.crew_metrics.exists() or run.logs.exists()):
+        return None  # spares those who list many runs the reading of every log
+    changes, _, _ = _read_events([event for event, _ in run.read_events()])
+    return changes[-1] if changes else None
+
+
+def name_worker(each: CrewFault | Straggler) -> str:
+    """``worker 3 (rank 2 on node-a)``."""
+    known = [f"rank {each.rank}"] if each.rank is not None else []
+    known += [f"on {each.host}"] if each.host else []
+    return f"worker {each.member}" + (f" ({' '.join(known)})" if known else "")
+
+
+def say_fault(fault: CrewFault) -> str:
+    """``was killed``, ``hung``, ..."""
+    return both(f"fault.{fault.what}", fault.what)[0]
+
+
+def gist_of(detail: str | None) -> str:
+    """The line that says it: of a traceback the last, of other words the first."""
+    lines = (detail or "").strip().splitlines() or [""]
+    return lines[-1 if lines[0].startswith("Traceback") else 0]
+
+
+def first_failure(events: Sequence[Event]) -> CrewFault | None:
+    """The worker whose own error came first in the last life: the others fail because of it."""
+    first: CrewFault | None = None
+    for event in events:
+        if event.kind == EventKind.LIFE:
+            first = None
+        elif event.kind == EventKind.FAULT and event.data.get("what") == "failed" and first is None:
+            first = read_fault(event.data, at=event.at)
+    return first
+
+
+def read_change(data: dict[str, Any], *, at: float = 0.0, life: int = 1) -> CrewChange | None:
+    """The value of a CREW event; None where it is of another version."""
+    generation = _whole(data.get("generation"))
+    layout, said = str(data.get("layout") or ""), data.get("ranks")
+    if generation is None or not layout or not isinstance(said, list):
+        return None
+    stages = data.get("stages")
+    return CrewChange(
+        life=life,
+        generation=generation,
+        at=at,
+        layout=layout,
+        reason=str(data.get("reason") or ""),
+        from_step=_whole(data.get("from_step")) or 0,
+        redone_steps=_whole(data.get("redone_steps")) or 0,
+        lost_s=number(data.get("lost_s")),
+        ranks=tuple(_ranks(said, layout)),
+        stages=tuple(str(each) for each in stages) if isinstance(stages, list) else (),
+    )
+
+
+def read_fault(data: dict[str, Any], *, at: float = 0.0, struck: _Key | None = None) -> CrewFault:
+    """The value of a FAULT event."""
+    detail = data.get("detail")
+    return CrewFault(
+        what=str(data.get("what") or "lost"),
+        at=at,
+        step=_whole(data.get("step")),
+        rank=_whole(data.get("rank")),
+        member=_text(data.get("member")),
+        host=_text(data.get("host"), otherwise=""),
+        pid=_whole(data.get("pid")),
+        detail=str(detail) if detail else None,
+        struck=struck,
+    )
+
+
+def read_straggler(data: dict[str, Any], *, at: float = 0.0) -> Straggler | None:
+    """The value of a STRAGGLER event; None where it does not say how slow."""
+    ratio = number(data.get("ratio"))
+    if ratio is None or not math.isfinite(ratio):
+        return None
+    return Straggler(
+        at=at,
+        step=_whole(data.get("step")),
+        rank=_whole(data.get("rank")),
+        member=_text(data.get("member")),
+        host=_text(data.get("host"), otherwise=""),
+        ratio=ratio,
+    )
+
+
+def _read_events(
+    events: Sequence[Event],
+) -> tuple[list[CrewChange], list[CrewFault], list[Straggler]]:
+    changes: list[CrewChange] = []
+    faults: list[CrewFault] = []
+    stragglers: list[Straggler] = []
+    life = 0
+    for event in events:
+        life += event.kind == EventKind.LIFE
+        if event.kind == EventKind.CREW:
+            change = read_change(event.data, at=event.at, life=max(life, 1))
+            changes += [change] if change else []
+        elif event.kind == EventKind.FAULT:
+            struck = changes[-1].key if changes else None
+            faults.append(read_fault(event.data, at=event.at, struck=struck))
+        elif event.kind == EventKind.STRAGGLER:
+            straggler = read_straggler(event.data, at=event.at)
+            stragglers += [straggler] if straggler and not event.data.get("over") else []
+    return changes, faults, stragglers
+
+
+def _ranks(said: Iterable[Any], layout: str) -> Iterator[CrewRank]:
+    parsed = parse_layout(layout)
+    for each in said:
+        rank = _whole(each.get("rank")) if isinstance(each, dict) else None
+        if rank is None:
+            continue
+        place = each.get("place")
+        if not isinstance(place, dict):
+            known = parsed is not None and rank < parsed.world
+            place = parsed.place_of(rank)._asdict() if parsed and known else {"dp": rank}
+        axes = {axis: _whole(place.get(axis)) or 0 for axis in AXES}
+        yield CrewRank(
+            rank=rank,
+            member=_text(each.get("member")),
+            host=_text(each.get("host"), otherwise=""),
+            pid=_whole(each.get("pid")),
+            **axes,
+        )
+
+
+def _time_lost(
+    records: Sequence[Record], changes: Sequence[CrewChange], pauses: Sequence[tuple[float, float]]
+) -> tuple[float, dict[_Key, float]]:
+    """Seconds since the first step began, and what each change took of them.
+
+    Within a generation all time counts as used: an evaluation or a checkpoint is work too. Between
+    two steps of different generations only the later step itself does, so that steps which had
+    to be done again are lost as a whole.
+    """
+    wall_s = step_s(records[0]) if records else 0.0
+    lost: dict[_Key, float] = {}
+    for before, after in pairwise(records):
+        gap_s = _span_s(before["at"], after["at"], pauses)
+        wall_s += gap_s
+        if _key(before) == _key(after):
+            continue
+        between = [each for each in changes if _key(before) < each.key <= _key(after)]
+        cause = between[0].key if between else _key(after)
+        lost[cause] = max(gap_s - held_up_s(before) - step_s(after), 0.0)
+    return wall_s, lost
+
+
+def _pauses(recorded: Recorded) -> tuple[tuple[float, float], ...]:
+    """Time between two lives, in which nobody was there to train."""
+    return tuple(
+        (before.ended_at, after.started_at)
+        for before, after in pairwise(recorded.lives)
+        if after.started_at > before.ended_at
+    )
+
+
+def _span_s(since: float, until: float, pauses: Sequence[tuple[float, float]]) -> float:
+    paused = sum(max(min(until, end) - max(since, start), 0.0) for start, end in pauses)
+    return max(until - since - paused, 0.0)
+
+
+def _course(
+    records: Sequence[Record], pauses: Sequence[tuple[float, float]]
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """How far the run was at which second; flat while nothing new was done."""
+    if not records:
+        return (), ()
+    began_at = records[0]["at"] - step_s(records[0])
+    # Milliseconds: whole numbers, as points have them on their first axis.
+    points: list[Point] = [(0, records[0]["step"] - 1)]
+    before = records[0]
+    for after in records:
+        if _key(before) != _key(after):
+            resumed_at = after["at"] - step_s(after)
+            points.append((_ms(_span_s(began_at, resumed_at, pauses)), before["step"]))
+        points.append((_ms(_span_s(began_at, after["at"], pauses)), after["step"]))
+        before = after
+    kept = thin(points)
+    return tuple(ms / 1000 for ms, _ in kept), tuple(int(step) for _, step in kept)
+
+
+@dataclass(slots=True)
+class _Sums:
+    generation: int | None = None
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    count: int = 0
+    memory_bytes: float | None = None
+    compute: list[Point] = field(default_factory=list)
+
+
+def _members(
+    changes: Sequence[CrewChange], faults: Sequence[CrewFault], samples: Iterable[dict[str, Any]]
+) -> Iterator[MemberFigures]:
+    """One for each worker that ever held a rank: those of today by rank, then those that are gone."""
+    sums = _sum_up(samples)
+    known = {each.member: each for change in changes for each in change.ranks}
+    now = {each.member: each.rank for each in changes[-1].ranks}
+    lost = {fault.member: fault.what for fault in faults if fault.member not in now}
+    order = sorted(known, key=lambda member: (member not in now, now.get(member, 0)))
+    for member in order:
+        own = sums.get(member) or _Sums()
+        kept = thin(own.compute, _MOST_POINTS)
+        yield MemberFigures(
+            member=member,
+            rank=now.get(member),
+            host=known[member].host,
+            pid=known[member].pid,
+            step_s=own.step_s / own.count if own.count else None,
+            wait_s=own.wait_s / own.count if own.count else None,
+            memory_bytes=own.memory_bytes,
+            lost=lost.get(member),
+            steps=tuple(step for step, _ in kept),
+            compute_s=tuple(value for _, value in kept),
+        )
+
+
+def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
+    sums: dict[str, _Sums] = defaultdict(_Sums)
+    for sample in samples:
+        step, said = _whole(sample.get("step")), sample.get("ranks")
+        generation = _whole(sample.get("generation"))
+        for each in said if isinstance(said, list) else ():
+            if not isinstance(each, dict):
+                continue
+            own = sums[_text(each.get("member"))]
+            if own.generation != generation:  # the steps of two layouts have no common mean
+                own.generation, own.step_s, own.wait_s, own.count = generation, 0.0, 0.0, 0
+            _add(own, each, step)
+    return sums
+
+
+def _add(own: _Sums, said: dict[str, Any], step: int | None) -> None:
+    memory = number(said.get("memory_bytes"))
+    if memory is not None and math.isfinite(memory):
+        own.memory_bytes = max(own.memory_bytes or 0.0, memory)
+    took, waited = number(said.get("step_s")), number(said.get("wait_s")) or 0.0
+    if not took or not math.isfinite(took + waited):
+        return  # it has not done a step yet
+    own.step_s, own.wait_s, own.count = own.step_s + took, own.wait_s + waited, own.count + 1
+    if step is not None:
+        while own.compute and step <= own.compute[-1][0]:  # done again, or not yet the next one
+            own.compute.pop()
+        own.compute.append((step, max(took - waited, 0.0)))
+
+
+def _key(record: Record) -> _Key:
+    return int(record.get("life", 1)), int(record.get("generation", 0))
+
+
+def _whole(value: object) -> int | None:
+    found = number(value)
+    return int(found) if found is not None and math.isfinite(found) else None
+
+
+def _text(value: object, *, otherwise: str = "?") -> str:
+    return otherwise if value is None else str(value)
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

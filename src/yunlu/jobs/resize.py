@@ -1,0 +1,45 @@
+"""Another number of workers for a run that is training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from yunlu.core.crew import ask, read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.states import RunState
+from yunlu.jobs.service import read_record
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized:
+    """What will happen."""
+
+    text: str
+    layout: str
+    """How the work will be split."""
+
+
+def resize(run_dir: RunDir, *, devices: int) -> Resized:
+    """Ask the supervisor of a run to go on with so many workers."""
+    if devices < 1:
+        raise StoreError(
+            f"{devices} workers cannot train anything", hint="give one or more: --devices 2"
+        )
+    record = read_record(run_dir)
+    if record.state not in {RunState.PLANNING, RunState.RUNNING}:
+        again = f"yunlu resume {run_dir.id} goes on first" if record.state.can_resume else None
+        raise StoreError(f"{run_dir.id} is {record.state}: it has no workers to resize", hint=again)
+    crew = read_crew(run_dir)
+    if crew is None:
+        raise StoreError(
+            f"{run_dir.id} is trained by one plain worker, which cannot be joined by others",
+            hint="start it with --devices 2 or more; such a run can shrink and grow",
+        )
+    answer = ask(crew, {"kind": "resize", "devices": devices})
+    if not answer.get("is_accepted"):
+        raise StoreError(f"{run_dir.id} was not resized: {answer.get('text')}")
+    return Resized(text=str(answer.get("text")), layout=str(answer.get("layout")))

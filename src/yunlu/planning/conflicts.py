@@ -1,0 +1,86 @@
+"""What a job asks for that cannot be had on several workers, or not over some axes. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunlu.core.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from yunlu.planning.facts import Axis, ModelFacts
+    from yunlu.planning.layout import Layout
+    from yunlu.spec.job import Job
+
+_ALL: tuple[Axis, ...] = ("dp", "fsdp", "tp", "pp")
+_CUT: tuple[Axis, ...] = ("fsdp", "tp", "pp")
+
+
+class Clash(NamedTuple):
+    """A key of the job, the axes it does not go with, and why."""
+
+    key: str
+    axes: tuple[Axis, ...]
+    why: str
+
+
+def refuse_conflicts(job: Job, layout: Layout) -> None:
+    """Raise where the job asks for something that the layout cannot give."""
+    for clash in find_clashes(job):
+        used = [axis for axis in clash.axes if layout.size_of(axis) > 1]
+        if used:
+            raise JobError(
+                f"{clash.key} does not go with the layout {layout}: {clash.why}.",
+                hint=f"remove {clash.key}, or {_other_layout(clash)}",
+            )
+
+
+def restrict(facts: ModelFacts, job: Job) -> ModelFacts:
+    """The facts with the axes that the job's own wishes exclude: nothing else will be chosen."""
+    why_not = dict(facts.why_not)
+    for clash in find_clashes(job):
+        for axis in clash.axes:
+            why_not.setdefault(axis, f"{clash.key}: {clash.why}")
+    return facts.model_copy(update={"why_not": why_not})
+
+
+def find_clashes(job: Job) -> Iterator[Clash]:
+    """Everything in the job that some axis excludes."""
+    yield from _clashes_with_any(job)
+    train, optimizer = job.train, job.train.optimizer
+    if optimizer.name in {"lamb", "lars"}:
+        why = f"{optimizer.name} needs the norm of each whole weight, and the weights are cut"
+        yield Clash("train.optimizer.name", ("fsdp", "tp"), why)
+    if optimizer.state == "8bit":
+        why = "its blocks of 256 numbers would be cut"
+        yield Clash("train.optimizer.state: 8bit", ("fsdp", "tp"), why)
+    if train.ema is not None:
+        yield Clash("train.ema", _CUT, "the average is kept of whole weights only")
+    if job.model.adapter is not None:
+        why = "the layers that carry an adapter cannot be cut or parted yet"
+        yield Clash("model.adapter", ("tp", "pp"), why)
+    if train.precision == "fp16":
+        why = "the loss scale is not yet agreed between workers that hold parts of the weights"
+        yield Clash("train.precision: fp16", _CUT, why)
+
+
+def _clashes_with_any(job: Job) -> Iterator[Clash]:
+    train = job.train
+    if train.gradient_release:
+        why = "gradients are summed over the workers before a weight may move"
+        yield Clash("train.gradient_release", _ALL, why)
+    if train.compile is True or train.compile == "xla":
+        yield Clash("train.compile", _ALL, "compiled models run on one worker so far")
+    if train.quantize == "int8":
+        yield Clash("train.quantize: int8", _ALL, "it runs on one worker so far")
+    if train.precision == "fp8":
+        yield Clash("train.precision: fp8", _ALL, "it runs on one worker so far")
+    if train.adapt_precision is True:
+        why = "workers would have to agree on each module's precision"
+        yield Clash("train.adapt_precision", _ALL, why)
+
+
+def _other_layout(clash: Clash) -> str:
+    allowed = [axis for axis in _ALL if axis not in clash.axes]
+    return f"split over {' and '.join(allowed)} only" if allowed else "train on one device"

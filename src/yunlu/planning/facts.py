@@ -1,0 +1,148 @@
+"""What splitting a model depends on, and what each split holds and moves. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from yunlu.core.value import Value
+
+if TYPE_CHECKING:
+    from yunlu.planning.layout import Layout
+
+_BYTES = 4
+"""Weights and gradients stay in FP32, whatever the passes compute in."""
+# A transformer block keeps 34 bytes for each number of its output in 16 bits, that is 17 tensors of
+# that size, of which tensor parallel alone leaves 5 whole (Korthikanti et al. 2022, equations 1, 2).
+_KEPT_PER_BLOCK = 17
+_KEPT_WHOLE_UNDER_TP = 5
+
+Axis = Literal["dp", "fsdp", "tp", "pp"]
+
+
+class ModelFacts(Value):
+    """What the training room found out about a model, as far as a layout depends on it."""
+
+    parameters: int
+    trainable: int
+    state_bytes: float
+    """What the optimiser remembers."""
+    activation_bytes_per_sample: float
+    boundary_bytes_per_sample: float = 0.0
+    """What goes from one block to the next; estimated from the activations where it is 0."""
+    layers: int = 1
+    """Blocks in a row that a pipeline may part."""
+    tensor_ways: tuple[int, ...] = (1,)
+    """Sizes of ``tp`` that divide the heads and widths of every block."""
+    why_not: dict[Axis, str] = Field(default_factory=dict)
+    """Axes that this model cannot be split over at all, each with the reason."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights."""
+        return float(_BYTES * self.parameters)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """All gradients."""
+        return float(_BYTES * self.trainable)
+
+    @property
+    def whole_bytes(self) -> float:
+        """Weights, gradients and optimiser state on one device, with the activations of one sample."""
+        fixed = self.weight_bytes + self.gradient_bytes + self.state_bytes
+        return fixed + self.activation_bytes_per_sample
+
+    @property
+    def boundary_bytes(self) -> float:
+        """What goes from one block to the next, for one sample."""
+        kept = self.activation_bytes_per_sample / (_KEPT_PER_BLOCK * self.layers)
+        return self.boundary_bytes_per_sample or kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one worker takes of a step: samples, in so many micro-batches."""
+
+    micro_batch: int
+    micros: int
+
+    @property
+    def samples(self) -> int:
+        """As many as it computes, at most."""
+        return self.micro_batch * self.micros
+
+
+def share_of(layout: Layout, *, batch: int, micro_batch: int) -> Share:
+    """The share of the replica with the most samples; all run as many micro-batches."""
+    samples = math.ceil(batch / layout.replicas)
+    micro = min(micro_batch, samples)
+    return Share(micro_batch=micro, micros=math.ceil(samples / micro))
+
+
+def state_bytes_of(layout: Layout, facts: ModelFacts) -> float:
+    """Weights and optimiser state that one worker keeps between two steps."""
+    cut = layout.tp * layout.pp * layout.fsdp
+    sharers = layout.dp if layout.zero1 else 1
+    return facts.weight_bytes / cut + facts.state_bytes / (cut * sharers)
+
+
+def worker_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
+    """Weights, gradients, optimiser state and activations of one worker."""
+    cut = layout.tp * layout.pp
+    held = state_bytes_of(layout, facts) + facts.gradient_bytes / (cut * layout.fsdp)
+    if layout.fsdp > 1:  # the block at work and the next one are gathered whole
+        held += 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
+    return held + _activation_bytes(layout, facts, share)
+
+
+def _activation_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
+    whole = 0.0 if layout.sequence else _KEPT_WHOLE_UNDER_TP / _KEPT_PER_BLOCK
+    kept = whole + (1 - whole) / layout.tp
+    # GPipe keeps every micro-batch until the turn; 1F1B as many as there are stages behind it.
+    waiting = share.micros if layout.schedule == "gpipe" else min(layout.stages, share.micros)
+    in_flight = waiting if layout.pp > 1 else 1
+    return share.micro_batch * facts.activation_bytes_per_sample * kept * in_flight / layout.pp
+
+
+def moved_bytes(layout: Layout, facts: ModelFacts, share: Share) -> dict[Axis, float]:
+    """What one worker sends in a step, over each axis."""
+    cut = layout.tp * layout.pp
+    found: dict[Axis, float] = {}
+    if layout.dp > 1:
+        found["dp"] = 2 * _ring(layout.dp) * facts.gradient_bytes / (cut * layout.fsdp)
+    if layout.fsdp > 1:  # gathered before both passes of every micro-batch, summed once
+        times = 2 * share.micros + 1
+        found["fsdp"] = times * _ring(layout.fsdp) * facts.weight_bytes / cut
+    boundary = facts.boundary_bytes * share.samples
+    if layout.tp > 1:  # two sums in each pass of each block (Shoeybi et al. 2019, section 3)
+        found["tp"] = 4 * 2 * _ring(layout.tp) * boundary * facts.layers / layout.pp
+    if layout.pp > 1:  # activations forth, gradients back
+        found["pp"] = 2 * boundary * layout.stages_per_rank
+    return found
+
+
+def messages(layout: Layout, facts: ModelFacts, share: Share) -> float:
+    """Exchanges that one worker waits for in a step, roughly: what a fast link is slow at."""
+    blocks = max(facts.layers / layout.pp, 1)
+    count = 2.0  # the step's own: counts, norm
+    count += 1 if layout.dp > 1 else 0
+    count += (2 * share.micros + 1) * blocks if layout.fsdp > 1 else 0
+    count += 4 * blocks * share.micros if layout.tp > 1 else 0
+    return count + (2 * layout.stages_per_rank * share.micros if layout.pp > 1 else 0)
+
+
+def bubble(layout: Layout, share: Share) -> float:
+    """The share of a step in which a stage waits for others (Narayanan et al. 2021, section 2.2)."""
+    if layout.pp == 1:
+        return 0.0
+    waits = layout.pp - 1
+    return waits / (layout.stages_per_rank * share.micros + waits)
+
+
+def _ring(size: int) -> float:
+    """What a ring sends of each byte, once around."""
+    return (size - 1) / size

@@ -1,0 +1,100 @@
+"""The layout: over which axes the work of a step is split, and which rank stands where."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from yunlu.core.value import Value
+from yunlu.spec.layout import read_axes
+
+AXES = ("pp", "dp", "fsdp", "tp")
+"""From the outermost to the innermost: neighbours in ``tp`` talk the most, so they sit together."""
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+
+
+class Place(NamedTuple):
+    """Where a rank stands on each axis."""
+
+    pp: int = 0
+    dp: int = 0
+    fsdp: int = 0
+    tp: int = 0
+
+
+class Layout(Value):
+    """How many ways each axis splits the work; one worker for every combination."""
+
+    dp: int = Field(default=1, ge=1)
+    """Replicas, each with its own samples of a step."""
+    fsdp: int = Field(default=1, ge=1)
+    """Ways in which weights, gradients and optimiser state are sharded, each with its own samples."""
+    tp: int = Field(default=1, ge=1)
+    """Ways in which each weight matrix is cut."""
+    pp: int = Field(default=1, ge=1)
+    """Stages in a row, each with some of the layers."""
+    sequence: bool = False
+    """Between the cut matrices, the sequence is cut too (with ``tp``)."""
+    vocabulary: bool = False
+    """The loss is computed on the cut vocabulary (with ``tp``)."""
+    zero1: bool = False
+    """Replicas share out the optimiser's state (with ``dp``)."""
+    schedule: Schedule = "1f1b"
+    """In which order a stage takes its micro-batches (with ``pp``)."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """More than one only where the schedule is interleaved."""
+
+    @property
+    def world(self) -> int:
+        """Workers in all."""
+        return self.pp * self.dp * self.fsdp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ways in which the samples of a step are shared out."""
+        return self.dp * self.fsdp
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one worker does everything."""
+        return self.world == 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.stages_per_rank
+
+    def place_of(self, rank: int) -> Place:
+        """Where a rank stands."""
+        rest, tp = divmod(rank, self.tp)
+        rest, fsdp = divmod(rest, self.fsdp)
+        pp, dp = divmod(rest, self.dp)
+        return Place(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+
+    def rank_of(self, place: Place) -> int:
+        """Who stands there."""
+        return ((place.pp * self.dp + place.dp) * self.fsdp + place.fsdp) * self.tp + place.tp
+
+    def replica_of(self, rank: int) -> int:
+        """Which share of a step's samples a rank takes."""
+        place = self.place_of(rank)
+        return place.dp * self.fsdp + place.fsdp
+
+    def __str__(self) -> str:
+        """Such as ``dp2 x tp2``; ``single`` for one worker."""
+        sizes = {axis: self.size_of(axis) for axis in ("dp", "fsdp", "tp", "pp")}
+        axes = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        return " x ".join(axes) or "single"
+
+    def size_of(self, axis: str) -> int:
+        """How many ways an axis splits."""
+        sizes = {"pp": self.pp, "dp": self.dp, "fsdp": self.fsdp, "tp": self.tp}
+        return sizes[axis]
+
+
+def parse_layout(text: str) -> Layout | None:
+    """``dp2 x tp2``, ``fsdp4``, ``single``; none where it is not a layout."""
+    sizes = read_axes(text)
+    return None if sizes is None or "cp" in sizes else Layout.model_validate(sizes)

@@ -1,0 +1,278 @@
+"""The part of a plan that depends on how the work is split, for the first time and after a resize."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from yunlu.catalog.links import LOOPBACK, PCIE
+from yunlu.core.errors import JobError
+from yunlu.planning.facts import (
+    ModelFacts,
+    bubble,
+    messages,
+    moved_bytes,
+    share_of,
+    state_bytes_of,
+    worker_bytes,
+)
+from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import (
+    choose_layout,
+    count_devices,
+    layout_from,
+    refuse_conflicts,
+    replan_with_reason,
+    restrict,
+)
+
+if TYPE_CHECKING:
+    from yunlu.catalog.machine import Machine
+    from yunlu.planning.facts import Share
+    from yunlu.planning.plan import Plan, Profile, Settings
+    from yunlu.spec.job import Job
+
+MEMORY_SHARE = 0.6
+"""How much of the free memory a plan may fill: activations vary from batch to batch."""
+_MICROS_PER_STAGE = 4
+"""Micro-batches for each stage of a pipeline: then it waits for at most a fifth of the time."""
+
+# Bytes of optimiser state per trained weight, in fp32.
+_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8, "lamb": 8, "lars": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A layout with all that was decided because of it."""
+
+    layout: Layout
+    reason: str
+    devices: int
+    """As many as were asked for."""
+    facts: ModelFacts
+    share: Share
+    settings: Settings
+    reasons: dict[str, str]
+    """Why settings are other than those measured on one worker."""
+    room_bytes: float
+    """Memory that all workers of a CPU, or the one worker of a GPU, may take."""
+    process_bytes: float
+    """What a worker takes besides weights, gradients, state and activations."""
+
+
+def optimizer_state_bytes(job: Job, trainable: int) -> float:
+    """What the optimiser remembers of so many weights."""
+    state = float(_STATE_BYTES[job.train.optimizer.name] * trainable)
+    if job.train.optimizer.state == "8bit":
+        state *= 0.26  # a byte each, and a scale for every block of 256
+    return state
+
+
+def facts_of(job: Job, profile: Profile) -> ModelFacts:
+    """What was found out about the model, without the axes that the job itself excludes."""
+    nobody_looked = "nobody looked whether this model can be split so"
+    facts = profile.facts or ModelFacts(
+        parameters=profile.parameters,
+        trainable=profile.trainable,
+        state_bytes=optimizer_state_bytes(job, profile.trainable),
+        activation_bytes_per_sample=profile.activation_bytes_per_sample,
+        why_not={"tp": nobody_looked, "pp": nobody_looked},
+    )
+    return restrict(facts, job)
+
+
+def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> Split:
+    """Choose a layout, or check the one asked for, and fit the measured settings to it."""
+    gpus = sum(device.kind == "cuda" for device in machine.devices)
+    devices = count_devices(job, gpus=gpus)
+    if devices > 1:
+        refuse_conflicts(job, Layout(dp=devices))
+    if 0 < gpus < devices:
+        raise JobError(
+            f"{devices} devices are asked for, and this machine has {gpus} GPUs.",
+            hint=f"say devices: {gpus}; others can join from other machines with `yunlu join`",
+        )
+    refuse_conflicts(job, layout_from(job.layout, job.layout.sizes))
+    facts = facts_of(job, profile)
+    device, limit = machine.best_device, job.train.memory_gb
+    room = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
+    process = max(profile.resident_bytes - facts.weight_bytes, 0.0)
+    worker_room = room_of_worker(room, process, devices, is_shared=device.kind == "cpu")
+    if devices == 1:  # whether it fits is found by measuring
+        worker_room = math.inf
+    layout, reason = choose_layout(
+        devices, facts, batch=batch, room_bytes=worker_room, asked=job.layout
+    )
+    refuse_conflicts(job, layout)
+    settings, reasons = suit_settings(
+        profile.settings, job, layout, facts, cores=machine.cores, batch=batch,
+        room_bytes=worker_room,
+    )  # fmt: skip
+    if (
+        settings.precision == "fp16"
+    ):  # found to be fast: a resize must not lead to where it cannot be
+        train = job.train.model_copy(update={"precision": "fp16"})
+        facts = restrict(facts, job.model_copy(update={"train": train}))
+    return Split(
+        layout=layout,
+        reason=reason,
+        devices=devices,
+        facts=facts,
+        share=share_of(layout, batch=batch, micro_batch=settings.micro_batch),
+        settings=settings,
+        reasons=reasons,
+        room_bytes=room,
+        process_bytes=process,
+    )
+
+
+def resplit(plan: Plan, job: Job, *, devices: int, cores: int, nodes: int = 1) -> tuple[Plan, str]:
+    """The same plan on another number of devices, and why its layout is what it is.
+
+    What is computed stays the same: batch, steps and rates. The prediction stays the first one.
+    ``cores`` are those of all nodes together.
+    """
+    layout, reason = _relayout(plan, job, devices=devices, nodes=nodes)
+    fitted = fit_plan(plan, job, layout, cores=cores, nodes=nodes)
+    return fitted.model_copy(update={"devices": devices}), reason
+
+
+def layouts_by_count(plan: Plan, job: Job, *, most: int, nodes: int = 1) -> dict[int, Layout]:
+    """For each number of devices up to ``most``, the layout that a resize from the plan's leads to."""
+    counts = range(1, most + 1)
+    return {count: _relayout(plan, job, devices=count, nodes=nodes)[0] for count in counts}
+
+
+def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1) -> Plan:
+    """The plan under a layout: threads and micro-batches as they are for each of its workers."""
+    assert plan.facts is not None
+    room = _room_of(plan, layout.world, nodes)
+    settings, _ = suit_settings(
+        plan.alone or plan, job, layout, plan.facts, cores=cores, batch=plan.batch, room_bytes=room
+    )
+    share = share_of(layout, batch=plan.batch, micro_batch=settings.micro_batch)
+    changes = {
+        "layout": layout,
+        "accumulation": share.micros,
+        "micro_batch": settings.micro_batch,
+        "threads": settings.threads,
+    }
+    return plan.model_copy(update=changes)
+
+
+def _relayout(plan: Plan, job: Job, *, devices: int, nodes: int) -> tuple[Layout, str]:
+    assert plan.facts is not None
+    return replan_with_reason(
+        plan.layout, devices, plan.facts, batch=plan.batch,
+        room_bytes=_room_of(plan, devices, nodes), pinned=job.layout, nodes=nodes,
+    )  # fmt: skip
+
+
+def _room_of(plan: Plan, devices: int, nodes: int) -> float:
+    if devices == 1:
+        return math.inf
+    return room_of_worker(
+        plan.room_bytes, plan.process_bytes, devices, nodes=nodes, is_shared=plan.device == "cpu"
+    )
+
+
+def room_of_worker(
+    room_bytes: float, process_bytes: float, devices: int, *, nodes: int = 1, is_shared: bool
+) -> float:
+    """What one of so many workers may fill with its part of the model and with activations.
+
+    Those of a CPU share its memory; they are forks of one process, so what that one had loaded is
+    there once on each node.
+    """
+    left = max(room_bytes - process_bytes, 0.0)
+    return left * nodes / devices if is_shared else left
+
+
+def suit_settings(
+    settings: Settings,
+    job: Job,
+    layout: Layout,
+    facts: ModelFacts,
+    *,
+    cores: int,
+    batch: int,
+    room_bytes: float,
+) -> tuple[Settings, dict[str, str]]:
+    """The settings measured on one worker, as they are for each of several; and why they differ."""
+    if layout.is_single:
+        return settings, {}
+    train, changes, reasons = job.train, dict[str, object](), dict[str, str]()
+    if train.threads == "auto":
+        changes["threads"] = max(1, min(settings.threads, cores // layout.world))
+        reasons["threads"] = f"{cores} cores for {layout.world} workers"
+    if train.compile == "auto":
+        changes["compile"] = "none"
+    if train.precision == "auto" and settings.precision == "fp16" and layout.world > layout.dp:
+        changes["precision"] = "fp32"
+        reasons["precision"] = f"fp16 does not go with {layout}"
+    pinned = train.micro_batch
+    micro, reasons["micro_batch"] = _suit_micro_batch(
+        settings.micro_batch if pinned == "auto" else pinned, layout, facts, batch=batch,
+        room_bytes=room_bytes, is_pinned=pinned != "auto",
+    )  # fmt: skip
+    return settings.model_copy(update={**changes, "micro_batch": micro}), reasons
+
+
+def _suit_micro_batch(
+    wanted: int,
+    layout: Layout,
+    facts: ModelFacts,
+    *,
+    batch: int,
+    room_bytes: float,
+    is_pinned: bool,
+) -> tuple[int, str]:
+    samples = math.ceil(batch / layout.replicas)
+    micro, reason = min(wanted, samples), f"{samples} of {batch} samples are each replica's"
+    if is_pinned:
+        return micro, reason
+    if layout.pp > 1:
+        smaller = math.ceil(samples / (_MICROS_PER_STAGE * layout.stages))
+        micro = min(micro, smaller)
+        reason += f"; small, to keep all {layout.stages} stages busy"
+    fitted = reason
+    while micro > 1:
+        share = share_of(layout, batch=batch, micro_batch=micro)
+        if worker_bytes(layout, facts, share) <= room_bytes:
+            break
+        micro //= 2
+        fitted = f"{reason}; no more would fit"
+    return micro, fitted
+
+
+def predict_split_step_s(
+    split: Split, profile: Profile, machine: Machine, *, measured_threads: int
+) -> float:
+    """One step: the share of each replica, the update, the fetching, and what is sent meanwhile.
+
+    Workers that share a machine's cores slow each other down as soon as they want more than it has.
+    Sending is counted in full, though some of it goes on during the backward pass.
+    """
+    layout, share, facts = split.layout, split.share, split.facts
+    is_cpu = machine.best_device.kind == "cpu"
+    crowding = max(1.0, layout.world * split.settings.threads / machine.cores) if is_cpu else 1.0
+    slower = crowding * (measured_threads / split.settings.threads if is_cpu else 1.0)
+    micro_s = profile.probe_s * share.micro_batch / profile.probe_samples
+    compute_s = share.micros * micro_s / (layout.tp * layout.pp) / (1 - bubble(layout, share))
+    cut = layout.tp * layout.pp * layout.fsdp * (layout.dp if layout.zero1 else 1)
+    fetch_s = share.samples * profile.load_s_per_sample
+    link = LOOPBACK if is_cpu else PCIE
+    sent = sum(moved_bytes(layout, facts, share).values())
+    talk_s = sent / link.bytes_per_s + messages(layout, facts, share) * link.message_s
+    return slower * (compute_s + profile.update_s / cut) + crowding * (fetch_s + talk_s)
+
+
+def predict_split_memory_bytes(job: Job, split: Split) -> float:
+    """What one worker takes at most."""
+    layout, facts = split.layout, split.facts
+    kept = state_bytes_of(layout, facts)
+    # While a checkpoint is written, a copy of what each replica writes of it is alive.
+    snapshot = kept / layout.dp
+    averages = facts.weight_bytes if job.train.ema else 0.0
+    return split.process_bytes + worker_bytes(layout, facts, split.share) + snapshot + averages

@@ -1,0 +1,151 @@
+"""The manifest of a checkpoint: which file holds which box of which tensor, and every checksum.
+
+It may come from anyone: whatever it claims is checked before a byte of another file is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from yunlu.core.errors import CheckpointError
+from yunlu.training.checkpoint.tensor_files import DTYPES
+from yunlu.training.parallel.boxes import Box, Spec, uncovered, whole
+
+STATE = "state.json"
+VERSION = 2
+_FILES = re.compile(r"rank-\d{5}\.safetensors|state\.json")
+_LARGEST = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A box of a tensor in a file, under the tensor's name."""
+
+    file: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    metrics: dict[str, float]
+    groups: list[str]
+    """Also those without a tensor."""
+    files: dict[str, dict[str, Any]]
+    """Size and checksum by name."""
+    specs: dict[str, Spec] = field(default_factory=dict[str, Spec])
+    holdings: dict[str, list[Holding]] = field(default_factory=dict[str, list[Holding]])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files together."""
+        return sum(file["bytes"] for file in self.files.values())
+
+
+def pack_manifest(body: dict[str, Any]) -> bytes:
+    """As it is written: with a checksum of its own."""
+    return json.dumps({**body, "checksum": _checksum(body)}).encode()
+
+
+def parse_manifest(data: bytes | None, name: str) -> Manifest:
+    """Check everything it says; ``name`` is the checkpoint's, for errors."""
+    body = unpack(data, name)
+    try:
+        return _Checked(name).manifest(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _altered(name, f"{type(error).__name__} {error}") from error
+
+
+def unpack(data: bytes | None, name: str) -> dict[str, Any]:
+    """The body of a manifest whose own checksum is right and whose format is ours."""
+    try:
+        body = json.loads(data or b"")
+        checksum = body.pop("checksum")
+        version = body["version"]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"Checkpoint {name} is torn: no readable manifest.") from error
+    if checksum != _checksum(body):
+        raise _altered(name, "its checksum is wrong")
+    if version != VERSION:
+        raise CheckpointError(
+            f"Checkpoint {name} has format {version}; this Yunlu reads {VERSION}.",
+            hint="Resume with the Yunlu version that wrote it.",
+        )
+    return body
+
+
+class _Checked:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def manifest(self, body: dict[str, Any]) -> Manifest:
+        files = body["files"]
+        for file, described in files.items():
+            self._need(_FILES.fullmatch(file), f"no file is called {file!r}")
+            _whole_number(described["bytes"])
+        self._need(STATE in files, "it has no state")
+        groups = [str(group) for group in body["groups"]]
+        manifest = Manifest(
+            step=_whole_number(body["step"]),
+            metrics=dict(body["metrics"]),
+            groups=groups,
+            files=files,
+        )
+        for name, told in body["tensors"].items():
+            shape = _numbers(told["shape"])
+            self._need(name.partition("/")[0] in groups, f"{name!r} is in no group")
+            self._need(told["dtype"] in DTYPES, f"{name!r} has an unknown type")
+            holdings = [
+                Holding(file, Box(_numbers(offset), _numbers(size)))
+                for file, offset, size in told["pieces"]
+            ]
+            for holding in holdings:
+                self._check(name, shape, holding, files)
+            boxes = [holding.box for holding in holdings]
+            self._need(not uncovered(whole(shape), boxes), f"{name!r} has a hole")
+            manifest.specs[name] = Spec(shape, DTYPES[told["dtype"]])
+            manifest.holdings[name] = holdings
+        return manifest
+
+    def _check(
+        self, name: str, shape: tuple[int, ...], holding: Holding, files: dict[str, Any]
+    ) -> None:
+        box = holding.box
+        self._need(
+            holding.file in files and holding.file != STATE, f"{name!r} is in an unknown file"
+        )
+        self._need(len(box.offset) == len(box.size) == len(shape), f"{name!r} is cut wrongly")
+        inside = all(
+            start + length <= end
+            for start, length, end in zip(box.offset, box.size, shape, strict=True)
+        )
+        self._need(inside, f"a piece of {name!r} lies outside it")
+
+    def _need(self, truth: object, otherwise: str) -> None:
+        if not truth:
+            raise _altered(self._name, otherwise)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_whole_number(value) for value in values)
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def _altered(name: str, why: str) -> CheckpointError:
+    return CheckpointError(f"Checkpoint {name} is damaged: its manifest was altered ({why}).")
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

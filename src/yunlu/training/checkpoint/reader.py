@@ -1,0 +1,181 @@
+"""A checkpoint opened for reading: any box of any tensor, under whatever layout it was saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from yunlu.core.errors import CheckpointError
+from yunlu.training.checkpoint.manifest import STATE, parse_manifest
+from yunlu.training.checkpoint.places import MANIFEST, LocalPlace
+from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
+from yunlu.training.parallel.boxes import Box, GroupReader, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+    from yunlu.training.checkpoint.manifest import Holding
+    from yunlu.training.checkpoint.places import Place
+    from yunlu.training.parallel.boxes import Piece, Spec
+
+
+def open_checkpoint(path: Path) -> FileReader:
+    """A checkpoint in a local directory; its manifest and JSON state are verified already."""
+    return FileReader(LocalPlace(path.parent), path.name)
+
+
+class FileReader:
+    """Reads boxes from files, each of which is verified before anything in it is used."""
+
+    def __init__(self, place: Place, directory: str) -> None:
+        self._place, self._name = place, directory
+        self._manifest = parse_manifest(place.get(directory, MANIFEST), directory)
+        self._clear: Callable[[], object] | None = None
+        self._open: dict[str, Any] = {}
+        self.step = self._manifest.step
+        self.metrics = self._manifest.metrics
+        self.groups = self._manifest.groups
+        self.state: dict[str, Any] = self._read_state()
+
+    def specs(self) -> Mapping[str, Spec]:
+        """The tensors it holds, named ``<group>/<name>``."""
+        return self._manifest.specs
+
+    def group(self, name: str) -> GroupReader:
+        """The tensors of one group."""
+        return GroupReader(self, name)
+
+    def verify(
+        self, wanted: Iterable[Piece] | None = None, *, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Compare checksums: of the files that the wanted pieces lie in, or of all of them.
+
+        ``share`` is (rank, size) of workers that verify the files between them.
+        """
+        files = sorted(self._manifest.files) if wanted is None else self._files_of(wanted)
+        rank, size = share
+        for file in files[rank::size]:
+            if file != STATE:
+                self._file(file)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor."""
+        spec = self._manifest.specs[name]
+        holdings = self._holdings(name, box)
+        for holding in holdings:
+            self._file(holding.file)
+        try:
+            if len(holdings) == 1 and holdings[0].box == box:
+                return self._file(holdings[0].file).get_tensor(name)
+            result = torch.empty(box.size, dtype=spec.dtype)
+            for holding in holdings:
+                common = box.intersect(holding.box)
+                result[common.within(box)] = self._slice(name, holding, common)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
+        return result
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything, put together, by group."""
+        found: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
+        for name, spec in self.specs().items():
+            group, _, key = name.partition("/")
+            found[group][key] = self.read(name, whole(spec.shape))
+        return found
+
+    def close(self) -> None:
+        """Let go of the files, and of what was downloaded."""
+        self._open.clear()
+        if self._clear is not None:
+            self._clear()
+            self._clear = None
+
+    def _holdings(self, name: str, box: Box) -> list[Holding]:
+        found = self._manifest.holdings[name]
+        exact = [holding for holding in found if holding.box == box]
+        if exact:
+            return exact[:1]
+        return [holding for holding in found if not holding.box.intersect(box).is_empty]
+
+    def _slice(self, name: str, holding: Holding, common: Box) -> Tensor:
+        file = self._file(holding.file)
+        if common == holding.box:  # also the only way to read a scalar
+            return file.get_tensor(name)
+        return file.get_slice(name)[common.within(holding.box)]
+
+    def _files_of(self, wanted: Iterable[Piece]) -> list[str]:
+        known = self._manifest.holdings
+        pieces = [piece for piece in wanted if piece.name in known]
+        return sorted(
+            {
+                holding.file
+                for piece in pieces
+                if not piece.box.is_empty
+                for holding in self._holdings(piece.name, piece.box)
+            }
+        )
+
+    def _file(self, file: str) -> Any:
+        """A file whose every byte was compared; what the manifest says of it is true."""
+        if file in self._open:
+            return self._open[file]
+        path = self._place.bring(self._name, file, self._make_scratch)
+        if path is None:
+            raise CheckpointError(f"Checkpoint {self._name} is torn: {file} is missing.")
+        with path.open("rb") as stream:
+            self._compare(file, describe(stream))
+        try:
+            opened = cast("Any", safe_open(path, framework="pt"))
+            self._check_contents(file, opened)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
+        self._open[file] = opened
+        return opened
+
+    def _make_scratch(self) -> Path:
+        if self._clear is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="yunlu-checkpoint-"))
+            self._clear = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        return self._scratch
+
+    def _check_contents(self, file: str, opened: Any) -> None:
+        names = set(opened.keys())
+        for name, holdings in self._manifest.holdings.items():
+            for holding in holdings:
+                if holding.file != file:
+                    continue
+                content = opened.get_slice(name) if name in names else None
+                code = CODES[self._manifest.specs[name].dtype]
+                if (
+                    content is None
+                    or tuple(content.get_shape()) != holding.box.size
+                    or content.get_dtype() != code
+                ):
+                    raise CheckpointError(
+                        f"Checkpoint {self._name} is damaged: {file} does not hold {name} as its manifest says."
+                    )
+
+    def _read_state(self) -> dict[str, Any]:
+        data = self._place.get(self._name, STATE)
+        if data is None:
+            raise CheckpointError(f"Checkpoint {self._name} is torn: {STATE} is missing.")
+        self._compare(STATE, describe_bytes(data))
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
+
+    def _compare(self, file: str, found: dict[str, Any]) -> None:
+        if found != self._manifest.files[file]:
+            raise CheckpointError(
+                f"Checkpoint {self._name} is damaged: {file} does not match its checksum."
+            )

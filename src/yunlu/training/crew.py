@@ -1,0 +1,404 @@
+"""The program of a node: everything is loaded once; every worker forked from it trains.
+
+A worker lives through generations. Between two of them the others change, and with them the layout;
+the state stays in memory, or comes from those who have it.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from yunlu.core.crew import read_crew
+from yunlu.core.rundir import EventKind
+from yunlu.core.states import RunState
+from yunlu.planning.layout import Layout
+from yunlu.planning.plan import Plan
+from yunlu.planning.splitting import fit_plan, layouts_by_count
+from yunlu.spec.job import Job
+from yunlu.training import loop
+from yunlu.training.checkpoint.crew import Crew
+from yunlu.training.copies import Copy, Keeper, describe, make_blank
+from yunlu.training.crew_watch import CrewLog, CrewWatch
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.node import run_node
+from yunlu.training.engine import Engine
+from yunlu.training.environment import describe_environment
+from yunlu.training.finish import finish
+from yunlu.training.memory.shortage import is_out_of_memory, smaller
+from yunlu.training.parallel.arrangement import blank_like, pattern_of
+from yunlu.training.parallel.boxes import join_groups
+from yunlu.training.parallel.exchange import broadcast_json, exchange, gather_json, gather_specs
+from yunlu.training.prepare import build_model, settle_plan
+from yunlu.training.prepare import prepare as prepare_parts
+from yunlu.training.probe import probe_machine
+from yunlu.training.trackers.open import TrackerThread, open_trackers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.training.elastic.member import Member
+    from yunlu.training.elastic.messages import Assignment
+    from yunlu.training.parallel.boxes import Piece
+    from yunlu.training.parallel.world import World
+    from yunlu.training.parts import Parts
+
+_MOST_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What all workers of a node share."""
+
+    job: Job
+    parts: Parts
+    pattern: nn.Module
+    """The model's build without its weights: to cut a model up changes it for good."""
+
+
+def load(run_dir: RunDir) -> Loaded:
+    """Read the data and build the model, once for all workers of this machine."""
+    crew = read_crew(run_dir)
+    run_dir.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
+    job = Job.model_validate_json(run_dir.job.read_text())
+    set_deterministic(job.train.deterministic)
+    parts = prepare_parts(run_dir, job)
+    return Loaded(job, parts, pattern_of(parts.model))
+
+
+def lay_out(run_dir: RunDir, loaded: Loaded, devices: int) -> dict[int, Layout]:
+    """Settle the plan, and how the work is split for any number of workers."""
+    machine = probe_machine()
+    run_dir.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+    job = loaded.job.model_copy(update={"devices": devices})
+    plan = settle_plan(run_dir, job, loaded.parts, machine, started_at=_began_at(run_dir))
+    return layouts_by_count(plan, job, most=_MOST_WORKERS)
+
+
+def _began_at(run_dir: RunDir) -> float:
+    lives = [event for event, _ in run_dir.read_events() if event.kind is EventKind.LIFE]
+    return lives[-1].data["began_at"]
+
+
+def work(member: Member, loaded: Loaded) -> None:
+    """A worker's whole life."""
+    worker = Worker(member, loaded)
+    while (assignment := member.wait_assignment()) is not None:
+        try:
+            worker.take_part(assignment)
+        except Exception as error:
+            if not worker.outlives(error):
+                raise
+            worker.settle(detail=str(error).partition("\n")[0][:300])
+        finally:
+            member.part()
+    worker.close()
+
+
+class Worker:
+    """What one process keeps from generation to generation."""
+
+    def __init__(self, member: Member, loaded: Loaded) -> None:
+        self._member, self._loaded = member, loaded
+        self._run = member.run_dir
+        self._plan: Plan | None = None
+        self._model: nn.Module | None = loaded.parts.model
+        """As it was built; none once it was cut up."""
+        self._engine: Engine | None = None
+        self._watch: CrewWatch | None = None
+        self._keeper: Keeper | None = None
+        self._given: list[Piece] = []
+        """Parts of the state that those who left gave away."""
+        self._log: CrewLog | None = None
+        self._trackers = TrackerThread([], warn=self._run.warn)
+        self._is_tracking = False
+        self._is_whole = False
+        """Whether the engine holds the state of the steps it counts."""
+        self._life = 0
+
+    # One generation.
+
+    def take_part(self, assignment: Assignment) -> None:
+        """Train in one generation: until it ends well, or others ask for or cause its end."""
+        self._given = []
+        if assignment.guests:
+            with self._member.meet(assignment):
+                self._take_gifts(assignment)
+            if assignment.is_guest:
+                return
+        world = self._member.form(assignment, _device(assignment, self._load_plan()))
+        self._settle_in(assignment, world)
+        self._train()
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether another generation can go on where this one ended."""
+        if self._member.is_broken(error):
+            return True
+        engine = self._engine
+        if engine is None or not is_out_of_memory(error) or not self._is_whole:
+            return False
+        size = smaller(engine.micro_batch)
+        if size is None:
+            return False
+        engine.micro_batch = size
+        self._run.emit(
+            EventKind.OUT_OF_MEMORY,
+            step=engine.steps_done + 1,
+            micro_batch=size,
+            message=str(error).partition("\n")[0][:200],
+        )
+        return True
+
+    def settle(self, detail: str = "") -> None:
+        """Out of the generation: tell what we hold."""
+        engine, watch = self._engine, self._watch
+        step = 0
+        if engine is not None:
+            engine.abandon_step()
+            step = engine.steps_done
+        if watch is not None:
+            watch.checkpoints.abandon()
+        copies = tuple(holding for copy in self._copies() for holding in copy.holdings)
+        is_live = self._is_whole and engine is not None and not engine.is_torn
+        self._member.settled(step, live=is_live, copies=copies, detail=detail)
+
+    def close(self) -> None:
+        """The last words of this process."""
+        with suppress(Exception):
+            self._trackers.finish(state=RunState.STOPPED, summary={})
+
+    def _train(self) -> None:
+        engine, watch = self._engine, self._watch
+        assert engine is not None and watch is not None
+        ask = ""
+        if not watch.stopped_early and engine.steps_done < engine.plan.steps:
+            ask = loop.run(engine, watch)
+        watch.log.flush()
+        if ask == "pause":
+            self._wait_for_save(watch)
+            self.settle()
+            return
+        if ask == "stop":
+            watch.save_and_wait()
+            self._meet_again()
+            self._member.done("stopped", engine.steps_done)
+            return
+        watch.checkpoints.wait()
+        self._member.beat(phase="export")
+        machine = probe_machine()
+        summary = finish(
+            self._run,
+            engine,
+            watch,
+            describe_environment(machine),
+            machine,
+            pattern=self._loaded.pattern,
+        )
+        self._meet_again()
+        self._trackers.finish(state=RunState.FINISHED, summary=summary)
+        self._member.done("finished", engine.steps_done)
+
+    def _wait_for_save(self, watch: CrewWatch) -> None:
+        # The next generation saves elsewhere: what is half written here would be lost.
+        self._member.beat(phase="checkpoint")
+        watch.checkpoints.wait()
+        self._meet_again()
+
+    def _meet_again(self) -> None:
+        """Nobody leaves before everyone is through: the others may still need what it holds."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    # Taking the state over.
+
+    def _settle_in(self, assignment: Assignment, world: World) -> None:
+        restore = assignment.restore
+        held, numbers = self._find_held(assignment)
+        before, self._is_whole = self._engine, False
+        stays = before is not None and bool(restore.givers) and _alike(before, world.layout)
+        if before is not None and stays:
+            before.rejoin(world)
+            engine = before
+        else:
+            engine = self._build(world, fresh=not restore.givers)
+        is_here = stays and numbers is not None and restore.kind == "live"
+        self._engine = engine
+        self._run.is_quiet = not world.is_leader
+        watch = self._watch = self._make_watch(engine, world, assignment)
+        resumed_from = restore.step
+        if not restore.givers:
+            resumed_from = watch.resume()
+        elif restore.is_moving or not stays:
+            self._fetch(engine, watch, held, numbers, restore.step or 0, is_here=is_here)
+        engine.micro_batch = _least(engine.micro_batch)
+        watch.begin(assignment.generation)
+        if world.is_leader:
+            self._speak(assignment, resumed_from)
+        self._given = []
+        self._keeper = Keeper(engine, world, assignment.generation)
+        self._is_whole = True
+        self._member.taken(assignment, engine.steps_done)
+        self._keep(0.0)
+
+    def _speak(self, assignment: Assignment, resumed_from: int | None) -> None:
+        """This worker leads: it writes for all from now on."""
+        if not self._is_tracking:
+            self._is_tracking = True
+            names = ["tensorboard", *self._loaded.job.trackers]
+            self._trackers = TrackerThread(open_trackers(names), warn=self._run.warn)
+            assert self._watch is not None
+            self._watch.track(self._trackers)
+            self._trackers.start(self._run, self._loaded.job, resumed=resumed_from is not None)
+        if assignment.restore.kind == "start":
+            state = RunState.RUNNING
+            self._run.emit(EventKind.STATE, state=state, resumed_from_step=resumed_from)
+
+    def _find_held(
+        self, assignment: Assignment
+    ) -> tuple[list[Piece], dict[str, Any] | None]:
+        """What we can give of the state asked for; the numbers are those of the same moment."""
+        restore, engine, watch = assignment.restore, self._engine, self._watch
+        if restore.kind == "copies":
+            for copy in self._copies():
+                if copy.step == restore.step:
+                    return [*copy.pieces.values(), *self._given], copy.numbers
+            return self._given, None
+        if restore.kind != "live" or engine is None or watch is None:
+            return self._given, None
+        if not self._is_whole or engine.steps_done != restore.step or engine.is_torn:
+            return self._given, None
+        numbers = engine.state.numbers() | {"extra": watch.kept()}
+        return [*join_groups(engine.state.pieces()), *self._given], numbers
+
+    def _fetch(
+        self,
+        engine: Engine,
+        watch: CrewWatch,
+        held: list[Piece],
+        numbers: dict[str, Any] | None,
+        step: int,
+        *,
+        is_here: bool,
+    ) -> None:
+        specs = gather_specs(held)
+        wanted = {} if is_here else engine.state.wanted(specs)
+        exchange(held, join_groups(wanted))
+        knows = gather_json(numbers is not None)
+        told = broadcast_json(numbers, source=knows.index(True))
+        if not is_here:
+            engine.state.install(wanted, told, step=step)
+            watch.adopt(told["extra"])
+
+    def _take_gifts(self, assignment: Assignment) -> None:
+        """Those who leave give all they have of the state to one who stays."""
+        held, _ = self._find_held(assignment)
+        seats = len(assignment.seats)
+        told = [describe(piece) for piece in held] if assignment.is_guest else []
+        everyone = gather_json(told)
+        mine = assignment.meeting_rank
+        taking = [
+            make_blank(about)
+            for guest in range(seats, assignment.meeting_size)
+            if guest % seats == mine
+            for about in everyone[guest]
+        ]
+        exchange(held if assignment.is_guest else [], taking)
+        self._given = taking
+
+    # Making things.
+
+    def _build(self, world: World, *, fresh: bool) -> Engine:
+        """An engine of its own for a layout; ``fresh`` where the weights are to be the first ones."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._model is not None:
+            model = self._model
+        elif fresh:
+            model, _ = build_model(self._loaded.job, self._loaded.parts.task)
+        else:
+            model = blank_like(self._loaded.pattern)
+        self._model = None
+        job, cores = self._loaded.job, psutil.cpu_count() or 1
+        plan = fit_plan(self._load_plan(), job, world.layout, cores=cores)
+        torch.set_num_threads(plan.threads)
+        parts = replace(self._loaded.parts, model=model)
+        engine = Engine(job, plan, parts, self._run.emit, world=world)
+        engine.keeps_ledger = True
+        return engine
+
+    def _make_watch(self, engine: Engine, world: World, assignment: Assignment) -> CrewWatch:
+        if self._log is None:
+            self._life = sum(
+                event.kind is EventKind.LIFE for event, _ in self._run.read_events()
+            )
+            self._log = CrewLog(
+                self._run,
+                device=engine.device,
+                life=self._life,
+                forward=lambda values, step: self._trackers.log(values, step=step),
+            )
+        crew = Crew(
+            rank=world.rank,
+            size=world.layout.world,
+            token=f"{self._life}-{assignment.generation}",
+        )
+        watch = CrewWatch(
+            engine,
+            self._run,
+            member=self._member,
+            crew=crew,
+            log=self._log,
+            trackers=self._trackers,
+            life=self._life,
+            keep=self._keep,
+        )
+        if self._watch is not None:
+            watch.adopt(self._watch.kept())
+        return watch
+
+    def _load_plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = Plan.model_validate_json(self._run.plan.read_bytes())
+        return self._plan
+
+    def _copies(self) -> list[Copy]:
+        return [] if self._keeper is None else self._keeper.copies
+
+    def _keep(self, step_s: float) -> None:
+        if self._keeper is not None and self._keeper.is_needed and self._watch is not None:
+            if step_s:
+                self._keeper.note(step_s)
+            self._keeper.keep(self._watch.kept())
+
+
+def _alike(engine: Engine, layout: Layout) -> bool:
+    """Whether an engine can go on in a layout as it is: whole weights and whole moments."""
+    before = engine.world.layout
+    is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
+    return not (is_cut or engine.arranged.is_cut or layout.zero1 or before.zero1)
+
+
+def _device(assignment: Assignment, plan: Plan) -> torch.device:
+    if plan.device == "cuda":
+        return torch.device("cuda", assignment.slot)
+    return torch.device(plan.device)
+
+
+def _least(micro_batch: int) -> int:
+    """What the one with the least memory can do, all do: they meet in every micro-batch."""
+    if not dist.is_initialized():
+        return micro_batch
+    number = torch.tensor(micro_batch)
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
+
+
+if __name__ == "__main__":
+    sys.exit(run_node(prepare=load, plan=lay_out, body=work))

@@ -1,0 +1,196 @@
+"""The watch of a worker among others: one of them speaks, all of them decide alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import TrainingError
+from yunlu.core.files import append_lines, read_last
+from yunlu.training.evaluate import Score
+from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.metric_log import MetricLog
+from yunlu.training.parallel.agreement import expected_digest
+from yunlu.training.parallel.exchange import broadcast_json
+from yunlu.training.tasks.task import Evaluation
+from yunlu.training.watch import StopRequest, TrainingWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.training.checkpoint.crew import Crew
+    from yunlu.training.elastic.member import Member
+    from yunlu.training.engine import Engine
+    from yunlu.training.loop import Step
+    from yunlu.training.parallel.agreement import Ask
+    from yunlu.training.trackers.open import TrackerThread
+
+_REMEMBERED = 1024
+"""Steps that everyone remembers: whoever leads next tells what the last leader could not."""
+
+
+class CrewLog(MetricLog):
+    """The log and the ledger of the steps; everyone knows them, the leader writes them."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        device: torch.device,
+        life: int,
+        forward: Callable[[dict[str, float], int], None],
+    ) -> None:
+        super().__init__(run.metrics, device=device, life=life, forward=forward)
+        self._ledger_path = run.ledger
+        self._ledger: list[dict[str, Any]] = []
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._recent_ledger: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._generation = 0
+        self._leads = False
+
+    def begin(self, generation: int, step: int, *, leads: bool) -> None:
+        """A generation begins after ``step`` steps: a new leader first tells what is missing."""
+        self._generation, self._leads = generation, leads
+        if leads:
+            self._pending = _missing(self._recent, self._path, step)
+            self._ledger = _missing(self._recent_ledger, self._ledger_path, step)
+            self.flush()
+        else:
+            self._pending, self._ledger = [], []
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one step."""
+        record["generation"] = self._generation
+        super().add(record)
+        self._recent.append(record)
+
+    def enter(self, step: int, samples: int, digest: int) -> None:
+        """Put the samples of a finished step into the ledger."""
+        record = {
+            "step": step,
+            "generation": self._generation,
+            "samples": samples,
+            "digest": f"{digest:016x}",
+        }
+        self._ledger.append(record)
+        self._recent_ledger.append(record)
+
+    def flush(self) -> None:
+        """Write what is pending, where this worker leads."""
+        if not self._leads:
+            self._pending.clear()
+            self._ledger.clear()
+            return
+        super().flush()
+        records, self._ledger = self._ledger, []
+        if records:
+            append_lines(self._ledger_path, records)
+
+
+class CrewWatch(TrainingWatch):
+    """Looks on in every worker; only the leader writes."""
+
+    log: CrewLog
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunDir,
+        *,
+        member: Member,
+        crew: Crew,
+        log: CrewLog,
+        trackers: TrackerThread,
+        life: int,
+        keep: Callable[[float], None],
+    ) -> None:
+        """``keep`` is called at the end of each step, with its seconds: a time for copies."""
+        super().__init__(
+            engine, run, trackers=trackers, stop=StopRequest(), life=life, crew=crew, log=log
+        )
+        self._member, self._keep = member, keep
+        self._order = engine.order.steps_from(engine.steps_done)
+        self._ordered = engine.steps_done
+
+    def begin(self, generation: int) -> None:
+        """A generation begins where the engine stands."""
+        done, world = self._engine.steps_done, self._engine.world
+        self._order, self._ordered = self._engine.order.steps_from(done), done
+        self.log.begin(generation, done, leads=world.is_leader)
+
+    def track(self, trackers: TrackerThread) -> None:
+        """Tell these from now on."""
+        self._trackers = trackers
+
+    def before_step(self) -> Ask:
+        """Ask the others for what the supervisor asked of us."""
+        self._member.check()
+        if self._member.wants_stop:
+            return "stop"
+        return "pause" if self._member.wants_pause else ""
+
+    def after_step(self, step: Step) -> bool:
+        """As alone; the step goes into the ledger, and the supervisor hears of it."""
+        done = self._engine.steps_done
+        self._check_samples(step, done - 1)
+        self.log.enter(done, step.samples, step.digest)
+        step_s = step.compute_s + step.wait_s + step.data_s
+        self._member.beat(
+            step=done,
+            phase="step",
+            step_s=step_s,
+            wait_s=step.wait_s,
+            memory_bytes=peak_resident_bytes(),
+        )
+        is_over = super().after_step(step)
+        self._keep(step_s)
+        return is_over
+
+    def score(self, split: str, *, step: int | None = None) -> Score:
+        """The first replica evaluates; all learn what it found."""
+        self._member.beat(phase="evaluate")
+        found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
+        started_at = perf_counter()
+        told = broadcast_json(
+            None
+            if found is None
+            else {"loss": found.loss, "evaluation": found.evaluation.model_dump(mode="json")},
+            source=0,
+        )
+        self._member.beat(phase="step")
+        if found is not None:
+            return found
+        return Score(
+            loss=float(told["loss"]),
+            evaluation=Evaluation.model_validate(told["evaluation"]),
+            seconds=perf_counter() - started_at,
+        )
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        self._member.beat(phase="checkpoint")
+        super()._save(metrics)
+        self._member.beat(phase="step")
+
+    def _check_samples(self, step: Step, number: int) -> None:
+        """Every sample of the step was taken by one worker, and once; else nothing can be trusted."""
+        if number != self._ordered:  # after a rollback
+            self._order = self._engine.order.steps_from(number)
+        (indices,) = islice(self._order, 1)
+        self._ordered = number + 1
+        if step.digest != expected_digest(self._engine.world, indices):
+            raise TrainingError(
+                f"The workers did not take the samples of step {number + 1} once each.",
+                hint="Do their data sets differ? Each must see the same samples in the same order.",
+            )
+
+
+def _missing(recent: deque[dict[str, Any]], path: Path, step: int) -> list[dict[str, Any]]:
+    last = read_last(path)
+    written = 0 if last is None else int(last["step"])
+    return [record for record in recent if written < record["step"] <= step]

@@ -1,0 +1,311 @@
+"""What the supervisor does about what it hears."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from yunlu.core.rundir import EventKind
+from yunlu.core.states import RunState
+from yunlu.training.elastic.helm import STILLBORN, Helm
+from yunlu.training.elastic.messages import (
+    Answer,
+    Beat,
+    Done,
+    Exited,
+    Failed,
+    Fork,
+    Forked,
+    HelloAgent,
+    HelloClient,
+    HelloMember,
+    Hosting,
+    Leave,
+    Leaving,
+    Meet,
+    Message,
+    Planned,
+    Prepared,
+    Ready,
+    Resize,
+    Settled,
+    Stop,
+    Tick,
+    Where,
+)
+from yunlu.training.elastic.roster import (
+    LOCAL,
+    MemberRecord,
+    NodeRecord,
+    is_stopped,
+)
+
+if TYPE_CHECKING:
+    from yunlu.training.elastic.links import Link
+    from yunlu.training.elastic.watchdog import Verdict
+
+_START_S = 300.0
+
+
+class Captain(Helm):
+    """Hears everything. The shell around it keeps the process, the lock and the loop."""
+
+    # What comes in.
+
+    def hear(self, link: Link, message: Message) -> None:
+        """Take in one message."""
+        sender = self.roster.by_link(link)
+        match message:
+            case HelloMember():
+                self._greet_member(link, message)
+            case HelloAgent():
+                self._greet_node(link, message)
+            case HelloClient() | Tick():
+                if isinstance(sender, NodeRecord):
+                    self.watchdog.hear_node(sender.name, at=time.monotonic())
+            case Resize():
+                self.links.send(link, self._resize(message.devices))
+            case Where():
+                path = str(self.logbook.run_dir.path.absolute())
+                self.links.send(link, Answer(is_accepted=True, text=path))
+            case _ if isinstance(sender, MemberRecord):
+                self._hear_member(sender, message)
+            case _ if isinstance(sender, NodeRecord):
+                self._hear_node(sender, message)
+            case _:
+                self.links.close(link)
+        self._go_on()
+
+    def lose(self, link: Link) -> None:
+        """A connection is gone."""
+        sender = self.roster.by_link(link)
+        if isinstance(sender, MemberRecord):
+            sender.link = None
+            if sender.is_there:
+                self._lose_member(sender, "left" if sender.is_leaving else "killed", "")
+        elif isinstance(sender, NodeRecord):
+            self._lose_node(sender)
+        self._go_on()
+
+    def tick(self) -> None:
+        """What time brings."""
+        now = time.monotonic()
+        if now - self._looked_at >= 0.25:
+            self._looked_at = now
+            self._watch(now)
+        if now - self._told_at >= 1:
+            self._told_at = now
+            for each in [*self.roster.members.values(), *self.roster.nodes.values()]:
+                self.links.send(each.link, Tick())
+            self.logbook.write_figures(self.roster, self.generation)
+        self.logbook.flush_faults(now)
+        self._go_on()
+        if self.is_dirty:
+            self.is_dirty = False
+            self.save()
+
+    def stop(self) -> None:
+        """Save and stop at the next step boundary."""
+        if self.is_stopping:
+            return
+        self.is_stopping = True
+        # To save takes everyone who holds a part, those too who were about to leave.
+        for member in self.roster.having("busy", "settled"):
+            member.is_leaving = False
+        for node in self.roster.nodes.values():
+            here = len(self.roster.having("busy", "settled", node=node.name))
+            node.wanted = max(node.wanted, here)
+        if self.stage in {"planning", "gathering"} and not self.roster.having("busy", "settled"):
+            self._end(RunState.STOPPED, "asked to stop before the first step")
+            return
+        self.logbook.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
+        for member in self.roster.having("busy"):
+            self.links.send(member.link, Stop())
+
+    # Members.
+
+    def _greet_member(self, link: Link, hello: HelloMember) -> None:
+        now = time.monotonic()
+        member = self.roster.members.get(hello.member)
+        if member is None and self.stage == "adopting" and hello.node in self.roster.nodes:
+            # Started by the supervisor before us, which had no time to write it down.
+            member = self.roster.add(hello.node, at=now, number=hello.member)
+        if member is None or not member.is_there or member.pid not in {0, hello.pid}:
+            self.links.send(link, Leave())  # declared lost, and replaced: it must not come back
+            return
+        member.link, member.host, member.pid = link, hello.host, hello.pid
+        member.process_started_at = hello.process_started_at
+        self.watchdog.watch(member.number, node=member.node, at=now)
+        if self.stage != "adopting":
+            return
+        is_current = hello.generation == self.generation and hello.rank is not None
+        member.rank = hello.rank if is_current else None
+        member.live, member.copies, member.ending = hello.live, hello.copies, hello.ending
+        member.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
+
+    def _hear_member(self, member: MemberRecord, message: Message) -> None:
+        now = time.monotonic()
+        match message:
+            case Ready():
+                self._stillborn = 0
+                if member.status in {"starting", "busy"}:
+                    member.rank = None
+                    member.move("idle", at=now)
+                if member.is_leaving and self._has_stepped:
+                    self._dismiss(member)
+            case Beat():
+                self._hear_beat(member, message, now)
+            case Hosting() if message.generation == self.generation:
+                meet = Meet(generation=message.generation, host=message.host, port=message.port)
+                for other in self.roster.having("busy"):
+                    self.links.send(other.link, meet)
+            case Settled() if message.generation == self.generation and member.status == "busy":
+                self._settle(member, message, now)
+            case Done() if message.generation == self.generation and member.status == "busy":
+                member.live, member.copies, member.ending = message.live, (), message.ending
+                member.move("settled", at=now)
+            case Leaving():
+                self._let_leave(member)
+            case Failed():
+                self._fail(message, member)
+            case _:
+                pass
+
+    def _hear_beat(self, member: MemberRecord, beat: Beat, now: float) -> None:
+        member.beat = beat
+        for verdict in self.watchdog.hear(member.number, beat, at=now):
+            self.logbook.tell_straggler(member, verdict)
+        if beat.steps:
+            member.last_step = beat.steps[-1]
+            if beat.generation == self.generation and not self._has_stepped:
+                self._first_step(beat.steps[0][0], now)
+            self._furthest = max(self._furthest, beat.step)
+
+    def _settle(self, member: MemberRecord, message: Settled, now: float) -> None:
+        if self.stage == "running" and member.rank is not None:
+            # Its connections to the others broke before we heard of anybody's end.
+            self._begin_halt(f"rank {member.rank} lost the others", now)
+        if self.stage == "pausing" and self._changed_at is None:
+            self._changed_at = now
+        member.live, member.copies, member.ending = message.live, message.copies, None
+        member.move("settled", at=now)
+        self._furthest = max(self._furthest, message.step)
+
+    def _let_leave(self, member: MemberRecord) -> None:
+        if member.is_leaving or not member.is_there or self.is_stopping:
+            return
+        member.is_leaving = True
+        node = self.roster.nodes.get(member.node)
+        is_spare = member.status in {"idle", "starting"}
+        if node is not None and not is_spare:
+            node.wanted = max(0, node.wanted - 1)  # its device goes with it
+        self.logbook.tell_fault(member, "left", "asked to go (SIGTERM)")
+        if is_spare:
+            self._dismiss(member)
+        elif self.roster.target == 0:
+            self.stop()
+
+    # Nodes.
+
+    def _greet_node(self, link: Link, hello: HelloAgent) -> None:
+        node = self.roster.nodes.get(hello.node)
+        if node is None:
+            node = NodeRecord(name=hello.node, wanted=hello.devices)
+            self.roster.nodes[node.name] = node
+        node.link, node.host, node.is_ready = link, hello.host, False
+
+    def _hear_node(self, node: NodeRecord, message: Message) -> None:
+        now = time.monotonic()
+        self.watchdog.hear_node(node.name, at=now)
+        match message:
+            case Prepared():
+                node.is_ready = True
+                if not self.layouts:
+                    self.links.send(node.link, Fork(member=-1, is_planner=True))
+            case Planned():
+                self.layouts = dict(message.layouts)
+                if self.plan_only:
+                    self._end(RunState.STOPPED, "only the plan was asked for")
+                elif self.stage == "planning":
+                    self._enter("gathering", now)
+            case Forked() if message.member in self.roster.members:
+                member = self.roster.members[message.member]
+                member.pid, member.host = message.pid, node.host
+                member.process_started_at = message.process_started_at
+                self.is_dirty = True
+            case Exited() if message.member in self.roster.members:
+                member = self.roster.members[message.member]
+                words = self.logbook.explain_exit(member.number, message.code)
+                if member.is_there:
+                    self._lose_member(member, "left" if member.is_leaving else "killed", words)
+            case Leaving() if node.is_local:
+                self.stop()
+            case Leaving():
+                for member in self.roster.having(
+                    "starting", "idle", "busy", "settled", node=node.name
+                ):
+                    self._let_leave(member)
+                node.wanted = node.wanted if self.is_stopping else 0
+            case Failed():
+                self._fail(message, None)
+            case _:
+                pass
+
+    def _lose_node(self, node: NodeRecord) -> None:
+        node.link, node.is_ready = None, False
+        self.watchdog.forget_node(node.name)
+        if node.is_local:
+            self._stillborn += not self.layouts
+            if self._stillborn >= STILLBORN or not self.layouts:
+                self._end_badly("the process that loads the data ended without a word", None)
+            else:
+                self.start_node()
+        else:
+            del self.roster.nodes[node.name]
+
+    def _watch(self, now: float) -> None:
+        members = self.roster.members
+        verdicts = self.watchdog.look(
+            at=now,
+            is_stopped=lambda number: is_stopped(members[number].pid),
+            is_remote=lambda node: node != LOCAL,
+            busy=[m.number for m in self.roster.having("busy")] if self.stage == "running" else [],
+        )
+        for verdict in verdicts:
+            self._judge(verdict, now)
+        for member in self.roster.having("starting"):
+            if now - member.since > _START_S:
+                self._lose_member(member, "hung", "did not become ready")
+
+    def _judge(self, verdict: Verdict, now: float) -> None:
+        member = self.roster.members[verdict.member]
+        if verdict.what == "stalled":
+            self._begin_halt(f"everybody waits: {verdict.detail}", now)
+        elif member.is_there:
+            self._lose_member(member, verdict.what, verdict.detail)
+            node = self.roster.nodes.get(member.node)
+            if verdict.what == "cut off" and node is not None and node.link is not None:
+                self.links.close(node.link)
+                self._lose_node(node)
+
+    def _resize(self, devices: int) -> Answer:
+        """Another number of workers, from the next step boundary on."""
+        if devices < 1:
+            return Answer(is_accepted=False, text="at least one worker is needed")
+        if self.is_stopping or self.stage in {"planning", "adopting"}:
+            words = "stops" if self.is_stopping else "is just being started; try again in a moment"
+            return Answer(is_accepted=False, text=f"the run {words}")
+        layout, before = self._layout_for(devices), self.roster.target
+        local = self.roster.nodes[LOCAL]
+        remote = [node for node in self.roster.nodes.values() if not node.is_local]
+        excess = devices - self.roster.target
+        for node in [local, *reversed(remote)]:
+            change = excess if node is local else min(0, excess)
+            change = max(change, -node.wanted)
+            node.wanted += change
+            excess -= change
+        self.save()
+        words = f"{before} to {devices} workers at the next step boundary"
+        if layout.world < devices:
+            words += f"; {layout.world} of them can be used"
+        return Answer(is_accepted=True, text=words, layout=str(layout))

@@ -1,0 +1,160 @@
+"""A worker's or node's line to the supervisor: found again when it is lost, started again if dead."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from yunlu.core.crew import Crew, FrameError, Unpacker, read_crew
+from yunlu.core.rundir import EventKind
+from yunlu.core.settings import worker_environment
+from yunlu.core.states import RunState
+from yunlu.training.elastic.messages import Message, frame, read_message
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
+    from yunlu.core.value import Value
+
+SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
+GIVE_UP_S = 60.0
+"""Without a supervisor for so long, a worker ends itself: no orphan stays."""
+_SEND_S = 5.0
+_QUIET_S = 30.0
+_RETRY_S = 0.1
+_RESTART_S = 5.0
+
+
+class LostError(Exception):
+    """The line is dead."""
+
+
+class Contact:
+    """One connection at a time, to whoever supervises the run now."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.crew: Crew | None = None
+        self.connection: socket.socket | None = None
+        self.lost_at = time.monotonic()
+        self._unpacker = Unpacker()
+        self._heard_at = 0.0
+        self._tried_at = 0.0
+        self._restarted_at = 0.0
+        self._read_at = 0.0
+        self._was_over = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a line."""
+        return self.connection is not None
+
+    @property
+    def local_host(self) -> str:
+        """The address under which the supervisor's side sees us; others can reach us there."""
+        return self.connection.getsockname()[0] if self.connection else "127.0.0.1"
+
+    def connect(self, hello: Value) -> bool:
+        """Try once, at most every tenth of a second. ``hello`` gets the token of the moment."""
+        now = time.monotonic()
+        if now - self._tried_at < _RETRY_S:
+            return False
+        self._tried_at = now
+        crew = read_crew(self.run_dir)
+        if crew is None:
+            return False
+        try:
+            connection = socket.create_connection((crew.host, crew.port), timeout=_SEND_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(frame(hello.model_copy(update={"token": crew.token})))
+        except OSError:
+            return False
+        self.crew, self.connection = crew, connection
+        self._unpacker, self._heard_at = Unpacker(), now
+        return True
+
+    def send(self, message: Value) -> None:
+        """Say something; ``LostError`` where nobody can hear it."""
+        if self.connection is None:
+            raise LostError
+        try:
+            self.connection.sendall(frame(message))
+        except OSError as error:
+            raise LostError from error
+
+    def receive(self) -> list[Message]:
+        """What has come; called when the connection is readable."""
+        if self.connection is None:
+            raise LostError
+        try:
+            data = self.connection.recv(1 << 16)
+            if not data:
+                raise LostError
+            self._heard_at = time.monotonic()
+            return [read_message(found) for found in self._unpacker.feed(data)]
+        except (OSError, FrameError) as error:
+            raise LostError from error
+
+    def check_quiet(self) -> None:
+        """A supervisor that says nothing for long is out of reach: look for it anew."""
+        if self.connection is not None and time.monotonic() - self._heard_at > _QUIET_S:
+            raise LostError
+
+    def drop(self) -> None:
+        """The line is dead."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+            self.lost_at = time.monotonic()
+
+    def restart_supervisor(self, *, after_s: float) -> None:
+        """Start another one where there is none: in time, on its own machine, if the run goes on."""
+        now = time.monotonic()
+        if now - self.lost_at < after_s or now - self._restarted_at < _RESTART_S:
+            return
+        self._restarted_at = now
+        if self.is_over() or not _is_free(self.run_dir):
+            return
+        with self.run_dir.log.open("ab") as log:
+            subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                [*SUPERVISOR, str(self.run_dir.path), "--adopt"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(),
+                start_new_session=True,
+            )
+
+    def is_over(self) -> bool:
+        """Whether the run rests, or somebody asked it to: then nobody is to wake it."""
+        now = time.monotonic()
+        if now - self._read_at < 1:
+            return self._was_over
+        self._read_at = now
+        self._was_over = run_is_over(self.run_dir)
+        return self._was_over
+
+
+def run_is_over(run_dir: RunDir) -> bool:
+    """Whether the last word about the run is that it rests, or is asked to."""
+    state = RunState.RUNNING
+    for event, _ in run_dir.read_events():
+        if event.kind is EventKind.STATE:
+            state = RunState(event.data["state"])
+    return state is RunState.STOPPING or not state.is_active
+
+
+def _is_free(run_dir: RunDir) -> bool:
+    """Whether no supervisor holds the run."""
+    descriptor = os.open(run_dir.path / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,373 @@
+"""Everything the supervisor, its workers and its nodes say to each other."""
+
+from __future__ import annotations
+
+import secrets
+import traceback
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from yunlu.core.crew import FrameError, pack
+from yunlu.core.errors import YunluError
+from yunlu.core.value import Value
+from yunlu.planning.layout import Layout, Place
+
+HELLO_BYTES = 4096
+"""Before the token is checked, nobody may say more than this."""
+
+Ending = Literal["finished", "stopped"]
+
+
+class Holding(Value):
+    """One part of the state, in somebody's memory."""
+
+    step: int
+    """Steps completed in it."""
+    generation: int
+    """In which it was cut: the layout of that generation says what the part is."""
+    place: Place
+    """Where the worker whose state it is stood then."""
+
+
+class Seat(Value):
+    """Who works at which rank."""
+
+    member: int
+    host: str
+    pid: int
+
+
+class Giver(Value):
+    """Who has which part of the state to give."""
+
+    meeting_rank: int
+    holding: Holding
+    is_copy: bool = False
+    """A copy kept for somebody (or itself), not the giver's live state."""
+
+
+class Restore(Value):
+    """Where the state comes from."""
+
+    kind: Literal["start", "live", "copies", "checkpoint"]
+    """``start`` and ``checkpoint``: the newest good checkpoint on disk, else from the beginning."""
+    step: int | None = None
+    """Steps completed in it; none where the disk decides."""
+    givers: tuple[Giver, ...] = ()
+    """Everyone who has a part of it. Empty where it comes from disk."""
+    is_moving: bool = True
+    """False where everyone holds already what it needs: nothing is to be passed on."""
+
+
+class Assignment(Value):
+    """One worker's part in one generation."""
+
+    kind: Literal["assign"] = "assign"
+    generation: int
+    layout: Layout
+    rank: int | None
+    """None for a guest: it only gives its state, then leaves."""
+    slot: int = 0
+    """Which of its node's devices is its own."""
+    seats: tuple[Seat, ...]
+    """By rank."""
+    guests: tuple[int, ...] = ()
+    """Members that only give; they follow the seats in the meeting."""
+    meeting_rank: int
+    """Its place in the meeting of seats and guests; equals ``rank`` for who stays."""
+    before: Layout | None = None
+    """The layout in which the givers hold the state."""
+    restore: Restore
+    reason: str = ""
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this worker only gives."""
+        return self.rank is None
+
+    @property
+    def meeting_size(self) -> int:
+        """Workers in the exchange of state."""
+        return len(self.seats) + len(self.guests)
+
+
+# From a worker.
+class HelloMember(Value):
+    """A worker comes, or comes back to a new supervisor."""
+
+    kind: Literal["hello_member"] = "hello_member"
+    token: str
+    member: int
+    node: str
+    host: str
+    pid: int
+    process_started_at: float
+    generation: int = 0
+    rank: int | None = None
+    step: int = 0
+    is_ready: bool = False
+    """It waits for an assignment: nothing of a generation is under way."""
+    ending: Ending | None = None
+    live: Holding | None = None
+    """With ``is_ready``: what it holds."""
+    copies: tuple[Holding, ...] = ()
+
+
+class Ready(Value):
+    """A worker waits for its first assignment."""
+
+    kind: Literal["ready"] = "ready"
+
+
+class Hosting(Value):
+    """Rank 0 keeps the store of a generation here."""
+
+    kind: Literal["hosting"] = "hosting"
+    generation: int
+    host: str
+    port: int
+
+
+class Beat(Value):
+    """A sign of life, five times a second, from a thread of its own."""
+
+    kind: Literal["beat"] = "beat"
+    generation: int = 0
+    step: int = 0
+    phase: str = "idle"
+    progress: int = 0
+    """Grows with every call of ``Member.beat``: the main thread moves."""
+    steps: tuple[tuple[int, float, float], ...] = ()
+    """Steps completed since the last one: step, its seconds, of which waiting for others."""
+    memory_bytes: int = 0
+
+
+class Settled(Value):
+    """A worker is out of its generation and says what it holds."""
+
+    kind: Literal["settled"] = "settled"
+    generation: int
+    step: int
+    live: Holding | None = None
+    copies: tuple[Holding, ...] = ()
+    detail: str = ""
+    """Why, where nobody had asked it to."""
+
+
+class Failed(Value):
+    """A worker or node failed by its own fault; the run fails with it."""
+
+    kind: Literal["failed"] = "failed"
+    code: str
+    message: str
+    hint: str | None = None
+    traceback: str
+
+
+class Leaving(Value):
+    """A worker or node was told to go (SIGTERM): it leaves at the next step boundary."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
+class Done(Value):
+    """A worker's part of the run is over; it waits until everyone's is."""
+
+    kind: Literal["done"] = "done"
+    generation: int
+    ending: Ending
+    step: int
+    live: Holding | None = None
+
+
+class Planned(Value):
+    """How the work is split, by number of workers."""
+
+    kind: Literal["planned"] = "planned"
+    layouts: dict[int, Layout]
+
+
+# From a node.
+class HelloAgent(Value):
+    """A node offers devices."""
+
+    kind: Literal["hello_agent"] = "hello_agent"
+    token: str
+    node: str
+    host: str
+    pid: int
+    process_started_at: float
+    devices: int
+
+
+class Prepared(Value):
+    """The node can fork workers now."""
+
+    kind: Literal["prepared"] = "prepared"
+
+
+class Forked(Value):
+    """A worker was started."""
+
+    kind: Literal["forked"] = "forked"
+    member: int
+    pid: int
+    process_started_at: float
+
+
+class Exited(Value):
+    """A worker of this node ended; below zero: by that signal."""
+
+    kind: Literal["exited"] = "exited"
+    member: int
+    code: int
+
+
+# From anybody with the token.
+class HelloClient(Value):
+    """Somebody has a request."""
+
+    kind: Literal["hello_client"] = "hello_client"
+    token: str
+
+
+class Resize(Value):
+    """Go on with so many workers."""
+
+    kind: Literal["resize"] = "resize"
+    devices: int
+
+
+class Where(Value):
+    """Which directory is the run's, on the file system that all nodes share?"""
+
+    kind: Literal["where"] = "where"
+
+
+# From the supervisor.
+class Tick(Value):
+    """The supervisor is there, once a second."""
+
+    kind: Literal["tick"] = "tick"
+
+
+class Meet(Value):
+    """Where the store of a generation is."""
+
+    kind: Literal["meet"] = "meet"
+    generation: int
+    host: str
+    port: int
+
+
+class Pause(Value):
+    """Stop at the next step boundary, all at the same, and settle."""
+
+    kind: Literal["pause"] = "pause"
+    generation: int
+
+
+class Stop(Value):
+    """Stop at the next step boundary, save, and be done."""
+
+    kind: Literal["stop"] = "stop"
+
+
+class Halt(Value):
+    """Get out of this generation at once: somebody in it is lost."""
+
+    kind: Literal["halt"] = "halt"
+    generation: int
+
+
+class Leave(Value):
+    """Exit: nobody needs this worker or node any more."""
+
+    kind: Literal["leave"] = "leave"
+
+
+class Fork(Value):
+    """Start a worker, or one process that makes the plan."""
+
+    kind: Literal["fork"] = "fork"
+    member: int
+    is_planner: bool = False
+
+
+class Kill(Value):
+    """End a worker that does not answer."""
+
+    kind: Literal["kill"] = "kill"
+    member: int
+
+
+class Answer(Value):
+    """What comes of a request."""
+
+    kind: Literal["answer"] = "answer"
+    is_accepted: bool
+    text: str
+    layout: str = ""
+
+
+Message = Annotated[
+    Assignment
+    | HelloMember
+    | Ready
+    | Hosting
+    | Beat
+    | Settled
+    | Failed
+    | Leaving
+    | Done
+    | Planned
+    | HelloAgent
+    | Prepared
+    | Forked
+    | Exited
+    | HelloClient
+    | Resize
+    | Where
+    | Tick
+    | Meet
+    | Pause
+    | Stop
+    | Halt
+    | Leave
+    | Fork
+    | Kill
+    | Answer,
+    Field(discriminator="kind"),
+]
+
+_adapter: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+def read_message(data: dict[str, Any]) -> Message:
+    """The message in a frame; ``FrameError`` where it is none of ours."""
+    try:
+        return _adapter.validate_python(data)
+    except ValidationError as error:
+        raise FrameError(f"not a message of ours: {str(data)[:200]}") from error
+
+
+def frame(message: Value) -> bytes:
+    """A message as it goes over the wire."""
+    return pack(message.model_dump(mode="json"))
+
+
+def is_same_token(given: str, ours: str) -> bool:
+    """Compared in constant time."""
+    return secrets.compare_digest(given.encode(), ours.encode())
+
+
+def as_failure(error: BaseException) -> Failed:
+    """An error as the supervisor tells it."""
+    is_ours = isinstance(error, YunluError)
+    return Failed(
+        code=error.code if is_ours else "internal",
+        message=error.message if is_ours else f"{type(error).__name__}: {error}",
+        hint=error.hint if is_ours else None,
+        traceback="".join(traceback.format_exception(error))[-100_000:],
+    )

@@ -1,0 +1,320 @@
+"""The supervisor of a run with several workers: one process, one thread, no torch.
+
+``python -m yunlu.training.elastic.supervisor RUN_DIR --devices N`` is how the pool starts it. It
+starts a *node* (see ``yunlu.training.elastic``), which forks the workers. If it is killed, a worker
+starts another one with ``--adopt``, which goes on from ``crew.json``; training does not stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import psutil
+
+from yunlu.core.crew import Crew, CrewMember, read_crew, write_crew
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.settings import bind_address, worker_environment
+from yunlu.core.states import RunState
+from yunlu.planning.layout import Layout
+from yunlu.training.elastic.captain import Captain
+from yunlu.training.elastic.contact import run_is_over
+from yunlu.training.elastic.helm import Outcome
+from yunlu.training.elastic.links import Links
+from yunlu.training.elastic.logbook import Logbook
+from yunlu.training.elastic.messages import Halt, Leave, as_failure
+from yunlu.training.elastic.roster import LOCAL, MemberRecord, is_alive, kill
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+NODE_MODULE = "yunlu.training.crew"
+"""The program of a node, started by name: nothing here imports what trains."""
+_LOOP_S = 0.1
+_LEAVE_S = 8.0
+_LOCK_S = 1.0
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="yunlu.training.elastic.supervisor")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--node-module", default=NODE_MODULE)
+    parser.add_argument("--plan-only", action="store_true")
+    parser.add_argument("--adopt", action="store_true")
+    asked = parser.parse_args()
+    try:
+        state = supervise(
+            asked.run_dir,
+            devices=asked.devices,
+            spares=asked.spares,
+            node_module=asked.node_module,
+            plan_only=asked.plan_only,
+            adopt=asked.adopt,
+        )
+    except BlockingIOError:
+        sys.stderr.write("the run already has a supervisor\n")
+        return 1
+    return 1 if state is RunState.FAILED else 0
+
+
+def supervise(
+    run_dir: Path,
+    *,
+    devices: int,
+    spares: int = 1,
+    node_module: str = NODE_MODULE,
+    plan_only: bool = False,
+    adopt: bool = False,
+) -> RunState:
+    """See a run through; ``BlockingIOError`` where somebody else does."""
+    directory = RunDir(run_dir)
+    with _only_supervisor(directory):
+        if adopt and run_is_over(directory):
+            return RunState.STOPPED  # started by somebody who had not heard of its end
+        before = read_crew(directory) if adopt else None
+        supervisor = Supervisor(
+            directory,
+            before,
+            devices=devices,
+            spares=spares,
+            node_module=node_module,
+            plan_only=plan_only,
+        )
+        return supervisor.run()
+
+
+class Supervisor:
+    """The process around the captain: lock, journal, loop, and a good end."""
+
+    def __init__(
+        self,
+        directory: RunDir,
+        before: Crew | None,
+        *,
+        devices: int,
+        spares: int,
+        node_module: str,
+        plan_only: bool,
+    ) -> None:
+        self.directory = directory
+        self._token = before.token if before else secrets.token_urlsafe(32)
+        self._host = _reachable(bind_address())
+        self._links = Links(bind_address(), self._token)
+        self._node_module = before.node_module if before else node_module
+        self._node: subprocess.Popen[bytes] | None = None
+        self._started_at = psutil.Process().create_time()
+        self._is_signalled = False
+        self.captain = Captain(
+            self._links,
+            Logbook(directory),
+            devices=before.target if before else devices,
+            spares=before.spares if before else spares,
+            plan_only=plan_only,
+            start_node=self._start_node,
+            save=self._save,
+        )
+        self._listen_to_signals()
+        if before is not None:
+            self._take_over(before)
+
+    def run(self) -> RunState:
+        """Until the run ends."""
+        is_new = self.captain.stage != "adopting"
+        self._save()
+        self._record_worker()
+        if is_new:
+            self._begin_life()
+            self._start_node()
+        try:
+            outcome = self._see_through()
+        except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+            traceback.print_exc()
+            self.captain.logbook.tell_failure(as_failure(error), None)
+            outcome = Outcome(state=RunState.FAILED)
+        self._wind_up(is_failed=outcome.state is RunState.FAILED)
+        reason = {"reason": outcome.reason} if outcome.reason else {}
+        self.captain.logbook.emit(EventKind.STATE, state=outcome.state, **reason)
+        return outcome.state
+
+    def _see_through(self) -> Outcome:
+        while self.captain.outcome is None:
+            self._links.poll(_LOOP_S, on_message=self.captain.hear, on_lost=self.captain.lose)
+            if self._is_signalled:
+                self.captain.stop()
+            self.captain.tick()
+            if self._node is not None:
+                self._node.poll()
+        return self.captain.outcome
+
+    def _take_over(self, before: Crew) -> None:
+        captain = self.captain
+        captain.generation = before.generation
+        captain.layouts = {n: Layout.model_validate(found) for n, found in before.layouts.items()}
+        captain.history = {n: Layout.model_validate(found) for n, found in before.history.items()}
+        captain.roster.next_member = before.next_member
+        for found in before.members:
+            captain.roster.members[found.member] = MemberRecord(
+                number=found.member,
+                node=found.node,
+                host=found.host,
+                pid=found.pid,
+                process_started_at=found.process_started_at,
+                rank=found.rank,
+                status="busy" if found.rank is not None else "idle",
+                since=time.monotonic(),
+            )
+        captain.begin_adoption()
+
+    def _save(self) -> None:
+        captain = self.captain
+        write_crew(
+            self.directory,
+            Crew(
+                host=self._host,
+                port=self._links.port,
+                token=self._token,
+                pid=os.getpid(),
+                process_started_at=self._started_at,
+                node_module=self._node_module,
+                generation=captain.generation,
+                target=captain.roster.target,
+                spares=captain.spares,
+                next_member=captain.roster.next_member,
+                layouts={n: found.model_dump() for n, found in captain.layouts.items()},
+                history={n: found.model_dump() for n, found in captain.history.items()},
+                members=tuple(
+                    CrewMember(
+                        member=member.number,
+                        node=member.node,
+                        host=member.host,
+                        pid=member.pid,
+                        process_started_at=member.process_started_at,
+                        rank=member.rank,
+                    )
+                    for member in captain.roster.having("starting", "idle", "busy", "settled")
+                    if member.pid
+                ),
+            ),
+        )
+
+    def _record_worker(self) -> None:
+        """Whoever asks finds the process that answers for the run now."""
+        record = {
+            "pid": os.getpid(),
+            "process_started_at": self._started_at,
+            "host": socket.gethostname(),
+            "detached": True,
+        }
+        write_atomically(self.directory.path / "worker.json", json.dumps(record))
+
+    def _begin_life(self) -> None:
+        lives = sum(event.kind is EventKind.LIFE for event, _ in self.directory.read_events())
+        self.directory.emit(
+            EventKind.LIFE,
+            number=lives + 1,
+            pid=os.getpid(),
+            process_started_at=self._started_at,
+            began_at=self._started_at,
+        )
+        self.directory.emit(EventKind.STATE, state=RunState.PLANNING)
+
+    def _start_node(self) -> None:
+        devices = str(self.captain.roster.nodes[LOCAL].wanted)
+        words = [sys.executable, "-m", self._node_module, str(self.directory.path)]
+        self._node = subprocess.Popen(  # noqa: S603 (our own interpreter)
+            [*words, "--node", LOCAL, "--devices", devices],
+            stdin=subprocess.DEVNULL,
+            env=worker_environment(threads=1),
+        )
+
+    def _listen_to_signals(self) -> None:
+        def note(*_: object) -> None:
+            self._is_signalled = True
+
+        wake, woken = socket.socketpair()
+        wake.setblocking(False)
+        woken.setblocking(False)
+        self._links.add_wake(woken)
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
+        signal.signal(signal.SIGCHLD, _ignore)
+
+    def _wind_up(self, *, is_failed: bool) -> None:
+        """Nobody stays behind."""
+        captain = self.captain
+        members, nodes = captain.roster.members, captain.roster.nodes
+        for member in members.values():
+            if is_failed:
+                self._links.send(member.link, Halt(generation=captain.generation))
+            self._links.send(member.link, Leave())
+        for node in nodes.values():
+            self._links.send(node.link, Leave())
+        deadline = time.monotonic() + _LEAVE_S
+        local = [member for member in members.values() if member.node == LOCAL and member.pid]
+        while time.monotonic() < deadline:
+            self._links.poll(0.02, on_message=_ignore, on_lost=_ignore)
+            node_is_gone = self._node is None or self._node.poll() is not None
+            linked = any(node.link and not node.link.is_closed for node in nodes.values())
+            if node_is_gone and not linked and not any(_lives(member) for member in local):
+                break
+        for member in local:
+            kill(member.pid, member.process_started_at)
+        if self._node is not None and self._node.poll() is None:
+            self._node.kill()
+            self._node.wait()
+        self._links.close_all()
+
+
+@contextmanager
+def _only_supervisor(directory: RunDir) -> Generator[IO[str]]:
+    """Hold the run's lock: two of us would destroy each other's work."""
+    with (directory.path / "worker.lock").open("w") as file:
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # perhaps somebody only looks whether it is free
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield file
+
+
+def _ignore(*_: object) -> None:
+    """Nobody needs to know."""
+
+
+def _lives(member: MemberRecord) -> bool:
+    return is_alive(member.pid, member.process_started_at)
+
+
+def _reachable(bound: str) -> str:
+    """The address others are to use."""
+    if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
+        return bound
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # no packet is sent: it only chooses a way out
+        return probe.getsockname()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

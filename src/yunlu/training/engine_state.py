@@ -1,0 +1,172 @@
+"""Everything of an engine that a run needs to go on: as boxes of tensors, and as JSON.
+
+The same is written to a checkpoint, read back under any layout, and passed between live workers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import DataError
+from yunlu.training.checkpoint import state as states
+from yunlu.training.checkpoint.files import Snapshot
+from yunlu.training.parallel.boxes import (
+    GroupReader,
+    Piece,
+    piece_of,
+    weights_of,
+    whole,
+)
+from yunlu.training.parallel.boxes import fill as fill_pieces
+from yunlu.training.parallel.moments import (
+    fill_optimizer,
+    install_optimizer,
+    optimizer_pieces,
+    wanted_optimizer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from yunlu.training.checkpoint.reader import FileReader
+    from yunlu.training.engine import Engine
+    from yunlu.training.parallel.boxes import Spec
+
+Groups = dict[str, dict[str, Piece]]
+
+
+class EngineState:
+    """What an engine holds, found once: FSDP shows other tensors in the middle of a step."""
+
+    def __init__(self, engine: Engine, whole_aliases: Mapping[str, str]) -> None:
+        self._engine = engine
+        self.aliases = dict(whole_aliases)
+        parts = engine.arranged.parts
+        self.model = weights_of(parts, aliases=whole_aliases)
+        self._leaves = self._name_leaves(parts)
+
+    def pieces(self) -> Groups:
+        """Live tensors, by group; the optimiser's exist from its first step on."""
+        moments, _ = optimizer_pieces(self._engine.optimizer, self._leaves)
+        found: Groups = {"model": self.model, "optimizer": moments}
+        if self._engine.average is not None:
+            found["ema"] = weights_of([self._engine.average.module], aliases=self.aliases)
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest, as JSON; the same on all workers."""
+        engine = self._engine
+        _, groups = optimizer_pieces(engine.optimizer, self._leaves)
+        average = engine.average
+        return {
+            "aliases": self.aliases,
+            "optimizer": groups,
+            "precision": engine.precision.state(),
+            "clipping": engine.clipper.state(),
+            "guard": engine.guard.state(),
+            "plateau": engine.plateau.state(),
+            "micro_batch": engine.micro_batch,
+            "averaged": None if average is None else int(average.n_averaged),
+            "fingerprint": engine.splits.fingerprint,
+        }
+
+    def wanted(self, specs: Mapping[str, Spec]) -> Groups:
+        """Tensors to be filled from somewhere that has these (``<group>/<name>``)."""
+        prefix = "optimizer/"
+        moments = {
+            name.removeprefix(prefix): spec
+            for name, spec in specs.items()
+            if name.startswith(prefix)
+        }
+        found = self.pieces()
+        found["optimizer"] = wanted_optimizer(self._engine.optimizer, self._leaves, moments)
+        return found
+
+    def install(self, filled: Groups, numbers: dict[str, Any], *, step: int) -> None:
+        """Go on from tensors that were filled, after ``step`` steps."""
+        engine = self._engine
+        self._check_data(numbers)
+        install_optimizer(
+            engine.optimizer, self._leaves, filled["optimizer"], numbers["optimizer"]
+        )
+        self._adopt(numbers, step=step)
+
+    def snapshot(self, *, metrics: dict[str, float], extra: dict[str, Any]) -> Snapshot:
+        """What this worker contributes to a checkpoint; live tensors are copied by who saves."""
+        engine = self._engine
+        tensors: dict[str, Any] = {}
+        state = self.numbers() | {"extra": extra}
+        if engine.world.layout.is_single:
+            # Among others the numbers of a step are its own: see ``seed_of_step``.
+            tensors["random"], state["random"] = states.copy_random()
+        if not engine.arranged.is_cut:
+            tensors["noise"], state["noise"] = engine.noise.state()
+        return Snapshot(
+            step=engine.steps_done,
+            tensors=tensors,
+            pieces=self.pieces(),
+            state=state,
+            metrics=metrics,
+        )
+
+    def read(self, reader: FileReader) -> dict[str, Any]:
+        """Continue from a checkpoint of any layout; returns what the watchers had kept in it."""
+        engine, state = self._engine, reader.state
+        self._check_data(state)
+        self.read_weights(reader)
+        fill_optimizer(
+            engine.optimizer, self._leaves, reader.group("optimizer"), state["optimizer"]
+        )
+        self._adopt(state, step=reader.step)
+        if "noise" in state and not engine.arranged.is_cut:
+            engine.noise.restore(_load(reader.group("noise")), state["noise"])
+        if "random" in state and engine.world.layout.is_single:
+            states.restore_random(_load(reader.group("random")), state["random"])
+        return state["extra"]
+
+    def read_weights(self, reader: FileReader) -> None:
+        """Only the weights, and their average."""
+        fill_pieces(self.model.values(), reader.group("model"))
+        average = self._engine.average
+        if average is not None:
+            fill_pieces(
+                weights_of([average.module], aliases=self.aliases).values(), reader.group("ema")
+            )
+
+    def _adopt(self, numbers: dict[str, Any], *, step: int) -> None:
+        engine = self._engine
+        engine.precision.restore(numbers["precision"])
+        engine.clipper.restore(numbers["clipping"])
+        engine.guard.restore(numbers["guard"])
+        engine.plateau.restore(numbers["plateau"])
+        engine.micro_batch = numbers["micro_batch"]
+        if engine.average is not None and numbers["averaged"] is not None:
+            engine.average.n_averaged.fill_(numbers["averaged"])
+        engine.steps_done = step
+
+    def _check_data(self, numbers: dict[str, Any]) -> None:
+        if numbers["fingerprint"] != self._engine.splits.fingerprint:
+            raise DataError(
+                "The data has changed since this run began, so it cannot be resumed exactly.",
+                hint="Bring the old data back, or start a new run on the new data.",
+            )
+
+    def _name_leaves(self, parts: list[nn.Module]) -> dict[int, Piece]:
+        """By the optimiser's tensor, the weight it is, or is a part of."""
+        arranged = self._engine.arranged
+        leaves = {
+            id(weight): leaf for weight, leaf in zip(arranged.weights, arranged.leaves, strict=True)
+        }
+        found: dict[int, Piece] = {}
+        for part in parts:
+            for name, weight in part.named_parameters():
+                if id(weight) in leaves:
+                    known = self.aliases.get(name, name)
+                    found[id(leaves[id(weight)])] = piece_of(known, weight)
+        return found
+
+
+def _load(reader: GroupReader) -> dict[str, Any]:
+    return {name: reader.read(name, whole(spec.shape)) for name, spec in reader.specs().items()}

@@ -1,0 +1,1 @@
+"""One model over many workers: who holds what, and how their results become one."""

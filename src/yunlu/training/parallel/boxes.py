@@ -1,0 +1,298 @@
+"""State as boxes: every tensor has a whole-model name and shape, and a worker holds one box of it.
+
+The same arithmetic serves checkpoints (boxes in files) and the exchange between live workers (boxes in
+memory): what was cut under one layout is put together under another by intersecting boxes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from yunlu.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no element lies in it; a scalar's box holds one."""
+        return 0 in self.size
+
+    @property
+    def volume(self) -> int:
+        """How many elements lie in it."""
+        return prod(self.size)
+
+    def intersect(self, other: Box) -> Box:
+        """What lies in both; empty where nothing does."""
+        low = tuple(map(max, self.offset, other.offset))
+        ends = map(min, self._ends(), other._ends())
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
+
+    def subtract(self, other: Box) -> Iterator[Box]:
+        """What lies in this one only, as boxes that do not overlap."""
+        common = self.intersect(other)
+        if common.is_empty:
+            if not self.is_empty:
+                yield self
+            return
+        offset, size = list(self.offset), list(self.size)
+        for dim, (low, length) in enumerate(zip(common.offset, common.size, strict=True)):
+            before, after = low - offset[dim], offset[dim] + size[dim] - low - length
+            for start, extent in ((offset[dim], before), (low + length, after)):
+                if extent:
+                    yield Box(_with(offset, dim, start), _with(size, dim, extent))
+            offset[dim], size[dim] = low, length
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a tensor that holds the outer box."""
+        return tuple(
+            slice(start - base, start - base + length)
+            for start, base, length in zip(self.offset, outer.offset, self.size, strict=True)
+        )
+
+    def _ends(self) -> Iterator[int]:
+        return (start + length for start, length in zip(self.offset, self.size, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def uncovered(wanted: Box, boxes: Iterable[Box]) -> list[Box]:
+    """What none of the boxes holds."""
+    left = [] if wanted.is_empty else [wanted]
+    for box in boxes:
+        left = [rest for part in left for rest in part.subtract(box)]
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor is as a whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one worker holds of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    tensor: Tensor
+    """Local and plain, of exactly the box's size."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.box.size:
+            raise ValueError(f"{self.name}: {tuple(self.tensor.shape)} is not {self.box.size}")
+
+    @property
+    def spec(self) -> Spec:
+        """What the whole tensor is."""
+        return Spec(self.shape, self.tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the local tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Reader(Protocol):
+    """Where state comes from."""
+
+    def specs(self) -> Mapping[str, Spec]:
+        """The tensors that can be read, by name."""
+        ...
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReader:
+    """The tensors of one group of a reader, by their names within the group."""
+
+    reader: Reader
+    group: str
+
+    def specs(self) -> Mapping[str, Spec]:
+        """The tensors of the group."""
+        prefix = f"{self.group}/"
+        found = self.reader.specs().items()
+        return {name.removeprefix(prefix): spec for name, spec in found if name.startswith(prefix)}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor of the group."""
+        return self.reader.read(f"{self.group}/{name}", box)
+
+
+def join_groups(groups: Mapping[str, Mapping[str, Piece]]) -> list[Piece]:
+    """The pieces of all groups, named ``<group>/<name>``."""
+    return [
+        replace(piece, name=f"{group}/{name}")
+        for group, pieces in groups.items()
+        for name, piece in pieces.items()
+    ]
+
+
+def piece_of(name: str, tensor: Tensor) -> Piece:
+    """What this worker holds of a tensor: all of a plain one, its shard of a distributed one."""
+    local = local_of(tensor)
+    shape = tuple(tensor.shape)
+    if local is tensor:
+        return Piece(name, shape, whole(shape), tensor.detach())
+    spread = cast("DTensor", tensor)
+    box = _shard(name, shape, spread)
+    if box.size != tuple(local.shape):
+        raise CheckpointError(
+            f"The shard of {name} is {tuple(local.shape)}, where {spread.placements} of {shape} "
+            f"means {box.size}.",
+            hint="This is a fault of Yunlu or of a model that cuts its own weights; please report it.",
+        )
+    return Piece(name, shape, box, local.detach())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of a distributed tensor that lies here; a plain tensor itself."""
+    # One worker alone never loads torch's distributed tensors, which takes most of a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return tensor
+    return cast("Any", tensor)._local_tensor
+
+
+def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> Box:
+    # torch computes this too, but wrongly where FSDP lies over an uneven cut of the same dimension.
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Box((0,) * len(shape), (0,) * len(shape))
+    offset, size = [0] * len(shape), list(shape)
+    for axis in _in_order_of_cutting(name, tensor):
+        dim, ways = _cut_dim(tensor, axis), tensor.device_mesh.size(axis)
+        chunk = -(-size[dim] // ways)
+        start = min(chunk * coordinate[axis], size[dim])
+        offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)
+    return Box(tuple(offset), tuple(size))
+
+
+def _in_order_of_cutting(name: str, tensor: DTensor) -> list[int]:
+    """The axes that cut the tensor: a strided shard was cut after the plain ones to its right."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see local_of
+    from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
+        _StridedShard,  # pyright: ignore[reportPrivateUsage]
+    )
+
+    plain: list[int] = []
+    strided: list[int] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            strided.append(axis)
+        elif isinstance(placement, Shard):
+            plain.append(axis)
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(
+                f"{name} is spread over workers as {placement}: no worker holds its value.",
+                hint="State must be sharded or replicated; keep sums out of weights and buffers.",
+            )
+    for axis in strided:
+        dim = _cut_dim(tensor, axis)
+        after = [other for other in plain if other > axis and _cut_dim(tensor, other) == dim]
+        ways = prod(tensor.device_mesh.size(other) for other in after)
+        if ways != cast("Any", tensor.placements[axis]).split_factor or len(strided) > 1:
+            raise CheckpointError(f"{name} is cut as {tensor.placements}, which is not one box.")
+    return [*plain, *strided]
+
+
+def _cut_dim(tensor: DTensor, axis: int) -> int:
+    return cast("Shard", tensor.placements[axis]).dim
+
+
+def find_aliases(model: nn.Module) -> dict[str, str]:
+    """The other names of tied weights → the name they stand under; asked of the whole model."""
+    return _tied(model.state_dict())[1]
+
+
+def weights_of(
+    modules: Iterable[nn.Module], *, aliases: Mapping[str, str] | None = None
+) -> dict[str, Piece]:
+    """Weights and persistent buffers of one or several stages, under whole-model names.
+
+    Tied weights stand once. ``aliases`` of the whole model give the parts of a tie that a pipeline
+    keeps on two workers the same name.
+    """
+    pieces: dict[str, Piece] = {}
+    for module in modules:
+        for name, value in _tied(module.state_dict())[0].items():
+            known = (aliases or {}).get(name, name)
+            pieces.setdefault(known, piece_of(known, value))
+    return pieces
+
+
+def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"The model keeps {name} ({type(value).__name__}) in its state, which is not a tensor.",
+                hint="Keep such values as buffers, or outside the state dict.",
+            )
+        local = local_of(value)
+        key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride())
+        if local.numel() and key in seen:
+            aliases[name] = seen[key]
+            continue
+        seen[key] = name
+        kept[name] = value
+    return kept, aliases
+
+
+def fill(pieces: Iterable[Piece], reader: Reader) -> None:
+    """Copy into the live tensors; nothing is touched where the state is another model's."""
+    wanted = list(pieces)
+    check_fit(wanted, reader.specs())
+    with torch.no_grad():
+        for piece in wanted:
+            if not piece.box.is_empty:
+                piece.tensor.copy_(reader.read(piece.name, piece.box))
+
+
+def check_fit(wanted: Iterable[Piece], specs: Mapping[str, Spec]) -> None:
+    """Refuse state that lacks a tensor, or has it in another shape."""
+    for piece in wanted:
+        found = specs.get(piece.name)
+        if found is None or found.shape != piece.shape:
+            has = "does not have it" if found is None else f"has {list(found.shape)}"
+            raise CheckpointError(
+                f"The state does not fit the model: {piece.name} is {list(piece.shape)} here, "
+                f"and the state {has}.",
+                hint="Resume with the model and the data the run was started with.",
+            )
+
+
+def _with(values: list[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])

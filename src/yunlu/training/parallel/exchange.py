@@ -1,0 +1,327 @@
+"""State passed between live workers: what one holds and another needs, in large messages.
+
+Everyone tells what it holds and wants, as JSON; everyone computes the same list of transfers; then the
+bytes travel directly. No pickle is involved, so a worker gone mad can send nothing that runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yunlu.core.errors import CheckpointError
+from yunlu.training.parallel.boxes import Box, Piece, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+CHUNK_BYTES = 64 << 20
+_ALIGN_BYTES = 16
+_SMALLEST_BYTES = 1 << 20
+
+
+class Uncovered(CheckpointError):  # noqa: N818 - it says what is the case, not what went wrong
+    """Some part of the state is held by nobody."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        super().__init__(
+            f"No worker holds all of {len(names)} tensors: {shown}.",
+            hint="The state has to come from a checkpoint.",
+        )
+        self.names = tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece without its tensor: what others need to know of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box on its way."""
+
+    source: int
+    destination: int
+    name: str
+    box: Box
+    """A part of what the source holds."""
+    holding: int
+    """Which of the source's pieces it is taken from."""
+    target: int
+    """Which of the destination's pieces it goes to."""
+    dtype: torch.dtype
+    """The source's."""
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is on the wire."""
+        return self.box.volume * self.dtype.itemsize
+
+
+def exchange(held: Iterable[Piece], wanted: Iterable[Piece], *, group: Any = None) -> None:
+    """Fill the wanted tensors from what everyone holds; every worker of the group calls this.
+
+    Wanted tensors share no memory with held ones. Raises ``Uncovered`` on all workers alike where
+    some wanted box is held by nobody; then no tensor was touched.
+    """
+    giving, taking = list(held), list(wanted)
+    known = gather_json({"held": _tell(giving), "wanted": _tell(taking)}, group=group)
+    everyone_held = [_hear(told["held"]) for told in known]
+    everyone_wants = [_hear(told["wanted"]) for told in known]
+    size, rank = len(known), dist.get_rank(group) if len(known) > 1 else 0
+    limit = max(_SMALLEST_BYTES, CHUNK_BYTES // size)
+    transfers = plan_transfers(everyone_held, everyone_wants, limit_bytes=limit)
+    with torch.no_grad():
+        for transfer in transfers:
+            if transfer.source == transfer.destination == rank:
+                _place(giving, taking, transfer)
+        _send_all(giving, taking, transfers, rank=rank, limit_bytes=limit, group=group)
+
+
+def gather_specs(held: Iterable[Piece], *, group: Any = None) -> dict[str, Spec]:
+    """The tensors of which anyone holds a part; every worker of the group calls this."""
+    return {
+        part.name: Spec(part.shape, part.dtype)
+        for told in gather_json(_tell(held), group=group)
+        for part in _hear(told)
+    }
+
+
+def plan_transfers(
+    held: Sequence[Sequence[Part]],
+    wanted: Sequence[Sequence[Part]],
+    *,
+    limit_bytes: int = CHUNK_BYTES,
+) -> list[Transfer]:
+    """Who sends which box to whom: own data first, then spread over those who hold it.
+
+    Every element of every wanted box is sent exactly once. The answer depends on the arguments
+    alone, so that all workers come to the same.
+    """
+    holders: dict[str, list[tuple[int, int, Part]]] = defaultdict(list)
+    for rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            if not part.box.is_empty:
+                holders[part.name].append((rank, index, part))
+    sent_bytes = [0] * len(held)
+    transfers: list[Transfer] = []
+    missing: set[str] = set()
+    for rank, parts in enumerate(wanted):
+        for index, part in enumerate(parts):
+            _check_shapes(part, holders[part.name])
+            left = [] if part.box.is_empty else [part.box]
+            candidates = sorted(
+                holders[part.name], key=lambda one: (one[0] != rank, sent_bytes[one[0]], one[:2])
+            )
+            for source, holding, have in candidates:
+                taken = [common for box in left if not (common := box.intersect(have.box)).is_empty]
+                left = [rest for box in left for rest in box.subtract(have.box)]
+                for box in _split(taken, have.dtype.itemsize, limit_bytes):
+                    transfer = Transfer(source, rank, part.name, box, holding, index, have.dtype)
+                    sent_bytes[source] += transfer.nbytes if source != rank else 0
+                    transfers.append(transfer)
+                if not left:
+                    break
+            if left:
+                missing.add(part.name)
+    if missing:
+        raise Uncovered(sorted(missing))
+    return transfers
+
+
+def gather_json(value: Any, *, group: Any = None) -> list[Any]:
+    """What each worker of the group tells, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    device = _wire(group)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    count = dist.get_world_size(group)
+    sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor(data.numel(), device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    told = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(told, padded, group=group)
+    return [_parse(answer[:length]) for answer, length in zip(told, lengths, strict=True)]
+
+
+def broadcast_json(value: Any, *, source: int, group: Any = None) -> Any:
+    """The source's value, on every worker of the group; ``source`` counts within the group."""
+    if not dist.is_initialized():
+        return value
+    device = _wire(group)
+    is_source = dist.get_rank(group) == source
+    encoded = json.dumps(value).encode() if is_source else b""
+    length = torch.tensor(len(encoded), device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if is_source:
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    dist.broadcast(data, group=group, group_src=source)
+    return _parse(data)
+
+
+def _send_all(
+    giving: list[Piece],
+    taking: list[Piece],
+    transfers: list[Transfer],
+    *,
+    rank: int,
+    limit_bytes: int,
+    group: Any,
+) -> None:
+    out, into = _messages(transfers, rank, limit_bytes)
+    device = _wire(group) if transfers and dist.is_initialized() else torch.device("cpu")
+    # In rounds: everyone posts its next message to and from each other before it waits for any.
+    for number in range(max(map(len, [*out.values(), *into.values()]), default=0)):
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, list[Transfer]]] = []
+        for peer in sorted({*out, *into}):
+            if number < len(into.get(peer, ())):
+                message = into[peer][number]
+                buffer = torch.empty(_length(message), dtype=torch.uint8, device=device)
+                arriving.append((buffer, message))
+                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+            if number < len(out.get(peer, ())):
+                buffer = _pack(giving, out[peer][number], device)
+                operations.append(dist.P2POp(dist.isend, buffer, group=group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for buffer, message in arriving:
+            _unpack(buffer, message, taking)
+
+
+_Messages = dict[int, list[list[Transfer]]]
+
+
+def _messages(
+    transfers: list[Transfer], rank: int, limit_bytes: int
+) -> tuple[_Messages, _Messages]:
+    """What goes to each other worker and what comes from it, packed until a message is full."""
+    out: _Messages = defaultdict(list)
+    into: _Messages = defaultdict(list)
+    filled: dict[int, int] = {}
+    for transfer in transfers:
+        if transfer.source == transfer.destination:
+            continue
+        if transfer.source == rank:
+            messages = out[transfer.destination]
+        elif transfer.destination == rank:
+            messages = into[transfer.source]
+        else:
+            continue
+        length = _aligned(transfer.nbytes)
+        if not messages or filled[id(messages)] + length > limit_bytes:
+            messages.append([])
+            filled[id(messages)] = 0
+        messages[-1].append(transfer)
+        filled[id(messages)] += length
+    return out, into
+
+
+def _length(message: list[Transfer]) -> int:
+    return sum(_aligned(transfer.nbytes) for transfer in message)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _pack(giving: list[Piece], message: list[Transfer], device: torch.device) -> Tensor:
+    buffer = torch.zeros(_length(message), dtype=torch.uint8, device=device)
+    for transfer, view in _views(buffer, message):
+        piece = giving[transfer.holding]
+        view.copy_(piece.tensor[transfer.box.within(piece.box)])
+    return buffer
+
+
+def _unpack(buffer: Tensor, message: list[Transfer], taking: list[Piece]) -> None:
+    for transfer, view in _views(buffer, message):
+        piece = taking[transfer.target]
+        piece.tensor[transfer.box.within(piece.box)].copy_(view)
+
+
+def _views(buffer: Tensor, message: list[Transfer]) -> Iterable[tuple[Transfer, Tensor]]:
+    start = 0
+    for transfer in message:
+        data = buffer[start : start + transfer.nbytes]
+        yield transfer, data.view(transfer.dtype).view(transfer.box.size)
+        start += _aligned(transfer.nbytes)
+
+
+def _place(giving: list[Piece], taking: list[Piece], transfer: Transfer) -> None:
+    source, target = giving[transfer.holding], taking[transfer.target]
+    target.tensor[transfer.box.within(target.box)].copy_(
+        source.tensor[transfer.box.within(source.box)]
+    )
+
+
+def _split(boxes: Iterable[Box], itemsize: int, limit_bytes: int) -> Iterable[Box]:
+    """Halve boxes until each fits a message."""
+    for box in boxes:
+        if box.volume * itemsize <= max(limit_bytes, itemsize):
+            yield box
+            continue
+        # Along the first dimension that can be: slices stay in one stretch of memory.
+        dim = next(dim for dim, length in enumerate(box.size) if length > 1)
+        half = box.size[dim] // 2
+        first = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
+        yield from _split((first, *box.subtract(first)), itemsize, limit_bytes)
+
+
+def _check_shapes(part: Part, holders: Iterable[tuple[int, int, Part]]) -> None:
+    for _, _, have in holders:
+        if have.shape != part.shape:
+            raise CheckpointError(
+                f"{part.name} is {list(part.shape)} on one worker and {list(have.shape)} on another.",
+                hint="All workers must train the same model.",
+            )
+
+
+def _tell(pieces: Iterable[Piece]) -> list[Any]:
+    return [
+        [
+            piece.name,
+            piece.shape,
+            piece.box.offset,
+            piece.box.size,
+            str(piece.tensor.dtype).removeprefix("torch."),
+        ]
+        for piece in pieces
+    ]
+
+
+def _hear(told: list[Any]) -> list[Part]:
+    return [
+        Part(name, tuple(shape), Box(tuple(offset), tuple(size)), _DTYPES[dtype])
+        for name, shape, offset, size, dtype in told
+    ]
+
+
+def _parse(data: Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+def _wire(group: Any) -> torch.device:
+    """Where what travels has to lie."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}

@@ -1,0 +1,67 @@
+"""What a model allows: over which axes it can be split, and how far."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from yunlu.core.errors import ModelError
+from yunlu.planning.facts import ModelFacts
+from yunlu.training.parallel.sharded import why_not_shard
+from yunlu.training.parallel.stages import check, split, why_not_split
+from yunlu.training.parallel.tensor import why_not_tensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.planning.facts import Axis
+    from yunlu.training.tasks.task import Batch
+
+_MOST_WAYS = 64
+
+
+def find_facts(
+    model: nn.Module, probe: Batch, *, state_bytes: float, activation_bytes_per_sample: float
+) -> ModelFacts:
+    """Look at a whole model; ``probe`` shows whether its stages together do what it does."""
+    weights = list(model.parameters())
+    why_not: dict[Axis, str] = {}
+    ways = [size for size in range(2, _MOST_WAYS + 1) if why_not_tensor(model, size) is None]
+    if not ways:
+        why_not["tp"] = why_not_tensor(model, 2) or "it cannot be cut"
+    sharding = why_not_shard(model, 2)
+    if sharding is not None:
+        why_not["fsdp"] = sharding
+    layers, parting = _count_layers(model, probe)
+    if parting is not None:
+        why_not["pp"] = parting
+    return ModelFacts(
+        parameters=sum(weight.numel() for weight in weights),
+        trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+        state_bytes=state_bytes,
+        activation_bytes_per_sample=activation_bytes_per_sample,
+        layers=layers,
+        tensor_ways=(1, *ways),
+        why_not=why_not,
+    )
+
+
+def _count_layers(model: nn.Module, probe: Batch) -> tuple[int, str | None]:
+    """Into how many stages the model can be parted; one and the reason where it cannot."""
+    reason = why_not_split(model, 2)
+    if reason is not None:
+        return 1, reason
+    most = 2
+    while most < _MOST_WAYS and why_not_split(model, most + 1) is None:
+        most += 1
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            check(model, split(model, most), probe.inputs)
+    except ModelError as error:
+        return 1, error.message
+    finally:
+        model.train(was_training)
+    return most, None

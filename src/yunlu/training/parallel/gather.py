@@ -1,0 +1,26 @@
+"""A model that is cut up, put together again on one worker: to be exported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.training.parallel.arrangement import blank_like
+from yunlu.training.parallel.boxes import join_groups, weights_of
+from yunlu.training.parallel.exchange import exchange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.training.engine import Engine
+
+
+def gather_model(engine: Engine, pattern: nn.Module) -> nn.Module | None:
+    """The whole model on the leader, none on the others; everyone calls this."""
+    held = join_groups({"model": engine.state.model})
+    if not engine.world.is_leader:
+        exchange(held, [])
+        return None
+    model = blank_like(pattern)
+    aliases = engine.state.aliases
+    exchange(held, join_groups({"model": weights_of([model], aliases=aliases)}))
+    return model

@@ -1,0 +1,239 @@
+"""Gradients of replicas added up while the backward pass still runs (Li et al. 2020, section 3.2).
+
+torch's DistributedDataParallel wraps a module, averages, and ends with its process group. This works on
+a list of weights, whatever module they belong to and however they are split, adds, and is made anew in
+milliseconds when the group is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+_ALIGNED_BYTES = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The place of one weight's gradient in a bucket."""
+
+    weight: nn.Parameter
+    start: int
+    view: Tensor = field(init=False)
+    grad: Tensor = field(init=False)
+    """What the weight gets as its gradient: the view, or the split tensor around it."""
+    is_seen: bool = False
+    is_used: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients that travel together."""
+
+    flat: Tensor
+    slots: list[_Slot]
+    missing: int = 0
+    work: dist.Work | None = None
+
+
+class GradientSum:
+    """Adds up the gradients of some weights over a group.
+
+    In each step: ``arm()`` before the last backward pass, ``finish()`` after it. Backward passes before
+    ``arm()`` only accumulate. In between, a bucket is sent as soon as its gradients are there, always in
+    the same order. Every member calls ``finish()``, even after no backward pass. Between steps gradients are
+    set to none, and nothing else has to happen. After an error in between, ``close()`` and make another.
+
+    A gradient is autograd's own tensor until then, as without replicas. It is copied into its bucket once
+    and freed; from there on the weight's gradient is a view of the bucket, until it is set to none.
+
+    Args:
+        weights: In the order in which the model uses them, the same on every member.
+        group: Over whom to add.
+        bucket_bytes: Gradients sent at a time; larger ones go alone.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
+        self._group = group
+        self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._next = 0
+        self._is_armed = False
+        self._hooks = [
+            slot.weight.register_post_accumulate_grad_hook(partial(self._note, bucket, slot))
+            for bucket in self._buckets
+            for slot in bucket.slots
+        ]
+
+    def arm(self) -> None:
+        """Send each gradient as soon as the backward pass that follows, the step's last, has it."""
+        for slot in self._slots:
+            slot.is_seen = False
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.slots)
+        self._is_armed = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leave the sum over all members in each weight's gradient; none where nobody had one."""
+        self._is_armed = False
+        while self._next < len(self._buckets):
+            self._start_next()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+        self._next = 0
+        if all(slot.is_used for slot in self._slots):
+            return
+        for slot, users in zip(self._slots, self._flags.tolist(), strict=True):
+            if not users:
+                slot.weight.grad = None
+
+    def close(self) -> None:
+        """Let go of the weights; gradients that they have become their own. Also after an error."""
+        for hook in self._hooks:
+            hook.remove()
+        for slot in self._slots:
+            if slot.weight.grad is slot.grad:
+                slot.weight.grad = slot.grad.clone()
+        self._hooks.clear()
+        self._slots.clear()
+        self._buckets.clear()
+
+    def _note(self, bucket: _Bucket, slot: _Slot, _weight: Tensor) -> None:
+        if not self._is_armed:
+            return
+        if slot.is_seen:
+            raise RuntimeError(
+                "a gradient changed after arm(), which comes before the last backward"
+            )
+        slot.is_seen = True
+        _take(slot)  # at once, while it is in the cache
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            # In one order for all members, whichever of their gradients came first.
+            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if not self._is_armed:
+            for slot in bucket.slots:
+                _take(slot)
+        if self._next == len(self._buckets):
+            self._set_flags()
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def _set_flags(self) -> None:
+        used = [slot.is_used for slot in self._slots]
+        if all(used):
+            self._flags.fill_(1)
+        else:
+            self._flags.copy_(torch.tensor(used, dtype=self._flags.dtype))
+
+
+def _take(slot: _Slot) -> None:
+    """Move a weight's gradient into its bucket: zeros where it has none."""
+    share = slot.weight.grad
+    slot.is_used = share is not None
+    if share is None:
+        slot.view.zero_()
+    elif share is not slot.grad:
+        slot.view.copy_(_local_share(share, slot.weight))
+    slot.weight.grad = slot.grad
+
+
+def _make_buckets(
+    weights: Sequence[nn.Parameter], bucket_bytes: int
+) -> tuple[list[_Bucket], Tensor]:
+    """The buckets in the order of sending, and room in the last one to tell who got a gradient."""
+    groups = _split(weights, bucket_bytes)
+    buckets: list[_Bucket] = []
+    flags = torch.zeros(0)
+    for number, group in enumerate(groups):
+        slots: list[_Slot] = []
+        end = 0
+        for weight in group:
+            slots.append(_Slot(weight, end))
+            aligned = max(1, _ALIGNED_BYTES // weight.element_size())
+            end += -(-_local(weight).numel() // aligned) * aligned
+        extra = len(weights) if number == len(groups) - 1 else 0
+        first = _local(group[0])
+        flat = torch.zeros(end + extra, dtype=first.dtype, device=first.device)
+        for slot in slots:
+            slot.view, slot.grad = _place(slot.weight, flat, slot.start)
+        if extra:
+            flags = flat[end:]
+        buckets.append(_Bucket(flat, slots))
+    return buckets, flags
+
+
+def _split(weights: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Weights of one kind together, the last ones first: their gradients come first."""
+    whole: list[tuple[int, list[nn.Parameter]]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[int, list[nn.Parameter]]] = {}
+    for position, weight in enumerate(reversed(weights)):
+        local = _local(weight)
+        kind = (local.dtype, local.device)
+        size, group = filling.pop(kind, (0, []))
+        if group and size + local.nbytes > bucket_bytes:
+            whole.append((position, group))
+            size, group = 0, []
+        filling[kind] = (size + local.nbytes, [*group, weight])
+    rest = [(len(weights), group) for _, group in filling.values()]
+    return [group for _, group in sorted([*whole, *rest], key=lambda item: item[0])]
+
+
+def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    local = _local(weight)
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)
+    )
+    if local.numel() and reach + 1 == local.numel():
+        # Laid out as the weight: fused optimisers walk through both in the order of memory.
+        view = flat.as_strided(local.shape, local.stride(), start)
+    else:
+        view = flat[start : start + local.numel()].view(local.shape)
+    if not isinstance(weight, DTensor):
+        return view, view
+    whole = DTensor.from_local(
+        view,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    return view, whole
+
+
+def _local(weight: Tensor) -> Tensor:
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+
+
+def _local_share(share: Tensor, weight: Tensor) -> Tensor:
+    if not isinstance(share, DTensor):
+        return share
+    assert isinstance(weight, DTensor)
+    if share.placements != weight.placements:
+        # Autograd may leave a sum over the tensor-parallel workers still to do.
+        share = share.redistribute(placements=weight.placements)
+    return share.to_local()

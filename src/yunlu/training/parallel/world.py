@@ -1,0 +1,131 @@
+"""The workers of one generation: their process groups, and where this one stands."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from yunlu.planning.layout import AXES, Layout, Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEVER_S = 24 * 3600.0
+"""Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""
+
+
+@dataclass(kw_only=True)
+class World:
+    """Everyone who takes part in a step."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Over the axes that split anything, in the order of ``AXES``."""
+    sockets: frozenset[int] = frozenset()
+    """Descriptors of the connections to the others; ``cut`` ends them."""
+    _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
+
+    @property
+    def place(self) -> Place:
+        """Where this worker stands."""
+        return self.layout.place_of(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """Which share of a step's samples is ours."""
+        return self.layout.replica_of(self.rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker speaks for all."""
+        return self.rank == 0
+
+    def axis(self, *names: str) -> DeviceMesh | None:
+        """The mesh of these axes, in the order of ``AXES``; none where none of them splits anything."""
+        wanted = tuple(name for name in AXES if name in names and self.layout.size_of(name) > 1)
+        return None if self.mesh is None or not wanted else self.mesh[wanted]
+
+    def group(self, *names: str) -> Any:
+        """The process group of these axes together; none where it would hold this worker alone."""
+        mesh = self.axis(*names)
+        if mesh is None:
+            return None
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        key = tuple(mesh.mesh_dim_names or ())
+        if key not in self._joint:
+            self._joint[key] = mesh._flatten("_".join(key)).get_group()  # pyright: ignore[reportPrivateUsage]
+        return self._joint[key]
+
+    def sum_over_all(self, numbers: Tensor) -> Tensor:
+        """The sum over every worker, in place."""
+        if not self.layout.is_single:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def cut(self) -> None:
+        """End the connections to the others: whoever waits for them gets an error at once.
+
+        Called by another thread. gloo has no way to give up a collective that waits for a stopped
+        or unreachable worker; its sockets do.
+        """
+        for descriptor in self.sockets:
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # closed already
+                continue
+
+    def close(self) -> None:
+        """Leave the groups."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.mesh = None
+        self._joint.clear()
+
+
+def form_world(
+    layout: Layout, rank: int, store: dist.Store | None, *, device: torch.device
+) -> World:
+    """Meet the others at the store; everyone calls this with the same layout."""
+    if layout.is_single:
+        return World(layout=layout, rank=0, device=device)
+    assert store is not None
+    before = _open_sockets()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=layout.world,
+        timeout=timedelta(seconds=NEVER_S),
+    )
+    names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
+    shape = tuple(layout.size_of(axis) for axis in names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    world = World(layout=layout, rank=rank, device=device, mesh=mesh)
+    world.group("dp", "fsdp")  # made now, by everyone at once
+    world.sockets = frozenset(_open_sockets() - before)
+    return world
+
+
+def _open_sockets() -> set[int]:
+    found: set[int] = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(entry).startswith("socket:"):
+                found.add(int(entry.name))
+        except OSError:  # closed while we looked
+            continue
+    return found

@@ -1,0 +1,301 @@
+"""A crew of real processes under real faults: nothing lost, nothing twice, nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed.toy_crew import BATCH, ENOUGH
+from yunlu.core.crew import Crew, ask, read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import EventKind, RunDir
+
+pytestmark = pytest.mark.distributed
+
+_PATIENCE_S = 90
+
+
+class Voyage:
+    """One run of the toy under a supervisor of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.generations = 1
+        self.times: list[str] = []
+
+    def start(self, *, devices: int, spares: int = 1, bind: str = "127.0.0.1", **job: Any) -> None:
+        self.run.path.mkdir()
+        told = {"axis": "dp", "steps": 2000, "step_s": 0.02, **job}
+        self.run.job.write_text(json.dumps(told))
+        words = [sys.executable, "-m", "yunlu.training.elastic.supervisor", str(self.run.path)]
+        words += ["--devices", str(devices), "--spares", str(spares)]
+        with self.run.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*words, "--node-module", "tests.distributed.toy_crew"],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "YUNLU_BIND": bind},
+                start_new_session=True,
+            )
+
+    def crew(self) -> Crew:
+        found = read_crew(self.run)
+        assert found is not None
+        return found
+
+    def pid_of(self, rank: int) -> int:
+        return next(member.pid for member in self.crew().members if member.rank == rank)
+
+    def events(self, kind: EventKind) -> list[dict[str, Any]]:
+        return [event.data for event, _ in self.run.read_events() if event.kind is kind]
+
+    def states(self) -> list[str]:
+        return [data["state"] for data in self.events(EventKind.STATE)]
+
+    def is_resting(self) -> bool:
+        return self.states()[-1:] in (["finished"], ["stopped"], ["failed"])
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.tell()
+            assert not self.is_resting() or condition(), self.tell()
+            time.sleep(0.02)
+
+    def wait_generation(self, number: int) -> dict[str, Any]:
+        self.wait(lambda: len(self.events(EventKind.CREW)) >= number)
+        return self.events(EventKind.CREW)[number - 1]
+
+    def finish(self) -> None:
+        (self.run.path / ENOUGH).touch()
+        self.rest()
+
+    def rest(self) -> None:
+        self.wait(self.is_resting)
+        deadline = time.monotonic() + _PATIENCE_S
+        while left := self.processes():  # the supervisor itself leaves a moment after its last word
+            assert time.monotonic() < deadline, f"{left} stayed behind\n{self.tell()}"
+            time.sleep(0.02)
+
+    def check_samples(self) -> None:
+        result = json.loads((self.run.path / "result.json").read_text())
+        done = result["step"] * BATCH
+        assert done > 0
+        assert result["counts"][:done] == [1] * done
+        assert not any(result["counts"][done:])
+
+    def next_crew(self, what: str) -> dict[str, Any]:
+        """The generation after a fault; how long it took is told, not judged."""
+        self.generations += 1
+        crew = self.wait_generation(self.generations)
+        self.times.append(f"{what}: {crew.get('lost_s')} s to the next step ({crew['layout']})")
+        return crew
+
+    def processes(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                mine = str(self.run.path) in process.cmdline()
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def tell(self) -> str:
+        logs = sorted(self.run.logs.glob("*.log")) if self.run.logs.exists() else []
+        texts = [f"== {log.name}\n{log.read_text()[-3000:]}" for log in [self.run.log, *logs]]
+        events = "\n".join(str(event)[:600] for event, _ in self.run.read_events())
+        return f"{events}\n" + "\n".join(texts)
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def voyage(tmp_path: Path) -> Iterator[Voyage]:
+    found = Voyage(tmp_path / "toy")
+    try:
+        yield found
+    finally:
+        found.close()
+        sys.stdout.write("\n".join([*found.times, ""]))
+
+
+def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
+    voyage.start(devices=2)
+    voyage.wait_generation(1)
+    for rank in (0, 1):
+        os.kill(voyage.pid_of(rank), signal.SIGKILL)
+        assert voyage.next_crew(f"SIGKILL of rank {rank}")["layout"] == "dp2"
+    os.kill(voyage.pid_of(1), signal.SIGSTOP)
+    assert voyage.next_crew("SIGSTOP")["layout"] == "dp2"
+    for devices in (4, 3):
+        answer = ask(voyage.crew(), {"kind": "resize", "devices": devices})
+        assert answer["is_accepted"], answer
+        assert voyage.next_crew(f"resize to {devices}")["layout"] == f"dp{devices}"
+    os.kill(voyage.pid_of(1), signal.SIGTERM)
+    assert voyage.next_crew("SIGTERM")["layout"] == "dp2"
+    told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
+    assert told == ["killed", "killed", "hung", "left"]
+    assert [crew["redone_steps"] for crew in voyage.events(EventKind.CREW)] == [0] * 7
+    voyage.finish()
+    voyage.check_samples()
+    assert voyage.states()[-1] == "finished"
+
+
+def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: Voyage) -> None:
+    voyage.start(devices=2, spares=0)
+    voyage.wait_generation(1)
+    os.kill(voyage.pid_of(0), signal.SIGKILL)
+    assert voyage.next_crew("SIGKILL without a spare")["layout"] == "single"
+    assert voyage.next_crew("replacement")["layout"] == "dp2"
+    voyage.finish()
+    voyage.check_samples()
+
+
+def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None:
+    voyage.start(devices=3, axis="fsdp")
+    voyage.wait_generation(1)
+    os.kill(voyage.pid_of(1), signal.SIGTERM)
+    assert voyage.next_crew("SIGTERM under fsdp")["layout"] == "fsdp2"
+    for devices in (4, 1, 2):
+        ask(voyage.crew(), {"kind": "resize", "devices": devices})
+        crew = voyage.next_crew(f"fsdp to {devices}")
+        assert crew["layout"] == (f"fsdp{devices}" if devices > 1 else "single")
+    assert [crew["redone_steps"] for crew in voyage.events(EventKind.CREW)] == [0] * 5
+    # With a shard lost and no copy of it, everything starts again from what is on disk: nothing.
+    os.kill(voyage.pid_of(1), signal.SIGKILL)
+    crew = voyage.next_crew("SIGKILL under fsdp, no copies")
+    assert crew["from_step"] == 0
+    assert crew["redone_steps"] > 0
+    voyage.finish()
+    voyage.check_samples()
+
+
+def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
+    voyage.start(devices=2)
+    voyage.wait_generation(1)
+    before = voyage.crew()
+    assert voyage.process is not None
+    voyage.process.kill()
+    voyage.process.wait()
+    voyage.wait(lambda: _is_heard(voyage.crew()))
+    after = voyage.crew()
+    assert after.pid != before.pid
+    assert after.token == before.token
+    seats = {member.pid: member.rank for member in before.members if member.rank is not None}
+    assert {m.pid: m.rank for m in after.members if m.rank is not None} == seats
+    assert after.generation == before.generation == 1
+    recorded = json.loads((voyage.run.path / "worker.json").read_text())
+    assert recorded["pid"] == after.pid
+    # The new one can do all that the old one could.
+    os.kill(voyage.pid_of(1), signal.SIGKILL)
+    assert voyage.next_crew("SIGKILL under the second supervisor")["generation"] == 2
+    voyage.finish()
+    voyage.check_samples()
+
+
+def _is_heard(crew: Crew) -> bool:
+    try:
+        return ask(crew, {"kind": "resize", "devices": 2})["is_accepted"]
+    except StoreError:
+        return False
+
+
+def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage) -> None:
+    voyage.start(devices=2)
+    voyage.wait_generation(1)
+    assert voyage.run.crew.stat().st_mode & 0o777 == 0o600
+    stranger = voyage.crew().model_copy(update={"token": "guessed"})
+    with pytest.raises(StoreError, match=r"hung up|does not answer"):
+        ask(stranger, {"kind": "resize", "devices": 1})
+    assert voyage.process is not None
+    voyage.process.send_signal(signal.SIGTERM)
+    voyage.rest()
+    assert len(voyage.events(EventKind.CREW)) == 1
+    assert voyage.states()[-2:] == ["stopping", "stopped"]
+    voyage.check_samples()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("step", "rank 1 cannot go on"), ("plan", "no layout fits")],
+)
+def test_the_first_failure_is_told_once(voyage: Voyage, where: str, words: str) -> None:
+    voyage.start(devices=2, fail=where)
+    voyage.rest()
+    assert voyage.states()[-1] == "failed"
+    (error,) = voyage.events(EventKind.ERROR)
+    assert words in error["message"]
+    assert words in error["traceback"]
+    if where == "step":
+        assert error["rank"] == 1
+        assert [fault["what"] for fault in voyage.events(EventKind.FAULT)] == ["failed"]
+
+
+@pytest.fixture
+def far_net() -> Iterator[Callable[..., Any]]:
+    """A machine of its own, as far as the network can tell: 10.117.0.2 in a namespace."""
+    name = f"yl{os.getpid() % 100_000}"
+
+    def ip(*words: str, check: bool = True) -> Any:
+        return subprocess.run(["ip", *words], capture_output=True, check=check)
+
+    if ip("netns", "add", name, check=False).returncode:
+        pytest.skip("making a network namespace needs root")
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b")
+        ip("link", "set", f"{name}b", "netns", name)
+        ip("addr", "add", "10.117.0.1/24", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        ip("-n", name, "addr", "add", "10.117.0.2/24", "dev", f"{name}b")
+        ip("-n", name, "link", "set", f"{name}b", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        yield lambda *words: ip(*words, check=False) if words else name
+    finally:
+        ip("link", "del", f"{name}a", check=False)
+        ip("netns", "del", name, check=False)
+
+
+def test_a_node_joins_and_is_cut_off(voyage: Voyage, far_net: Callable[..., Any]) -> None:
+    voyage.start(devices=1, bind="10.117.0.1")
+    voyage.wait_generation(1)
+    name = far_net()
+    words = [sys.executable, "-m", "tests.distributed.toy_crew", str(voyage.run.path)]
+    node = subprocess.Popen(
+        ["ip", "netns", "exec", name, *words, "--node", "far", "--devices", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert voyage.next_crew("a node joins")["layout"] == "dp3"
+        far_net("link", "set", f"{name}a", "down")
+        began = time.monotonic()
+        assert voyage.next_crew("a node is cut off")["layout"] == "single"
+        voyage.times.append(f"cut off, noticed and over: {time.monotonic() - began:.1f} s")
+        told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
+        assert told == ["cut off"] * 2
+        (voyage.run.path / ENOUGH).touch()
+        voyage.wait(voyage.is_resting)
+        voyage.check_samples()
+        # Nobody can reach those on the other side: they find out, and end themselves.
+    finally:
+        for process in voyage.processes():
+            process.kill()
+        node.kill()
+        node.wait()

@@ -1,0 +1,135 @@
+"""State between live workers: any layout to any other, in messages of any size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import run_world
+from yunlu.planning.layout import Layout
+from yunlu.training.parallel import exchange as exchanges
+from yunlu.training.parallel.boxes import Box, Piece, whole
+from yunlu.training.parallel.exchange import (
+    Uncovered,
+    broadcast_json,
+    exchange,
+    gather_json,
+    gather_specs,
+)
+
+if TYPE_CHECKING:
+    from yunlu.training.parallel.world import World
+
+pytestmark = pytest.mark.distributed
+
+WHOLE = {
+    "w": torch.arange(7 * 10, dtype=torch.float32).view(7, 10),
+    "half": torch.arange(33).to(torch.bfloat16),
+    "flags": torch.arange(9) % 2 == 0,
+    "count": torch.tensor(11),
+    "empty": torch.zeros(0, 3),
+}
+
+
+def rows(rank: int, size: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    for name, tensor in WHOLE.items():
+        shape = tuple(tensor.shape)
+        if not shape:
+            pieces.append(Piece(name, shape, whole(shape), tensor.clone()))
+            continue
+        chunk = -(-shape[0] // size)
+        start = min(chunk * rank, shape[0])
+        part = tensor[start : start + chunk].clone()
+        box = Box((start, *(0,) * (len(shape) - 1)), tuple(part.shape))
+        pieces.append(Piece(name, shape, box, part))
+    return pieces
+
+
+def columns(rank: int, size: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    for piece in rows(0, 1):
+        if piece.name != "w":
+            pieces.append(piece)
+            continue
+        part = piece.tensor.tensor_split(size, dim=1)[rank].clone()
+        start = sum(one.shape[1] for one in piece.tensor.tensor_split(size, dim=1)[:rank])
+        pieces.append(Piece("w", (7, 10), Box((0, start), tuple(part.shape)), part))
+    return pieces
+
+
+def emptied(pieces: list[Piece]) -> list[Piece]:
+    return [Piece(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces]
+
+
+def _reshard(world: World, chunk_bytes: int) -> None:
+    exchanges.CHUNK_BYTES = exchanges._SMALLEST_BYTES = chunk_bytes
+    rank, size = world.rank, 3
+    specs = gather_specs(rows(rank, size))
+    assert specs["w"].shape == (7, 10)
+    for held, good in (
+        (rows(rank, size), columns(rank, size)),
+        (columns(rank, size), rows(rank, size)),
+        # The last one is new here; the others have everything.
+        (rows(0, 1) if rank < 2 else [], rows(0, 1)),
+        # Two go on, in halves; what the third had has to go to them.
+        (rows(rank, size), rows(rank, 2) if rank < 2 else []),
+    ):
+        wanted = emptied(good)
+        exchange(held, wanted)
+        for piece, expected in zip(wanted, good, strict=True):
+            assert torch.equal(piece.tensor, expected.tensor), piece.name
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 64 << 20])
+def test_state_moves_between_layouts(chunk_bytes: int) -> None:
+    run_world(_reshard, Layout(fsdp=3), chunk_bytes)
+
+
+def _special(world: World) -> Any:
+    told = gather_json({"rank": world.rank, "text": "é" * world.rank})
+    assert [one["rank"] for one in told] == [0, 1, 2]
+    assert broadcast_json({"from": world.rank}, source=2) == {"from": 2}
+    # Types may differ: the receiver's counts.
+    wanted = [Piece("w", (2,), whole((2,)), torch.zeros(2, dtype=torch.float64))]
+    exchange(
+        [Piece("w", (2,), whole((2,)), torch.tensor([1.5, 2.5], dtype=torch.bfloat16))]
+        if world.rank == 1
+        else [],
+        wanted,
+    )
+    assert wanted[0].tensor.tolist() == [1.5, 2.5]
+    # Into a view of something larger.
+    large = torch.zeros(4, 4)
+    exchange(
+        [Piece("v", (4,), whole((4,)), torch.ones(4))] if world.rank == 0 else [],
+        [Piece("v", (4,), whole((4,)), large[:, 1])],
+    )
+    assert large.sum(0).tolist() == [0, 4, 0, 0]
+    # Within some of the workers only.
+    pair = dist.new_group([0, 2])
+    if world.rank != 1:
+        wanted = [Piece("w", (2,), whole((2,)), torch.zeros(2))]
+        held = [Piece("w", (2,), whole((2,)), torch.ones(2))] if world.rank == 2 else []
+        exchange(held, wanted, group=pair)
+        assert wanted[0].tensor.tolist() == [1, 1]
+        assert broadcast_json(world.rank, source=1, group=pair) == 2
+    return _uncovered(world)
+
+
+def _uncovered(world: World) -> tuple[str, ...]:
+    half = Piece("w", (4,), Box((0,), (2,)), torch.ones(2))
+    wanted = Piece("w", (4,), whole((4,)), torch.zeros(4))
+    try:
+        exchange([half], [wanted] if world.rank == 0 else [])
+    except Uncovered as error:
+        assert wanted.tensor.tolist() == [0] * 4, "nothing was touched"
+        return error.names
+    return ()
+
+
+def test_the_odd_cases_and_what_nobody_holds_is_known_to_all() -> None:
+    assert run_world(_special, Layout(dp=3)) == [("w",)] * 3

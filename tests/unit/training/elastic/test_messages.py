@@ -1,0 +1,80 @@
+"""Frames: whole messages or an error, never code, never too much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yunlu.core.crew import FrameError, Unpacker, pack
+from yunlu.planning.layout import Layout
+from yunlu.training.elastic.messages import (
+    Assignment,
+    Beat,
+    Planned,
+    Restore,
+    Seat,
+    frame,
+    is_same_token,
+    read_message,
+)
+
+
+@given(st.lists(st.dictionaries(st.text(), st.integers()), max_size=5), st.data())
+def test_messages_survive_any_cutting_of_the_stream(
+    messages: list[dict[str, int]], data: st.DataObject
+) -> None:
+    stream = b"".join(pack(message) for message in messages)
+    unpacker, found = Unpacker(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        found += list(unpacker.feed(stream[:size]))
+        stream = stream[size:]
+    assert found == messages
+
+
+def test_an_assignment_arrives_as_it_was_sent() -> None:
+    sent = Assignment(
+        generation=3,
+        layout=Layout(dp=2),
+        rank=1,
+        seats=(Seat(member=4, host="a", pid=1), Seat(member=5, host="b", pid=2)),
+        meeting_rank=1,
+        restore=Restore(kind="start"),
+    )
+    (found,) = Unpacker().feed(frame(sent))
+    assert read_message(found) == sent
+
+
+def test_layouts_by_count_and_steps_arrive_as_they_were_sent() -> None:
+    for sent in (Planned(layouts={2: Layout(tp=2)}), Beat(steps=((1, 0.5, 0.1),))):
+        (found,) = Unpacker().feed(frame(sent))
+        assert read_message(found) == sent
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with pytest.raises(FrameError):
+        list(Unpacker(100).feed((101).to_bytes(4, "big")))
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\x80\x04."])
+def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        list(Unpacker().feed(len(body).to_bytes(4, "big") + body))
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"kind": "shell"}, {"kind": "halt"}, {"kind": "tick", "x": 1}]
+)
+def test_what_is_no_message_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(FrameError):
+        read_message(json.loads(json.dumps(data)))
+
+
+def test_tokens_are_compared_whole() -> None:
+    assert is_same_token("secret", "secret")
+    assert not is_same_token("secre", "secret")
+    assert not is_same_token("", "secret")
+    assert not is_same_token("sécret", "secret")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -150,6 +151,8 @@ def _measure(
         return run_trial(
             crew, TRIALS[fault], fault=fault, contender=contender, round_number=number, **options
         )
+    except (OSError, subprocess.SubprocessError) as error:  # of the machine; the others go on
+        return Outcome(fault=fault, contender=contender, round=number, failure=str(error))
     finally:
         if hosts is not None:
             hosts.down()

@@ -51,8 +51,10 @@ class Hosts:
     def down(self) -> None:
         """Remove what there is of them."""
         for host in range(self.count):
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self._name(host))
+            # The cable first: with its namespace it would go later, when the system finds the time.
+            for words in (("link", "del", self._cable(host)), ("netns", "del", self._name(host))):
+                with suppress(subprocess.CalledProcessError):
+                    _ip(*words)
         with suppress(subprocess.CalledProcessError):
             _ip("link", "del", f"{self.prefix}br")
 

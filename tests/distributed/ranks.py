@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["yunlu.training.engine", "yunlu.training.parallel.arrangement", "yunlu.training.elastic.member"]
+    ["yunlu.training.engine", "yunlu.training.parallel.arrangement", "yunlu.training.elastic.member", "torch._dynamo"]
 )
 
 

@@ -111,16 +111,18 @@ class State:
         ]
         self.optimizer = FusedAdam(groups, lr=0.5, betas=(0.8, 0.9), eps=1e-8, decoupled=True)
         self.names = leaf_pieces([self.part], [*self.part.parameters()], [*self.leaves.values()])
-        moments = {"exp_avg": spread(world, seed + 1), "exp_avg_sq": spread(world, seed + 2)}
-        self.moments = {
-            key: {name: local(weight).clone() for name, weight in model.named_parameters()}
-            for key, model in moments.items()
-        }
+        self.moments: dict[str, dict[str, Tensor]] = {}
 
-    def remember(self) -> None:
+    def remember(self, world: World, seed: int) -> State:
+        for number, key in enumerate(("exp_avg", "exp_avg_sq"), start=1):
+            model = spread(world, seed + number)
+            self.moments[key] = {
+                name: local(weight).clone() for name, weight in model.named_parameters()
+            }
         for name, leaf in self.leaves.items():
             moments = {key: values[name] for key, values in self.moments.items()}
             self.optimizer.state[leaf] = {"step": torch.tensor(7.0), **moments}
+        return self
 
     def pieces(self) -> tuple[dict[str, dict[str, Piece]], dict[str, Any]]:
         optimizer, packed = optimizer_pieces(self.optimizer, self.names)
@@ -160,8 +162,7 @@ def part_of(world: World, name: str) -> World | None:
 
 
 def _save(world: World, root: Path, group: Any) -> None:
-    state = State(world, 100)
-    state.remember()
+    state = State(world, 100).remember(world, 100)
     kept = store(root, world, group)
     pieces, packed = state.pieces()
     for step in (1, 2):
@@ -170,7 +171,7 @@ def _save(world: World, root: Path, group: Any) -> None:
     kept.close()
 
 
-def _load(world: World, root: Path, group: Any) -> None:
+def _load(world: World, root: Path, group: Any, truth: State) -> None:
     state = State(world, 10)
     kept = store(root, world, group)
     model = {"model": weights_of([state.part])}
@@ -181,23 +182,25 @@ def _load(world: World, root: Path, group: Any) -> None:
     fill(model["model"].values(), reader.group("model"))
     packed = reader.state["optimizer"]
     fill_optimizer(state.optimizer, state.names, reader.group("optimizer"), packed)
-    state.check(State(world, 100))
+    state.check(truth)
 
 
 def _save_and_load(world: World, roots: dict[str, Path]) -> list[tuple[str, str]]:
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
+    parts = {name: part_of(world, name) for name in dict.fromkeys((*SOURCES, *TARGETS))}
     for name, root in roots.items():
-        part = part_of(world, name)
+        part = parts[name]
         if part is not None:
             _save(part, root, groups[part.layout.world])
     dist.barrier()
     done: list[tuple[str, str]] = []
     for target in TARGETS:
-        part = part_of(world, target)
+        part = parts[target]
         if part is None:
             continue
+        truth = State(part, 100).remember(part, 100)
         for name, root in roots.items():
-            _load(part, root, groups[part.layout.world])
+            _load(part, root, groups[part.layout.world], truth)
             done.append((name, target))
     return done
 
@@ -234,8 +237,7 @@ def test_replicas_write_each_box_once(saved: dict[str, Path]) -> None:
 
 def _hand_over(world: World) -> None:
     """The same without a disk: from whoever holds it to a layout of other shards."""
-    old = State(world, 100)
-    old.remember()
+    old = State(world, 100).remember(world, 100)
     held, packed = old.pieces()
     halves = part_of(world, "fsdp2 x tp2")
     assert halves is not None
@@ -245,7 +247,7 @@ def _hand_over(world: World) -> None:
     wanted["optimizer"] = wanted_optimizer(new.optimizer, new.names, specs)
     exchange(join_groups(held), join_groups(wanted))
     install_optimizer(new.optimizer, new.names, wanted["optimizer"], packed)
-    new.check(State(halves, 100))
+    new.check(State(halves, 100).remember(halves, 100))
 
 
 def _hand_over_all(world: World) -> None:

@@ -159,6 +159,18 @@ def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
     assert voyage.states()[-1] == "finished"
 
 
+def test_a_leader_killed_at_the_very_end_is_replaced_too(voyage: Voyage) -> None:
+    """The others are done when it dies exporting; another one does it."""
+    voyage.start(devices=2, steps=3, linger=True)
+    voyage.wait((voyage.run.path / "result.json").exists)
+    (voyage.run.path / "result.json").unlink()
+    os.kill(voyage.pid_of(0), signal.SIGKILL)
+    voyage.rest()
+    voyage.check_samples()
+    assert voyage.states()[-1] == "finished"
+    assert [fault["what"] for fault in voyage.events(EventKind.FAULT)] == ["killed"]
+
+
 def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: Voyage) -> None:
     voyage.start(devices=2, spares=0)
     voyage.wait_generation(1)
@@ -273,29 +285,34 @@ def far_net() -> Iterator[Callable[..., Any]]:
         ip("netns", "del", name, check=False)
 
 
-def test_a_node_joins_and_is_cut_off(voyage: Voyage, far_net: Callable[..., Any]) -> None:
+def test_a_node_joins_leaves_and_is_cut_off(voyage: Voyage, far_net: Callable[..., Any]) -> None:
     voyage.start(devices=1, bind="10.117.0.1")
     voyage.wait_generation(1)
     name = far_net()
     words = [sys.executable, "-m", "tests.distributed.toy_crew", str(voyage.run.path)]
-    node = subprocess.Popen(
-        ["ip", "netns", "exec", name, *words, "--node", "far", "--devices", "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = ["ip", "netns", "exec", name, *words, "--node", "far", "--devices", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen(words, env=env)]
     try:
         assert voyage.next_crew("a node joins")["layout"] == "dp3"
+        nodes[0].send_signal(signal.SIGTERM)
+        assert voyage.next_crew("a node leaves")["layout"] == "single"
+        assert nodes[0].wait(_PATIENCE_S) == 0
+        nodes.append(subprocess.Popen(words, env=env))
+        assert voyage.next_crew("a node joins again")["layout"] == "dp3"
         far_net("link", "set", f"{name}a", "down")
         began = time.monotonic()
         assert voyage.next_crew("a node is cut off")["layout"] == "single"
         voyage.times.append(f"cut off, noticed and over: {time.monotonic() - began:.1f} s")
         told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
-        assert told == ["cut off"] * 2
+        assert told == ["left", "left", "cut off", "cut off"]
+        # Nobody can reach those on the other side: they find out in a minute, and end themselves.
         (voyage.run.path / ENOUGH).touch()
         voyage.wait(voyage.is_resting)
         voyage.check_samples()
-        # Nobody can reach those on the other side: they find out, and end themselves.
     finally:
         for process in voyage.processes():
             process.kill()
-        node.kill()
-        node.wait()
+        for node in nodes:
+            node.kill()
+            node.wait()

@@ -74,6 +74,9 @@ def body(member: Member, job: dict[str, Any]) -> None:
                 found = {"step": state.step, "counts": [counts[i] for i in sorted(counts)]}
                 (member.run_dir.path / "result.json").write_text(json.dumps(found))
             world.sum_over_all(torch.zeros(1))
+            if job.get("linger") and assignment.rank == 0 and assignment.generation == 1:
+                member.beat(phase="export")
+                time.sleep(600)
             member.done(ending, state.step)
         except Exception as error:
             if not member.is_broken(error):

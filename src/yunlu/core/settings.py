@@ -67,7 +67,7 @@ def use_keras_on_torch() -> None:
 
 
 def use_network_interface(name: str | None) -> None:
-    """gloo reads from the environment over which interface the workers talk."""
+    """Gloo reads from the environment over which interface the workers talk."""
     if name is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 

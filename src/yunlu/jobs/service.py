@@ -40,7 +40,6 @@ from yunlu.pool.local import (
     this_process,
     worker_lock_is_free,
 )
-
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:

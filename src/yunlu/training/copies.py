@@ -45,7 +45,9 @@ class Keeper:
         self.copies: list[Copy] = []
         self._every = 1
         self._next_step = engine.steps_done
-        self._neighbour: list[Piece] | None = None
+        self._neighbour: list[Piece] = []
+        self._described = -1
+        """How many pieces we told of."""
         self._step_s = math.inf
 
     def note(self, step_s: float) -> None:
@@ -62,8 +64,8 @@ class Keeper:
             replace(piece, tensor=piece.tensor.detach().cpu().clone())
             for piece in join_groups(engine.state.pieces())
         ]
-        if self._neighbour is None or len(self._neighbour) != len(own):
-            self._neighbour = self._describe_neighbour(own)
+        if _any_true(self._described != len(own)):  # optimisers remember nothing before their first step
+            self._neighbour, self._described = self._describe_neighbour(own), len(own)
         theirs = [replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in self._neighbour]
         exchange(own, theirs)
         place_of, size = self._world.layout.place_of, self._world.layout.world
@@ -91,6 +93,13 @@ class Keeper:
         """What the next worker in the round holds, as empty tensors."""
         everyone = gather_json([describe(piece) for piece in own])
         return [make_blank(about) for about in everyone[(self._world.rank + 1) % len(everyone)]]
+
+
+def _any_true(flag: bool) -> bool:
+    """Whether it is true of anyone: what all must do together, all must begin together."""
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def describe(piece: Piece) -> list[Any]:

@@ -6,6 +6,7 @@ the state stays in memory, or comes from those who have it.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -65,6 +66,8 @@ class Loaded:
 
 def load(run_dir: RunDir) -> Loaded:
     """Read the data and build the model, once for all workers of this machine."""
+    # Sharding loads a compiler at its first use: once here, rather than in the middle of a recovery.
+    importlib.import_module("torch._dynamo")
     crew = read_crew(run_dir)
     run_dir.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
     job = Job.model_validate_json(run_dir.job.read_text())

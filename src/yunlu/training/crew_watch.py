@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
+from yunlu.training.data.order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.parallel.agreement import expected_digest
 from yunlu.training.parallel.exchange import broadcast_json
 from yunlu.training.tasks.task import Evaluation
 from yunlu.training.watch import StopRequest, TrainingWatch
@@ -183,7 +183,7 @@ class CrewWatch(TrainingWatch):
             self._order = self._engine.order.steps_from(number)
         (indices,) = islice(self._order, 1)
         self._ordered = number + 1
-        if step.digest != expected_digest(self._engine.world, indices):
+        if step.digest != digest_of(indices):
             raise TrainingError(
                 f"The workers did not take the samples of step {number + 1} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",

@@ -53,7 +53,6 @@ from yunlu.training.tasks.task import collate_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
@@ -113,6 +112,8 @@ class Engine:
         self.is_torn = False
         """Weights and what the optimiser remembers are of two different steps."""
         self.keeps_ledger = False
+        self.before_change: Callable[[], None] = _nothing
+        """Called before weights change: somebody may still be copying them."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -157,21 +158,19 @@ class Engine:
         self._in_step = True
         try:
             with self.arranged.running():
-                return self.arranged.accumulate(micros, self._loss_of, self.precision.backward)
+                return self.arranged.accumulate(
+                    micros, self._loss_of, self.precision.backward, forward=self.precision.forward
+                )
         except Exception as error:
             if not self._shrink(error):
                 raise
             return None
 
     def _loss_of(self, model: nn.Module, micro: Batch) -> Tensor:
-        if not micro.counts:
-            with self.precision.forward(), uncounted():
-                return self.task.loss(model, micro.to(self.device))[0] * 0.0
-        with self.precision.forward():
-            loss, _ = self.task.loss(model, micro.to(self.device))
+        loss, _ = self.task.loss(model, micro.to(self.device))
         # Divided by the count of the whole global batch, never by the micro-batch's own.
         # (As a gradient to begin with it would cost less, were there not an import with it.)
-        return loss / self._items
+        return loss / self._items if micro.counts else loss * 0.0
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Add penalties to the gradient, and measure it; the loss and the norm over all workers."""
@@ -230,6 +229,7 @@ class Engine:
         if self.release is None:
             self.noise.observe(self.steps_done, self.order.size_of(self.steps_done))
             self.clipper.clip(self._gradients(), norm, self._measure)
+        self.before_change()
         self.is_torn = self.world.layout.zero1
         is_applied = self.precision.step(self.optimizer)
         self.arranged.publish()
@@ -339,6 +339,10 @@ class Engine:
         return True
 
 
+def _nothing() -> None:
+    pass
+
+
 def arrange(model: nn.Module, world: World) -> Arranged:
     """Lay a model over the workers; one worker alone does not even load what that takes."""
     if world.layout.is_single:
@@ -351,13 +355,6 @@ def arrange(model: nn.Module, world: World) -> Arranged:
 def seed_of_step(seed: int, step: int, replica: int) -> int:
     """The seed of a worker's random numbers in a step; workers that cut one model share theirs."""
     return int(np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def uncounted() -> AbstractContextManager[None]:
-    """Around a stand-in: it leaves no trace in the statistics of batch normalisation."""
-    from yunlu.training.parallel import batch_norm  # noqa: PLC0415 - only among other workers
-
-    return batch_norm.uncounted()
 
 
 def _make_optimizer(

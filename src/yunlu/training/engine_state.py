@@ -47,6 +47,15 @@ class EngineState:
         self.model = weights_of(parts, aliases=whole_aliases)
         self._leaves = self._name_leaves(parts)
 
+    def moving(self) -> set[str]:
+        """Names of what forward passes change, as a checkpoint has them: running averages."""
+        trained = {
+            self.aliases.get(name, name)
+            for part in self._engine.arranged.parts
+            for name, _ in part.named_parameters()
+        }
+        return {f"model/{name}" for name in self.model if name not in trained}
+
     def pieces(self) -> Groups:
         """Live tensors, by group; the optimiser's exist from its first step on."""
         moments, _ = optimizer_pieces(self._engine.optimizer, self._leaves)

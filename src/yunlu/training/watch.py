@@ -121,6 +121,7 @@ class TrainingWatch:
             saved=self._announce,
             crew=crew,
         )
+        engine.before_change = self.checkpoints.finish_copy
         self._stall_s = 0.0
         self.stopped_early = False
 
@@ -304,7 +305,13 @@ class TrainingWatch:
         started_at = perf_counter()
         # Logged first: a life that goes on from this checkpoint does not repeat these steps.
         self.log.flush()
-        self.checkpoints.save(self._engine.state.snapshot(metrics=metrics, extra=self.kept()))
+        state = self._engine.state
+        self.checkpoints.save(
+            state.snapshot(metrics=metrics, extra=self.kept()),
+            # Copied beside the next forward and backward passes; released gradients leave no such time.
+            defer=self._engine.release is None,
+            moving=state.moving(),
+        )
         self._stall_s = perf_counter() - started_at
         self.log.charge("checkpoint_s", self._stall_s)
 
@@ -312,7 +319,7 @@ class TrainingWatch:
         self._run.emit(
             EventKind.CHECKPOINT,
             step=entry.step,
-            path=str(entry.path.relative_to(self._run.path)),
+            path=entry.where.removeprefix(f"{self._run.path}/"),
             bytes=entry.bytes,
             seconds=seconds,
             stalled_s=self._stall_s,

@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> N
     whole, run = make_run(**settings), make_run(**settings)
     live(whole.path, task=ObjectTask(model=network(), data=points()))
     assert live(run.path, task=Interrupted(run=run, passes=10, data=points())) is (RunState.STOPPED)
-    newest = max(run.checkpoints.iterdir()) / "model.safetensors"
+    newest = max(run.checkpoints.iterdir()) / "rank-00000.safetensors"
     content = bytearray(newest.read_bytes())
     content[-3] ^= 1
     newest.write_bytes(content)

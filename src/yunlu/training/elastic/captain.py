@@ -16,6 +16,7 @@ from yunlu.training.elastic.messages import (
     Failed,
     Fork,
     Forked,
+    Halt,
     HelloAgent,
     HelloClient,
     HelloMember,
@@ -131,7 +132,9 @@ class Captain(Helm):
             # Started by the supervisor before us, which had no time to write it down.
             member = self.roster.add(hello.node, at=now, number=hello.member)
         if member is None or not member.is_there or member.pid not in {0, hello.pid}:
-            self.links.send(link, Leave())  # declared lost, and replaced: it must not come back
+            # Declared lost, and replaced: it must not come back.
+            self.links.send(link, Halt(generation=self.generation))
+            self.links.send(link, Leave())
             return
         member.link, member.host, member.pid = link, hello.host, hello.pid
         member.process_started_at = hello.process_started_at
@@ -223,11 +226,7 @@ class Captain(Helm):
                 if not self.layouts:
                     self.links.send(node.link, Fork(member=-1, is_planner=True))
             case Planned():
-                self.layouts = dict(message.layouts)
-                if self.plan_only:
-                    self._end(RunState.STOPPED, "only the plan was asked for")
-                elif self.stage == "planning":
-                    self._enter("gathering", now)
+                self._take_plan(message, now)
             case Forked() if message.member in self.roster.members:
                 member = self.roster.members[message.member]
                 member.pid, member.host = message.pid, node.host
@@ -238,18 +237,28 @@ class Captain(Helm):
                 words = self.logbook.explain_exit(member.number, message.code)
                 if member.is_there:
                     self._lose_member(member, "left" if member.is_leaving else "killed", words)
-            case Leaving() if node.is_local:
-                self.stop()
             case Leaving():
-                for member in self.roster.having(
-                    "starting", "idle", "busy", "settled", node=node.name
-                ):
-                    self._let_leave(member)
-                node.wanted = node.wanted if self.is_stopping else 0
+                self._let_node_leave(node)
             case Failed():
                 self._fail(message, None)
             case _:
                 pass
+
+    def _take_plan(self, plan: Planned, now: float) -> None:
+        self.layouts = dict(plan.layouts)
+        if self.plan_only:
+            self._end(RunState.STOPPED, "only the plan was asked for")
+        elif self.stage == "planning":
+            self._enter("gathering", now)
+
+    def _let_node_leave(self, node: NodeRecord) -> None:
+        if node.is_local:
+            self.stop()
+            return
+        for member in self.roster.having("starting", "idle", "busy", "settled", node=node.name):
+            self._let_leave(member)
+        if not self.is_stopping:
+            node.wanted = 0
 
     def _lose_node(self, node: NodeRecord) -> None:
         node.link, node.is_ready = None, False
@@ -265,11 +274,12 @@ class Captain(Helm):
 
     def _watch(self, now: float) -> None:
         members = self.roster.members
+        is_moving = self.stage in {"running", "pausing"}
         verdicts = self.watchdog.look(
             at=now,
             is_stopped=lambda number: is_stopped(members[number].pid),
             is_remote=lambda node: node != LOCAL,
-            busy=[m.number for m in self.roster.having("busy")] if self.stage == "running" else [],
+            busy=[m.number for m in self.roster.having("busy")] if is_moving else [],
         )
         for verdict in verdicts:
             self._judge(verdict, now)

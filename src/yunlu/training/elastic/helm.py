@@ -40,6 +40,8 @@ ADOPT_S = 8.0
 """How long a new supervisor waits for the workers of the old one to report."""
 _SETTLE_S = 10.0
 _SETTLE_LONG_S = 120.0
+_REMEMBERED = 100
+"""Generations in which somebody may still hold a copy."""
 _BARREN = 5
 """So many generations in a row without one completed step: it will not get better."""
 STILLBORN = 5
@@ -103,9 +105,7 @@ class Helm:
         if self.outcome is not None:
             return
         busy, settled = self.roster.having("busy"), self.roster.having("settled")
-        if not busy and settled and all(member.ending for member in settled):
-            finished = any(member.ending == "finished" for member in settled)
-            self._end(RunState.FINISHED if finished else RunState.STOPPED, "")
+        if self._has_ended(busy, settled):
             return
         match self.stage:
             case "adopting":
@@ -128,6 +128,16 @@ class Helm:
                     self._form(now)
             case "planning":
                 pass
+
+    def _has_ended(self, busy: list[MemberRecord], settled: list[MemberRecord]) -> bool:
+        if busy or self.stage == "adopting":
+            return False
+        if settled and all(member.ending for member in settled):
+            finished = any(member.ending == "finished" for member in settled)
+            self._end(RunState.FINISHED if finished else RunState.STOPPED, "")
+        elif self.is_stopping and not settled:
+            self._end(RunState.STOPPED, "no worker was left to save")
+        return self.outcome is not None
 
     def _find_reason(self) -> str | None:
         """Why the generation should end at the next step boundary, if it should."""
@@ -164,6 +174,7 @@ class Helm:
             self._barren += 1
         self._enter("halting", now)
         for member in self.roster.having("busy", "settled"):
+            member.ending = None  # the others' end was not reached: it is to be tried again
             self.links.send(member.link, Halt(generation=self.generation))
 
     def _hurry(self, now: float) -> None:
@@ -268,8 +279,7 @@ class Helm:
             member.live, member.copies = None, ()
             if member.is_leaving:
                 self._dismiss(member)
-        oldest = max((m.live.generation for m in self.roster.members.values() if m.live), default=0)
-        for generation in [g for g in self.history if g < min(oldest, self.generation) - 8]:
+        for generation in [g for g in self.history if g < self.generation - _REMEMBERED]:
             del self.history[generation]
 
     def _refill(self, now: float) -> None:
@@ -304,6 +314,8 @@ class Helm:
             self._enter("planning", now)
         elif not busy and not settled:
             self._enter("gathering", now)
+        elif not busy and all(member.ending for member in settled):
+            self._enter("running", now)  # all is done: the end is found at the next look
         elif settled or len([m for m in busy if m.rank is not None]) < seats:
             self._enter("running", now)
             self._begin_halt("the supervisor was replaced in the middle of a change", now)

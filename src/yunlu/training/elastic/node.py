@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import psutil
 import torch
+import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.rundir import RunDir
@@ -148,6 +149,8 @@ class Node:
         except LostError:
             self._contact.drop()
         self._bury()
+        if self._is_leaving and not self._children:
+            self._is_dismissed = True
 
     def _wait(self, span_s: float) -> None:
         connection = self._contact.connection
@@ -212,7 +215,7 @@ class Node:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            for number in (signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C stays ignored
                 signal.signal(number, signal.SIG_DFL)
             self._wake.close()
             self._woken.close()

@@ -267,6 +267,8 @@ class Supervisor:
             self._links.send(member.link, Leave())
         for node in nodes.values():
             self._links.send(node.link, Leave())
+        if self._node is not None and not nodes[LOCAL].is_ready:
+            self._node.kill()  # still loading: it has no children, and does not listen
         deadline = time.monotonic() + _LEAVE_S
         local = [member for member in members.values() if member.node == LOCAL and member.pid]
         while time.monotonic() < deadline:

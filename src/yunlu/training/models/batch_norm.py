@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_ALONE = "_yunlu_alone"
+ALONE = "_yunlu_alone"
 
 
 def allow_single_samples(model: nn.Module) -> None:
@@ -27,9 +27,9 @@ def _stand_in(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     values = inputs[0]
     if module.training and values.ndim > 1 and values.numel() == values.shape[1]:
         module.training = False
-        setattr(module, _ALONE, True)
+        setattr(module, ALONE, True)
 
 
 def _stand_back(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-    if module.__dict__.pop(_ALONE, False):
+    if module.__dict__.pop(ALONE, False):
         module.training = True

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from yunlu.training.data.order import digest_of
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
@@ -48,18 +43,12 @@ def agree(world: World, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
     if world.layout.is_single:
         return Agreed(items, tokens, padding, samples, digest % _RANGE, ask)
     ours = [items, tokens, padding, samples, _signed(digest), _WEIGHT[ask]]
+    if world.place.tp or world.place.pp:
+        # Workers that cut one model between them took the same samples: one of them tells.
+        ours[:5] = [0] * 5
     found: list[int] = world.sum_over_all(torch.tensor(ours)).tolist()
-    # Workers that cut one model between them took the same samples.
-    alike = world.layout.tp * world.layout.pp
-    items, tokens, padding, samples = (number // alike for number in found[:4])
     asked: Ask = "stop" if found[5] >= _WEIGHT["stop"] else "pause" if found[5] else ""
-    return Agreed(items, tokens, padding, samples, found[4] % _RANGE, asked)
-
-
-def expected_digest(world: World, indices: NDArray[np.int64]) -> int:
-    """What ``agree`` finds when every sample of the step was taken by one replica, and once."""
-    alike = world.layout.tp * world.layout.pp
-    return digest_of(indices) * alike % _RANGE
+    return Agreed(*found[:4], found[4] % _RANGE, asked)
 
 
 _RANGE = 1 << 64

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yunlu.training.parallel.batch_norm import synchronise_batch_norm, undo
+from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
 from yunlu.training.parallel.gradients import GradientSum
 from yunlu.training.parallel.pipeline import Pipeline
 from yunlu.training.parallel.sharded import UsedWeights, find_blocks, set_sync, shard
@@ -94,13 +94,15 @@ class Arrangement:
         micros: Sequence[Batch],
         loss_of: Callable[[nn.Module, Batch], Tensor],
         backward: Callable[[Tensor], None],
+        *,
+        forward: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses."""
         if self._pipeline is not None:
             for stage in self._stages.values():
                 self._set_sync(stage, last=False)
             return self._pipeline.accumulate(
-                micros, loss_of, backward, before_last=self._before_last
+                micros, loss_of, backward, before_last=self._before_last, context=forward
             )
         model, total = self.parts[0], None
         for number, micro in enumerate(micros, start=1):
@@ -108,8 +110,10 @@ class Arrangement:
                 self._before_last(0)
             else:
                 self._set_sync(model, last=False)
-            loss = loss_of(model, micro)
-            backward(loss)
+            with nullcontext() if micro.counts else uncounted(), forward():
+                loss = loss_of(model, micro)
+            with nullcontext() if micro.counts else uncounted():
+                backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total

@@ -18,7 +18,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from yunlu.training.models.batch_norm import _ALONE  # pyright: ignore[reportPrivateUsage]
+from yunlu.training.models.batch_norm import ALONE  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -76,7 +76,7 @@ def uncounted() -> Generator[None]:
 
 def _forward_together(module: _BatchNorm, values: Tensor) -> Tensor:
     group = _groups.get(module)
-    alone = bool(module.__dict__.get(_ALONE, False))
+    alone = bool(module.__dict__.get(ALONE, False))
     if group is None or not (module.training or alone):
         return type(module).forward(module, values)
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from yunlu.core.errors import ModelError
 from yunlu.planning.facts import ModelFacts
@@ -50,6 +51,8 @@ def find_facts(
 def _count_layers(model: nn.Module, probe: Batch) -> tuple[int, str | None]:
     """Into how many stages the model can be parted; one and the reason where it cannot."""
     reason = why_not_split(model, 2)
+    if reason is None and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        reason = "batch normalisation needs the samples of all replicas at once"
     if reason is not None:
         return 1, reason
     most = 2

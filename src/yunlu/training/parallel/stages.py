@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError
+from yunlu.training.parallel.vocabulary import make_plain
 from yunlu.training.models.transformer import Embedding
 from yunlu.training.tasks.task import logits_of
 
@@ -49,7 +50,7 @@ class Stage(nn.Module):
         try:
             return super().forward(*placed, **named)
         except _LeftError as left:
-            return left.hidden
+            return make_plain(left.hidden)
         finally:
             self._passage.hidden = None
 

@@ -191,10 +191,8 @@ def _keep_ends_whole(model: nn.Module, styles: Styles, ways: int) -> None:
     """Leave embedding and head whole where they cannot be cut, or not both of a pair that is tied."""
     for name, style in list(styles.items()):
         module: Any = model.get_submodule(name)
-        # torch shifts the token numbers of a cut embedding, but not the number of the padding.
-        padded = style == _EMBEDDED and getattr(module, "padding_idx", None) is not None
         rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
-        if padded or (style in (_EMBEDDED, "colwise_gather_output") and rows % ways):
+        if style in (_EMBEDDED, "colwise_gather_output") and rows % ways:
             del styles[name]
     for owners in tied_weights(model):
         names = [name for name, _ in owners]

@@ -46,8 +46,13 @@ class Arranged(Protocol):
         micros: Sequence[Batch],
         loss_of: Callable[[nn.Module, Batch], Tensor],
         backward: Callable[[Tensor], None],
+        *,
+        forward: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
-        """Forward and backward over the micro-batches; the sum of this worker's losses."""
+        """Forward and backward over the micro-batches; the sum of this worker's losses.
+
+        ``forward`` is what every forward pass runs in.
+        """
         ...
 
     def finish(self) -> None:
@@ -91,11 +96,14 @@ class Whole:
         micros: Sequence[Batch],
         loss_of: Callable[[nn.Module, Batch], Tensor],
         backward: Callable[[Tensor], None],
+        *,
+        forward: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of their losses."""
         total: Tensor | None = None
         for micro in micros:
-            loss = loss_of(self.view, micro)
+            with forward():
+                loss = loss_of(self.view, micro)
             backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

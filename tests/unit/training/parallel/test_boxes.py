@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -87,7 +87,6 @@ def test_a_cut_covers_everything(data: st.DataObject) -> None:
         assert uncovered(whole(shape), held[1:]) == [held[0]]
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

@@ -1,0 +1,238 @@
+"""Real crews, really disturbed: no sample is lost or repeated, and the curve is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from yunlu.core.crew import Crew, read_crew
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.training.data.order import StepOrder, digest_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS, BATCH, PATIENCE_S = 160, 24, 90
+JOB = f"""
+task: language-modeling
+model: {{name: transformer, args: {{width: 32, layers: 4, heads: 4}}}}
+data: {{train: text.txt, max_length: 24}}
+train:
+  steps: {STEPS}
+  batch: {BATCH}
+  micro_batch: 4
+  optimizer: {{name: adamw, lr: 0.002, kernel: fused}}
+  clip: 1.0
+  precision: fp32
+  padding: pad
+  compile: false
+  threads: 1
+  workers: 0
+  evaluate: never
+  checkpoint: {{every: 60, keep_best: 0}}
+"""
+
+
+class Runs:
+    """Runs of the job above, none of whose processes outlives the test."""
+
+    def __init__(self, directory: Path, home: Path) -> None:
+        self.directory, self._home = directory, home
+        self._environment = os.environ | {"YUNLU_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        self.started: list[RunDir] = []
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "yunlu.cli.main", *words]
+        return subprocess.run(
+            command,
+            env=self._environment,
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def start(self, *words: str, detach: bool = True) -> RunDir:
+        before = set(self._home.glob("*-*"))
+        done = self.call("train", "job.yaml", *words, *(["--detach"] if detach else []), "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (path,) = set(self._home.glob("*-*")) - before
+        self.started.append(RunDir(path))
+        return self.started[-1]
+
+    def end(self) -> None:
+        for run in self.started:
+            crew = read_crew(run)
+            pids = [] if crew is None else [crew.pid, *(member.pid for member in crew.members)]
+            for process in _family(run, pids):
+                process.kill()
+
+
+def _family(run: RunDir, pids: list[int]) -> list[psutil.Process]:
+    """Everyone who works for the run: known by the run's directory in their command lines."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if process.pid != os.getpid() and str(run.path) in words:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
+    (tmp_path / "job.yaml").write_text(JOB)
+    words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+    lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    made = Runs(tmp_path, own_home)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    """Of each step; of one that was done again, the later."""
+    return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
+
+
+def events(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+    return [event.data for event, _ in run.read_events() if event.kind is kind]
+
+
+def crew_of(run: RunDir) -> Crew:
+    crew = read_crew(run)
+    assert crew is not None
+    return crew
+
+
+def wait(run: RunDir, until: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not until():
+        told = events(run, EventKind.ERROR)
+        log = run.log.read_text()[-3000:] if run.log.exists() else ""
+        assert not told, (told, log)
+        assert time.monotonic() < deadline, (what, max(losses(run), default=0), log)
+        time.sleep(0.02)
+
+
+def wait_for_step(run: RunDir, step: int) -> None:
+    wait(run, lambda: max(losses(run), default=0) >= step, f"step {step}")
+
+
+def wait_for_workers(run: RunDir, count: int) -> None:
+    """Until steps are made by so many."""
+
+    def is_there() -> bool:
+        told = events(run, EventKind.CREW)
+        return bool(told) and len(told[-1]["ranks"]) == count
+
+    wait(run, is_there, f"{count} workers")
+
+
+def wait_for_end(run: RunDir) -> None:
+    def is_over() -> bool:
+        return events(run, EventKind.STATE)[-1]["state"] in {"finished", "stopped", "failed"}
+
+    wait(run, is_over, "the end")
+    wait(run, lambda: not _family(run, []), "everyone gone")
+
+
+def strike(run: RunDir, rank: int, number: int) -> None:
+    """Send a signal to who works at a rank, and wait for the generation after."""
+    before = crew_of(run)
+    (victim,) = (member for member in before.members if member.rank == rank)
+    os.kill(victim.pid, number)
+
+    def is_past() -> bool:
+        told = events(run, EventKind.CREW)
+        return bool(told) and told[-1]["generation"] > before.generation
+
+    wait(run, is_past, f"signal {number} to rank {rank}")
+
+
+def check_ledger(run: RunDir) -> None:
+    """Each step took exactly its samples, each of them once."""
+    about = events(run, EventKind.DATA)[0]
+    order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
+    expected = {step: digest_of(next(order)) for step in range(1, STEPS + 1)}
+    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    committed = {record["step"]: int(record["digest"], 16) for record in records}
+    assert committed == expected
+    assert {record["step"]: record["samples"] for record in records} == {
+        step: (BATCH if step % -(-about["train"] // BATCH) else about["train"] % BATCH or BATCH)
+        for step in range(1, STEPS + 1)
+    }
+
+
+@pytest.fixture
+def alone(runs: Runs) -> dict[int, float]:
+    return losses(runs.start(detach=False))
+
+
+def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the_curve(
+    runs: Runs, alone: dict[int, float]
+) -> None:
+    run = runs.start("--devices", "3")
+    wait_for_step(run, 10)
+    strike(run, 1, signal.SIGKILL)
+    wait_for_step(run, max(losses(run)) + 5)
+    strike(run, 0, signal.SIGKILL)  # the one who speaks for all
+    wait_for_step(run, max(losses(run)) + 5)
+    strike(run, 2, signal.SIGSTOP)
+    wait_for_step(run, max(losses(run)) + 5)
+    strike(run, 1, signal.SIGTERM)  # a notice: it leaves, and is not replaced
+    wait_for_workers(run, 2)
+    assert runs.call("resize", run.id, "--devices", "4").returncode == 0
+    wait_for_workers(run, 4)
+    supervisor = crew_of(run).pid
+    os.kill(supervisor, signal.SIGKILL)
+    wait(run, lambda: crew_of(run).pid != supervisor, "another supervisor")
+    wait_for_step(run, max(losses(run)) + 5)
+    assert runs.call("resize", run.id, "--devices", "1").returncode == 0
+    wait_for_workers(run, 1)
+    assert runs.call("resize", run.id, "--devices", "2").returncode == 0
+    wait_for_end(run)
+    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    assert losses(run) == pytest.approx(alone, abs=1e-4)
+    check_ledger(run)
+    assert (run.model / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2 x tp2", "pp2 x fsdp2"])
+def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
+    runs: Runs, alone: dict[int, float], layout: str
+) -> None:
+    run = runs.start("--set", f"layout={layout}")
+    wait_for_step(run, 10)
+    strike(run, 1, signal.SIGKILL)
+    wait_for_step(run, max(losses(run)) + 3)
+    assert runs.call("resize", run.id, "--devices", "3").returncode == 0
+    wait_for_workers(run, 3)
+    wait_for_end(run)
+    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    assert losses(run) == pytest.approx(alone, abs=1e-4)
+    check_ledger(run)
+
+
+def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int, float]) -> None:
+    run = runs.start("--set", "layout=fsdp2")
+    wait_for_step(run, 20)
+    assert runs.call("stop", run.id).returncode == 0
+    done = max(losses(run))
+    assert done < STEPS
+    assert runs.call("resume", run.id, "--detach").returncode == 0
+    wait_for_end(run)
+    assert [event["resumed_from_step"] for event in events(run, EventKind.STATE)
+            if event.get("state") == "running"] == [None, done]  # fmt: skip
+    assert losses(run) == pytest.approx(alone, abs=1e-4)
+    check_ledger(run)

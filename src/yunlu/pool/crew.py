@@ -63,6 +63,7 @@ def run_node(run_dir: RunDir, *, name: str, devices: int, directory: Path | None
         cwd=directory,
         env=worker_environment(threads=1),
     )
+
     # Who is told to go passes it on: the node's workers leave with notice.
     def pass_on(*_: object) -> None:
         child.send_signal(signal.SIGTERM)

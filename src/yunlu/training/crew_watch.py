@@ -7,13 +7,15 @@ from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
 from yunlu.training.data.order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.parallel.exchange import broadcast_json
+from yunlu.training.parallel.exchange import broadcast_json, gather_json
 from yunlu.training.tasks.task import Evaluation
 from yunlu.training.watch import StopRequest, TrainingWatch
 
@@ -55,19 +57,23 @@ class CrewLog(MetricLog):
         self._leads = False
 
     def begin(self, generation: int, step: int, *, leads: bool) -> None:
-        """A generation begins after ``step`` steps: a new leader first tells what is missing."""
+        """A generation begins after ``step`` steps: who remembers what is not written yet writes it."""
         self._generation, self._leads = generation, leads
-        if leads:
-            self._pending = _missing(self._recent, self._path, step)
-            self._ledger = _missing(self._recent_ledger, self._ledger_path, step)
-            self.flush()
-        else:
-            self._pending, self._ledger = [], []
+        self._pending.clear()
+        self._ledger.clear()
+        records = _missing(self._recent, self._path, step)
+        entries = _missing(self._recent_ledger, self._ledger_path, step)
+        known = gather_json(len(records) + len(entries))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if any(known) and known.index(max(known)) == rank:
+            append_lines(self._path, records)
+            append_lines(self._ledger_path, entries)
 
     def add(self, record: dict[str, Any]) -> None:
         """Take one step."""
         record["generation"] = self._generation
         super().add(record)
+        record.setdefault("memory_bytes", peak_resident_bytes())
         self._recent.append(record)
 
     def enter(self, step: int, samples: int, digest: int) -> None:

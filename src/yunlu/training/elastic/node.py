@@ -214,6 +214,8 @@ class Node:
         """Never returns: what stands on the stack is the parent's."""
         code = 1
         try:
+            # Linux shares the processor out by session: workers of one would get the share of one.
+            os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C stays ignored
                 signal.signal(number, signal.SIG_DFL)

@@ -116,8 +116,18 @@ def form_world(
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     world = World(layout=layout, rank=rank, device=device, mesh=mesh)
     world.group("dp", "fsdp")  # made now, by everyone at once
+    for axes in [*((name,) for name in names), ("dp", "fsdp")]:
+        _wait_for_ever(world.group(*axes))
     world.sockets = frozenset(_open_sockets() - before)
     return world
+
+
+def _wait_for_ever(group: Any) -> None:
+    """Groups within the first one do not inherit its patience."""
+    if group is None:
+        return
+    set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]
+    set_timeout(timedelta(seconds=NEVER_S), group)
 
 
 def _open_sockets() -> set[int]:

@@ -263,7 +263,7 @@ def _reopen(run_dir: RunDir) -> None:
 
 def _begin(run_dir: RunDir, command: Sequence[str] | None) -> WorkerProcess:
     try:
-        words = command or program_for(_count_devices(run_dir))
+        words = command or _program_of(run_dir)
         return start_worker(run_dir, words, directory=_directory_of(run_dir))
     except BaseException as error:
         reason = f"its worker could not be started: {error}"
@@ -271,9 +271,9 @@ def _begin(run_dir: RunDir, command: Sequence[str] | None) -> WorkerProcess:
         raise
 
 
-def _count_devices(run_dir: RunDir) -> int:
+def _program_of(run_dir: RunDir) -> tuple[str, ...]:
     job = Job.model_validate_json(run_dir.job.read_bytes())
-    return count_devices(job, gpus=count_gpus())
+    return program_for(count_devices(job, gpus=count_gpus()), spares=job.spares)
 
 
 @contextmanager

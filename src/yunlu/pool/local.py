@@ -99,9 +99,11 @@ def require_training() -> None:
         raise missing_part("torch", "train", "Training")
 
 
-def program_for(devices: int) -> tuple[str, ...]:
+def program_for(devices: int, *, spares: int) -> tuple[str, ...]:
     """What to start for a run on so many devices; the run's directory follows."""
-    return WORKER if devices == 1 else (*SUPERVISOR, "--devices", str(devices))
+    if devices == 1:
+        return WORKER
+    return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
 
 
 def count_gpus() -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.value import Value
-from yunlu.spec.fields import Auto, Count, Fraction, Positive, conflict, shorthand
+from yunlu.spec.fields import Auto, Count, CountOrZero, Fraction, Positive, conflict, shorthand
 from yunlu.spec.layout import LayoutField, LayoutSpec, spell_layout
 from yunlu.spec.train import TrainSpec
 
@@ -121,6 +121,8 @@ class Job(Value):
     """How long to train, in what batches, with which optimiser."""
     devices: Count | Auto = "auto"
     """Workers, one for each device; ``auto`` is what the layout says, else all GPUs, else one."""
+    spares: CountOrZero = 1
+    """With several workers: how many more stand by, loaded and ready to take a lost one's place."""
     layout: LayoutField = LayoutSpec()
     """How the work is split over devices: ``auto``, ``single``, text such as ``dp2 x tp2``, or a mapping."""
     trackers: list[str] = Field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.value import Value
 from yunlu.spec.fields import (
@@ -118,6 +118,10 @@ class CheckpointSpec(Value):
     """How many of the best are kept besides the last."""
     metric: str = "auto"
     """What "best" means: ``loss`` or a metric of the task; ``auto`` is the task's own."""
+    url: str | None = None
+    """Where they are kept instead of the run's directory: an fsspec URL such as ``s3://bucket/runs``."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of its file system, such as an endpoint; credentials belong in the environment."""
 
 
 class TrainSpec(Value):

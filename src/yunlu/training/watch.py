@@ -112,8 +112,10 @@ class TrainingWatch:
             life=life,
             forward=lambda values, step: trackers.log(values, step=step),
         )
+        kept = train.checkpoint
         self.checkpoints = CheckpointStore(
-            run.checkpoints,
+            run.checkpoints if kept.url is None else f"{kept.url.rstrip('/')}/{run.id}",
+            options=kept.options,
             keep_last=train.checkpoint.keep_last,
             keep_best=train.checkpoint.keep_best,
             metric=self._best.metric,

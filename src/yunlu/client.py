@@ -17,6 +17,7 @@ from yunlu.core.states import RunState
 from yunlu.core.value import Value
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
+from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
 from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
@@ -143,7 +144,7 @@ def train(
             raise JobError(
                 "a model object brings its own task: job, task and overrides do not go with it"
             )
-        if devices not in {None, 1}:
+        if devices not in {None, 1} or find_launch() is not None:
             raise JobError(
                 "a model object is trained in this process, on one device",
                 hint="for several, put the model in a module: model='module:Class'",
@@ -159,10 +160,7 @@ def train(
         return _train_here(run_dir, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
     asked = _ask(job, overrides, train_options, **parts)
-    run_dir = service.submit(asked, source=source_of(job))
-    service.start(run_dir)
-    run = Run(run_dir.path)
-    return run.wait() if wait else run
+    return _train_elsewhere(asked, source_of(job), wait=wait)
 
 
 def finetune(
@@ -195,10 +193,7 @@ def finetune(
     """
     parts = {"data": data, "task": task, "name": name, "devices": devices}
     asked = finetuning_job(start, job, overrides, train_options, adapter=adapter, **parts)
-    run_dir = service.submit(asked, source=source_of(job))
-    service.start(run_dir)
-    run = Run(run_dir.path)
-    return run.wait() if wait else run
+    return _train_elsewhere(asked, source_of(job), wait=wait)
 
 
 def finetuning_job(
@@ -281,6 +276,8 @@ def resume(
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
         service.reopen_here(run_dir)
         return _train_here(run_dir, live)
+    if (place := find_launch(waits=wait)) is not None:
+        return Run(see_through(service.find(run_id), place).path).wait()
     run = Run(service.resume(run_id).path)
     return run.wait() if wait else run
 
@@ -382,6 +379,15 @@ def _live_task(**parts: Any) -> Any:
     except ModuleNotFoundError as error:
         raise missing_part(error.name or "torch", "train", "Training in this process") from error
     return objects.ObjectTask(**parts)
+
+
+def _train_elsewhere(job: Job, source: Path | None, *, wait: bool) -> Run:
+    if (place := find_launch(job, waits=wait)) is not None:
+        return Run(see_through(job, place, source=source).path).wait()
+    run_dir = service.submit(job, source=source)
+    service.start(run_dir)
+    run = Run(run_dir.path)
+    return run.wait() if wait else run
 
 
 def _train_here(run_dir: RunDir, live: Any) -> Run:

@@ -38,7 +38,9 @@ class Sentences:
     def load(self, job: Job) -> Splits:
         generator = torch.Generator().manual_seed(5)
         lengths = torch.randint(3, 13, (SAMPLES,), generator=generator).tolist()
-        samples = [torch.randint(0, VOCABULARY, (size + 1,), generator=generator) for size in lengths]
+        samples = [
+            torch.randint(0, VOCABULARY, (size + 1,), generator=generator) for size in lengths
+        ]
         return Splits(train=samples, validation=None, test=None, fingerprint="sentences")
 
     def build(self, job: Job) -> nn.Module:
@@ -148,7 +150,9 @@ def make_job(**train: Any) -> Job:
     return Job.model_validate({"task": "t", "model": "m", "data": "d", "train": settings})
 
 
-def make_plan(layout: Layout, *, micro_batch: int = 4, kernel: Any = "fused", steps: int = STEPS) -> Plan:
+def make_plan(
+    layout: Layout, *, micro_batch: int = 4, kernel: Any = "fused", steps: int = STEPS
+) -> Plan:
     return Plan(
         device="cpu",
         devices=layout.world,

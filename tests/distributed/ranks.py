@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["yunlu.training.engine", "yunlu.training.parallel.arrangement", "yunlu.training.elastic.member", "torch._dynamo"]
+    [
+        "yunlu.training.engine",
+        "yunlu.training.parallel.arrangement",
+        "yunlu.training.elastic.member",
+        "torch._dynamo",
+    ]
 )
 
 
@@ -32,7 +37,9 @@ def run_world(
     """
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
-        return run_ranks(_in_world, layout.world, function, layout, store, args, timeout_s=timeout_s)
+        return run_ranks(
+            _in_world, layout.world, function, layout, store, args, timeout_s=timeout_s
+        )
 
 
 def run_ranks(
@@ -72,13 +79,15 @@ def _answer(reader: Connection, rank: int, deadline: float) -> Any:
     return value
 
 
-def _child(writer: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+def _child(
+    writer: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
         writer.send((True, function(rank, *args)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - it is told to the test
         writer.send((False, traceback.format_exc()))
 
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def _members(world: World) -> dict[str, list[int]]:
     axes = {"pp": ("pp",), "tp": ("tp",), "replicas": ("dp", "fsdp")}
     groups = {name: world.group(*names) for name, names in axes.items()}
-    return {
-        name: dist.get_process_group_ranks(group) for name, group in groups.items() if group
-    }
+    return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group}
 
 
 def test_neighbours_on_each_axis_are_those_of_the_layout() -> None:

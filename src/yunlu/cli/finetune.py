@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from yunlu.cli.page import ACCENT, make_console
-from yunlu.cli.train import leave, watch
+from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.client import finetuning_job, source_of
 from yunlu.jobs import service
+from yunlu.jobs.launch import find_launch
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
@@ -44,6 +45,9 @@ def finetune(
     said = [f"name={name}"] if name else []
     said += [f"devices={devices}"] if devices is not None else []
     asked = finetuning_job(start, job, (*overrides, *said))
+    place = find_launch(asked, waits=not detach)
+    if place is not None:
+        return watch_launched(asked, place, source=source_of(job), json=json)
     run_dir = service.submit(asked, source=source_of(job))
     if not json:
         _print_title(run_dir, asked, start)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from yunlu.cli.page import make_console
-from yunlu.cli.train import leave, watch
+from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of
+from yunlu.jobs.launch import find_launch
 
 
 def resume(
@@ -23,6 +24,9 @@ def resume(
         json: Write every event and metric record as one JSON line, and nothing else.
     """
     run_dir = service.find(run)
+    place = find_launch(waits=not detach)
+    if place is not None:
+        return watch_launched(run_dir, place, json=json)
     since = end_of(run_dir)
     service.resume(run_dir)
     if not json:

@@ -12,17 +12,20 @@ from yunlu.cli.display import Display, JsonDisplay, LiveDisplay, PlainDisplay
 from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
 from yunlu.core.errors import StoreError, YunluError
+from yunlu.core.rundir import RunDir
 from yunlu.core.states import RunState
-from yunlu.jobs import service
-from yunlu.jobs.follow import follow
+from yunlu.jobs import launch, service
+from yunlu.jobs.follow import end_of, follow
+from yunlu.jobs.launch import find_launch
 from yunlu.jobs.run import error_of, log_tail
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from pathlib import Path
 
     from rich.console import Console
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.core.launch import Launched
     from yunlu.jobs.follow import Position
     from yunlu.spec.job import Job
 
@@ -58,13 +61,34 @@ def train(
     said += ["train.profile=true"] if profile else []
     said += [f"devices={devices}"] if devices is not None else []
     asked = validate(job, overrides=(*overrides, *said))
+    place = find_launch(asked, waits=not detach)
+    if place is not None:
+        return watch_launched(asked, place, source=source_of(job), json=json)
     run_dir = service.submit(asked, source=source_of(job))
     if not json:
-        _print_title(make_console(), run_dir, asked)
+        print_title(make_console(), run_dir, asked)
     service.start(run_dir)
     if detach:
         return leave(run_dir, json=json)
     return watch(run_dir, json=json)
+
+
+def watch_launched(
+    job: Job | RunDir, place: Launched, *, source: Path | None = None, json: bool
+) -> int:
+    """Train a job, or go on with a run, together with those that a launcher started beside us."""
+    if place.rank:  # rank 0 shows the run
+        return launch.join()[1]
+    if isinstance(job, RunDir):
+        since, run_dir = end_of(job), launch.go_on(job)
+    else:
+        run_dir = launch.begin(job, place, source=source)
+        since = None
+        if not json:
+            print_title(make_console(), run_dir, job)
+    code = watch(run_dir, json=json, since=since)
+    # Whoever asked for a stop does not want the launcher to start it again.
+    return 0 if code == STOPPED_CODE else code
 
 
 def watch(run_dir: RunDir, *, json: bool, since: Position | None = None) -> int:
@@ -160,5 +184,6 @@ def _why(run_dir: RunDir, state: RunState) -> YunluError:
     return error
 
 
-def _print_title(console: Console, run_dir: RunDir, job: Job) -> None:
+def print_title(console: Console, run_dir: RunDir, job: Job) -> None:
+    """Name the run."""
     console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]{job.task}[/]\n")

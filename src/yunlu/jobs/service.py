@@ -75,22 +75,26 @@ def submit(job: Job, *, source: Path | None = None) -> RunDir:
     return run_dir
 
 
-def start(run_dir: RunDir, command: Sequence[str] | None = None) -> WorkerProcess:
-    """Start the worker of a pending run."""
+def start(
+    run_dir: RunDir, command: Sequence[str] | None = None, *, own_session: bool = True
+) -> WorkerProcess:
+    """Start the worker of a pending run; ``own_session`` as with ``start_worker``."""
     with _launching(run_dir):
         record, worker = read_record(run_dir), recorded_worker(run_dir)
         if record.state is not RunState.PENDING or (worker is not None and worker.detached):
             raise StoreError(f"{run_dir.id} was started before: it is {record.state}")
-        return _begin(run_dir, command)
+        return _begin(run_dir, command, own_session=own_session)
 
 
-def resume(run: str | RunDir, *, command: Sequence[str] | None = None) -> RunDir:
+def resume(
+    run: str | RunDir, *, command: Sequence[str] | None = None, own_session: bool = True
+) -> RunDir:
     """Give a resting run another life, from its newest good checkpoint."""
     run_dir = run if isinstance(run, RunDir) else find(run)
     with _launching(run_dir):
         _refuse_live(run_dir)
         _reopen(run_dir)
-        _begin(run_dir, command)
+        _begin(run_dir, command, own_session=own_session)
     return run_dir
 
 
@@ -261,10 +265,12 @@ def _reopen(run_dir: RunDir) -> None:
     move(run_dir, record, RunState.PENDING, reason="resumed")
 
 
-def _begin(run_dir: RunDir, command: Sequence[str] | None) -> WorkerProcess:
+def _begin(
+    run_dir: RunDir, command: Sequence[str] | None, *, own_session: bool = True
+) -> WorkerProcess:
     try:
-        words = command or _program_of(run_dir)
-        return start_worker(run_dir, words, directory=_directory_of(run_dir))
+        words, directory = command or _program_of(run_dir), _directory_of(run_dir)
+        return start_worker(run_dir, words, directory=directory, own_session=own_session)
     except BaseException as error:
         reason = f"its worker could not be started: {error}"
         move(run_dir, read_record(run_dir), RunState.FAILED, reason=reason)

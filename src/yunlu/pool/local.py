@@ -44,7 +44,7 @@ class WorkerProcess:
     process_started_at: float
     host: str
     detached: bool
-    """Started by us in its own session. Only such a process is ours to signal."""
+    """Started by us, at the head of a group of its own. Only such a process is ours to signal."""
 
     def is_alive(self) -> bool:
         """Whether it still runs. A process on another host is believed to: we cannot look."""
@@ -127,6 +127,7 @@ def start_worker(
     *,
     directory: Path | None = None,
     plan_only: bool = False,
+    own_session: bool = True,
 ) -> WorkerProcess:
     """Start the worker of a run in its own session, its output appended to ``worker.log``.
 
@@ -135,6 +136,7 @@ def start_worker(
         command: Another program instead of the worker, given the run's directory as last argument.
         directory: Where it runs: relative paths in the job are relative to this.
         plan_only: Ask for the plan, not for training.
+        own_session: Not where a launcher is to find and end it with this process.
     """
     words = list(command or WORKER)
     words += [str(run_dir.path)] + ["--plan-only"] * plan_only
@@ -151,7 +153,8 @@ def start_worker(
             stderr=subprocess.STDOUT,
             cwd=directory,
             env=worker_environment(),
-            start_new_session=True,
+            start_new_session=own_session,
+            process_group=None if own_session else 0,
         )
     # A child that is not yet waited for keeps its place in the system, even when it is over.
     started_at = psutil.Process(child.pid).create_time()

@@ -38,11 +38,14 @@ class Copy:
 class Keeper:
     """Makes copies now and then, as often as they are cheap; the one before stays until the next is whole."""
 
-    def __init__(self, engine: Engine, world: World, generation: int) -> None:
+    def __init__(
+        self, engine: Engine, world: World, generation: int, *, before: Sequence[Copy] = ()
+    ) -> None:
+        """``before`` are copies of the generation before, kept until there are newer ones."""
         self._engine, self._world, self._generation = engine, world, generation
         layout = world.layout
         self.is_needed = not layout.is_single and (layout.dp == 1 or layout.zero1)
-        self.copies: list[Copy] = []
+        self.copies: list[Copy] = list(before[-1:])
         self._every = 1
         self._next_step = engine.steps_done
         self._neighbour: list[Piece] = []
@@ -64,9 +67,13 @@ class Keeper:
             replace(piece, tensor=piece.tensor.detach().cpu().clone())
             for piece in join_groups(engine.state.pieces())
         ]
-        if _any_true(self._described != len(own)):  # optimisers remember nothing before their first step
+        if _any_true(
+            self._described != len(own)
+        ):  # optimisers remember nothing before their first step
             self._neighbour, self._described = self._describe_neighbour(own), len(own)
-        theirs = [replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in self._neighbour]
+        theirs = [
+            replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in self._neighbour
+        ]
         exchange(own, theirs)
         place_of, size = self._world.layout.place_of, self._world.layout.world
         holdings = tuple(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from yunlu.core.crew import read_crew
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
-from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, layouts_by_count
 from yunlu.spec.job import Job
@@ -35,7 +34,13 @@ from yunlu.training.finish import finish
 from yunlu.training.memory.shortage import is_out_of_memory, smaller
 from yunlu.training.parallel.arrangement import blank_like, pattern_of
 from yunlu.training.parallel.boxes import join_groups
-from yunlu.training.parallel.exchange import broadcast_json, exchange, gather_json, gather_specs
+from yunlu.training.parallel.exchange import (
+    Uncovered,
+    broadcast_json,
+    exchange,
+    gather_json,
+    gather_specs,
+)
 from yunlu.training.prepare import build_model, settle_plan
 from yunlu.training.prepare import prepare as prepare_parts
 from yunlu.training.probe import probe_machine
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.core.rundir import RunDir
+    from yunlu.planning.layout import Layout
     from yunlu.training.elastic.member import Member
     from yunlu.training.elastic.messages import Assignment
     from yunlu.training.parallel.boxes import Piece
@@ -118,7 +124,8 @@ class Worker:
         self._watch: CrewWatch | None = None
         self._keeper: Keeper | None = None
         self._given: list[Piece] = []
-        """Parts of the state that those who left gave away."""
+        self._given_numbers: dict[str, Any] | None = None
+        """What those who left gave away."""
         self._log: CrewLog | None = None
         self._trackers = TrackerThread([], warn=self._run.warn)
         self._is_tracking = False
@@ -130,7 +137,7 @@ class Worker:
 
     def take_part(self, assignment: Assignment) -> None:
         """Train in one generation: until it ends well, or others ask for or cause its end."""
-        self._given = []
+        self._given, self._given_numbers = [], None
         if assignment.guests:
             with self._member.meet(assignment):
                 self._take_gifts(assignment)
@@ -144,6 +151,9 @@ class Worker:
         """Whether another generation can go on where this one ended."""
         if self._member.is_broken(error):
             return True
+        if isinstance(error, Uncovered):  # nobody has all of it: only the disk does
+            self._is_whole, self._keeper = False, None
+            return True
         engine = self._engine
         if engine is None or not is_out_of_memory(error) or not self._is_whole:
             return False
@@ -151,7 +161,7 @@ class Worker:
         if size is None:
             return False
         engine.micro_batch = size
-        self._run.emit(
+        type(self._run)(self._run.path).emit(  # whoever leads: this is not its news
             EventKind.OUT_OF_MEMORY,
             step=engine.steps_done + 1,
             micro_batch=size,
@@ -169,8 +179,7 @@ class Worker:
         if watch is not None:
             watch.checkpoints.abandon()
         copies = tuple(holding for copy in self._copies() for holding in copy.holdings)
-        is_live = self._is_whole and engine is not None and not engine.is_torn
-        self._member.settled(step, live=is_live, copies=copies, detail=detail)
+        self._member.settled(step, live=self._holds(step), copies=copies, detail=detail)
 
     def close(self) -> None:
         """The last words of this process."""
@@ -179,7 +188,8 @@ class Worker:
 
     def _train(self) -> None:
         engine, watch = self._engine, self._watch
-        assert engine is not None and watch is not None
+        assert engine is not None
+        assert watch is not None
         ask = ""
         if not watch.stopped_early and engine.steps_done < engine.plan.steps:
             ask = loop.run(engine, watch)
@@ -222,32 +232,32 @@ class Worker:
     # Taking the state over.
 
     def _settle_in(self, assignment: Assignment, world: World) -> None:
-        restore = assignment.restore
+        """Get the state that the generation begins with; until it is here, keep what we had."""
+        restore, before = assignment.restore, self._engine
         held, numbers = self._find_held(assignment)
-        before, self._is_whole = self._engine, False
         stays = before is not None and bool(restore.givers) and _alike(before, world.layout)
         if before is not None and stays:
             before.rejoin(world)
             engine = before
         else:
             engine = self._build(world, fresh=not restore.givers)
-        is_here = stays and numbers is not None and restore.kind == "live"
-        self._engine = engine
         self._run.is_quiet = not world.is_leader
-        watch = self._watch = self._make_watch(engine, world, assignment)
+        watch = self._make_watch(engine, world, assignment)
         resumed_from = restore.step
         if not restore.givers:
             resumed_from = watch.resume()
         elif restore.is_moving or not stays:
+            is_here = stays and self._holds(restore.step)
+            self._is_whole = self._is_whole and (is_here or not stays)
             self._fetch(engine, watch, held, numbers, restore.step or 0, is_here=is_here)
         engine.micro_batch = _least(engine.micro_batch)
+        self._engine, self._watch, self._is_whole = engine, watch, True
+        self._member.taken(assignment, engine.steps_done)
         watch.begin(assignment.generation)
         if world.is_leader:
             self._speak(assignment, resumed_from)
-        self._given = []
-        self._keeper = Keeper(engine, world, assignment.generation)
-        self._is_whole = True
-        self._member.taken(assignment, engine.steps_done)
+        self._given, self._given_numbers = [], None
+        self._keeper = Keeper(engine, world, assignment.generation, before=self._copies())
         self._keep(0.0)
 
     def _speak(self, assignment: Assignment, resumed_from: int | None) -> None:
@@ -263,22 +273,25 @@ class Worker:
             state = RunState.RUNNING
             self._run.emit(EventKind.STATE, state=state, resumed_from_step=resumed_from)
 
-    def _find_held(
-        self, assignment: Assignment
-    ) -> tuple[list[Piece], dict[str, Any] | None]:
+    def _holds(self, step: int | None) -> bool:
+        """Whether the engine has the state of this step, and all its parts are of it."""
+        engine = self._engine
+        if engine is None or not self._is_whole or engine.is_torn:
+            return False
+        return engine.steps_done == step
+
+    def _find_held(self, assignment: Assignment) -> tuple[list[Piece], dict[str, Any] | None]:
         """What we can give of the state asked for; the numbers are those of the same moment."""
         restore, engine, watch = assignment.restore, self._engine, self._watch
-        if restore.kind == "copies":
-            for copy in self._copies():
-                if copy.step == restore.step:
-                    return [*copy.pieces.values(), *self._given], copy.numbers
-            return self._given, None
-        if restore.kind != "live" or engine is None or watch is None:
-            return self._given, None
-        if not self._is_whole or engine.steps_done != restore.step or engine.is_torn:
-            return self._given, None
-        numbers = engine.state.numbers() | {"extra": watch.kept()}
-        return [*join_groups(engine.state.pieces()), *self._given], numbers
+        if not restore.givers:
+            return [], None
+        if engine is not None and watch is not None and self._holds(restore.step):
+            numbers = engine.state.numbers() | {"extra": watch.kept()}
+            return [*join_groups(engine.state.pieces()), *self._given], numbers
+        for copy in self._copies():
+            if copy.step == restore.step:
+                return [*copy.pieces.values(), *self._given], copy.numbers
+        return self._given, self._given_numbers
 
     def _fetch(
         self,
@@ -301,19 +314,20 @@ class Worker:
 
     def _take_gifts(self, assignment: Assignment) -> None:
         """Those who leave give all they have of the state to one who stays."""
-        held, _ = self._find_held(assignment)
+        held, numbers = self._find_held(assignment)
         seats = len(assignment.seats)
         told = [describe(piece) for piece in held] if assignment.is_guest else []
-        everyone = gather_json(told)
-        mine = assignment.meeting_rank
+        everyone = gather_json({"pieces": told, "numbers": numbers if told else None})
+        guests = everyone[seats:]
         taking = [
             make_blank(about)
-            for guest in range(seats, assignment.meeting_size)
-            if guest % seats == mine
-            for about in everyone[guest]
+            for number, guest in enumerate(guests)
+            if number % seats == assignment.meeting_rank
+            for about in guest["pieces"]
         ]
         exchange(held if assignment.is_guest else [], taking)
         self._given = taking
+        self._given_numbers = next((g["numbers"] for g in guests if g["numbers"]), None)
 
     # Making things.
 
@@ -321,6 +335,7 @@ class Worker:
         """An engine of its own for a layout; ``fresh`` where the weights are to be the first ones."""
         if self._engine is not None:
             self._engine.close()
+            self._model = None  # it is in use, and may be cut up
         if self._model is not None:
             model = self._model
         elif fresh:
@@ -338,9 +353,7 @@ class Worker:
 
     def _make_watch(self, engine: Engine, world: World, assignment: Assignment) -> CrewWatch:
         if self._log is None:
-            self._life = sum(
-                event.kind is EventKind.LIFE for event, _ in self._run.read_events()
-            )
+            self._life = sum(event.kind is EventKind.LIFE for event, _ in self._run.read_events())
             self._log = CrewLog(
                 self._run,
                 device=engine.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,7 @@ class CrewWatch(TrainingWatch):
             engine, run, trackers=trackers, stop=StopRequest(), life=life, crew=crew, log=log
         )
         self._member, self._keep = member, keep
+        engine.note_waiting = partial(member.beat, phase="sync")
         self._order = engine.order.steps_from(engine.steps_done)
         self._ordered = engine.steps_done
 

@@ -114,6 +114,8 @@ class Engine:
         self.keeps_ledger = False
         self.before_change: Callable[[], None] = _nothing
         """Called before weights change: somebody may still be copying them."""
+        self.note_waiting: Callable[[], None] = _nothing
+        """Called before this worker waits for others."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -137,6 +139,7 @@ class Engine:
 
     def agree(self, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         """What the step holds over all workers, and whether one of them asks for an end."""
+        self.note_waiting()
         return agree(self.world, micros, ask)
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
@@ -153,7 +156,9 @@ class Engine:
         self._set_rate()
         if not self.world.layout.is_single:
             # Any number of workers, any resume: the numbers of a step are its own.
-            torch.manual_seed(seed_of_step(self.job.train.seed, self.steps_done, self.world.replica))
+            torch.manual_seed(
+                seed_of_step(self.job.train.seed, self.steps_done, self.world.replica)
+            )
         self._start.mark()
         self._in_step = True
         try:
@@ -176,6 +181,7 @@ class Engine:
         """Add penalties to the gradient, and measure it; the loss and the norm over all workers."""
         if self.release is not None:
             return loss, self.release.norm
+        self.note_waiting()
         self.arranged.finish()
         self.precision.unscale(self.optimizer)
         if self.job.train.l1:

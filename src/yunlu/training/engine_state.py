@@ -97,9 +97,7 @@ class EngineState:
         """Go on from tensors that were filled, after ``step`` steps."""
         engine = self._engine
         self._check_data(numbers)
-        install_optimizer(
-            engine.optimizer, self._leaves, filled["optimizer"], numbers["optimizer"]
-        )
+        install_optimizer(engine.optimizer, self._leaves, filled["optimizer"], numbers["optimizer"])
         self._adopt(numbers, step=step)
 
     def snapshot(self, *, metrics: dict[str, float], extra: dict[str, Any]) -> Snapshot:

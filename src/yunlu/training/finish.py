@@ -48,7 +48,6 @@ def finish(
     }
 
 
-
 def _put_together(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
     """The whole model, on the leader; others have none to export."""
     if not engine.arranged.is_cut:

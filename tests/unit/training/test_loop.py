@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -48,7 +48,8 @@ def agree(world: World, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         ours[:5] = [0] * 5
     found: list[int] = world.sum_over_all(torch.tensor(ours)).tolist()
     asked: Ask = "stop" if found[5] >= _WEIGHT["stop"] else "pause" if found[5] else ""
-    return Agreed(*found[:4], found[4] % _RANGE, asked)
+    items, tokens, padding, samples, digest, _ = found
+    return Agreed(items, tokens, padding, samples, digest % _RANGE, asked)
 
 
 _RANGE = 1 << 64

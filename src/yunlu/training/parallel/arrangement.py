@@ -186,7 +186,9 @@ class Arrangement:
     def _count_copies(self) -> list[int]:
         """How many workers hold the same as this one does of each weight."""
         layout = self.world.layout
-        names = {id(weight): name for part in self.parts for name, weight in part.named_parameters()}
+        names = {
+            id(weight): name for part in self.parts for name, weight in part.named_parameters()
+        }
         counts: list[int] = []
         for weight in self.weights:
             cut = _cut_axes(weight)

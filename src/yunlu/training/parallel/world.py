@@ -96,7 +96,7 @@ class World:
 
 
 def form_world(
-    layout: Layout, rank: int, store: dist.Store | None, *, device: torch.device
+    layout: Layout, rank: int, store: Any, *, device: torch.device
 ) -> World:
     """Meet the others at the store; everyone calls this with the same layout."""
     if layout.is_single:
@@ -134,7 +134,7 @@ def _open_sockets() -> set[int]:
     found: set[int] = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if os.readlink(entry).startswith("socket:"):
+            if str(entry.readlink()).startswith("socket:"):
                 found.add(int(entry.name))
         except OSError:  # closed while we looked
             continue

@@ -1,0 +1,158 @@
+"""Runs of processes that torchrun, srun or mpirun started: one run for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from yunlu.core.errors import JobError, TrainingError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.follow import end_of, follow
+from yunlu.jobs.run import error_of
+from yunlu.pool.launch import find_place, program, signals_passed_on, take_part
+from yunlu.pool.local import require_training, start_worker
+from yunlu.spec.job import Job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from yunlu.core.launch import Launched
+    from yunlu.jobs.run import RunRecord
+
+_REST_S = 30.0
+"""What a launcher ended rests within moments."""
+_POLL_S = 0.1
+
+
+def find_launch(job: Job | None = None, *, waits: bool = True) -> Launched | None:
+    """This process's place in a launch of several; refuses what does not go with it."""
+    place = find_place()
+    if place is None:
+        return None
+    if not waits:
+        raise JobError(
+            f"{place.by} ends its workers when the command that it started returns.",
+            hint="leave out --detach or wait=False",
+        )
+    if job is not None and job.devices not in {"auto", place.size}:
+        raise JobError(
+            f"the job says devices: {job.devices}, and {place.by} started {place.size} workers",
+            hint=f"leave devices out, or start {job.devices}",
+        )
+    return place
+
+
+def begin(job: Job, place: Launched, *, source: Path | None = None) -> RunDir:
+    """On rank 0: start the run, or go on with it where the launcher starts us again."""
+    require_training()
+    former = _find_former(job, place)
+    if former is not None:
+        return go_on(former)
+    run_dir = service.submit(job, source=source)
+    write_atomically(run_dir.path / "launch.json", json.dumps(_identify(place)))
+    service.start(run_dir, program(), own_session=False)
+    return run_dir
+
+
+def go_on(run_dir: RunDir) -> RunDir:
+    """On rank 0: another life for a run; where it is finished, the others are told so."""
+    if _wait_for_rest(run_dir).state is RunState.FINISHED:
+        start_worker(run_dir, program(), own_session=False)
+    else:
+        service.resume(run_dir, command=program(), own_session=False)
+    return run_dir
+
+
+def join() -> tuple[RunDir | None, int]:
+    """On every other rank: train to the end; the run, if it was met, and an exit code."""
+    part = take_part()
+    run_dir = None if part.path is None else RunDir(part.path)
+    return run_dir, 0 if part.code == 0 else 1
+
+
+def see_through(job: Job | RunDir, place: Launched, *, source: Path | None = None) -> RunDir:
+    """On any rank: train a job, or go on with a run, to its end; every rank gets the same run."""
+    if place.rank:
+        return _join_or_raise(place)
+    run_dir = go_on(job) if isinstance(job, RunDir) else begin(job, place, source=source)
+
+    def stop() -> (
+        None
+    ):  # not inside the signal: what it interrupts may hold the lock that this takes
+        threading.Thread(target=service.request_stop, args=(run_dir,), daemon=True).start()
+
+    with signals_passed_on(stop):
+        for _ in follow(run_dir, since=end_of(run_dir)):
+            pass
+    return run_dir
+
+
+def _join_or_raise(place: Launched) -> RunDir:
+    run_dir, code = join()
+    if run_dir is not None and code == 0:
+        return run_dir
+    if run_dir is not None and not _wait_for_rest(run_dir).state.is_active:
+        error = error_of(event for event, _ in run_dir.read_events())
+        if error is not None:
+            raise error
+    raise TrainingError(f"worker {place.rank} of {place.size} failed", hint="its output tells more")
+
+
+def _find_former(job: Job, place: Launched) -> RunDir | None:
+    """The run that an earlier start of this launch trained."""
+    ours = _identify(place)
+    for record in service.list_runs():
+        run_dir = RunDir(service.home() / record.id)
+        try:
+            theirs = json.loads((run_dir.path / "launch.json").read_bytes())
+            saved = Job.model_validate_json(run_dir.job.read_bytes())
+        except (OSError, ValueError):  # of no launch
+            continue
+        named = {"name": saved.name}  # a run has a name, even where its job has none
+        if (job if job.name else job.model_copy(update=named)) == saved and _is_again(ours, theirs):
+            return run_dir
+    return None
+
+
+def _is_again(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    if ours["by"] != theirs.get("by") or ours["id"] != theirs.get("id") or not ours["id"]:
+        return False
+    if ours["asker"] == theirs.get("asker"):
+        return False  # one program that trains the same job twice
+    # The agent of torchrun outlives those it starts; Slurm's number stays when a job is requeued.
+    is_same_agent = ours["by"] == "torchrun" and ours["agent"] == theirs.get("agent")
+    return is_same_agent or (ours["restarts"] > 0 and ours["id"] != "none")
+
+
+def _identify(place: Launched) -> dict[str, Any]:
+    host = socket.gethostname()
+    parent = psutil.Process().ppid()
+    try:
+        since = psutil.Process(parent).create_time()
+    except psutil.Error:  # nobody's child
+        since = 0.0
+    return {
+        "by": place.by,
+        "id": place.id,
+        "restarts": place.restarts,
+        "agent": f"{host} {parent} {since:.0f}",
+        "asker": f"{host} {os.getpid()}",
+    }
+
+
+def _wait_for_rest(run_dir: RunDir) -> RunRecord:
+    deadline = time.monotonic() + _REST_S
+    record = service.read_record(run_dir)
+    while record.state.is_active and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        record = service.read_record(run_dir)
+    return record

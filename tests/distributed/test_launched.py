@@ -1,0 +1,285 @@
+"""Processes that torchrun, srun or mpirun started: one run for all of them, as if one had trained it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.training.data.order import StepOrder, digest_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS, BATCH, PATIENCE_S = 24, 12, 90
+JOB = f"""
+task: {{task}}
+model: {{{{name: transformer, args: {{{{width: 32, layers: 2, heads: 2}}}}}}}}
+data: {{{{train: text.txt, max_length: 24}}}}
+train:
+  steps: {STEPS}
+  batch: {BATCH}
+  micro_batch: 4
+  optimizer: {{{{name: adamw, lr: 0.002, kernel: fused}}}}
+  clip: 1.0
+  precision: fp32
+  padding: pad
+  compile: false
+  threads: 1
+  workers: 0
+  evaluate: never
+  checkpoint: {{{{every: 10, keep_best: 0}}}}
+"""
+TASKS = """
+import os, threading, time
+from pathlib import Path
+import torch.distributed as dist
+from yunlu.training.tasks.language_modeling import LanguageModeling
+
+class FailsOnce(LanguageModeling):
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += dist.is_initialized()
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if self.calls > 30:  # in step 16
+                raise ArithmeticError("rank 1 cannot count")
+        return super().loss(model, batch)
+
+class FailsWhileTheOtherHangs(LanguageModeling):
+    def loss(self, model, batch):
+        if dist.is_initialized():
+            if os.environ["SLURM_PROCID"] == "0":
+                Path("hangs").touch()
+                threading.Event().wait()
+            while not Path("hangs").exists():
+                time.sleep(0.01)
+            raise ArithmeticError("rank 1 cannot count")
+        return super().loss(model, batch)
+
+class Slow(LanguageModeling):
+    def loss(self, model, batch):
+        if dist.is_initialized():
+            Path("trains").touch()
+            time.sleep(0.02)
+        return super().loss(model, batch)
+"""
+SCRIPT = """
+import sys, yunlu
+run = yunlu.train("job.yaml", seed=0)
+print(run.id, run.state, file=sys.stderr)
+"""
+
+
+class Bench:
+    """A directory with a job, and processes in it, none of which outlives the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._started: list[subprocess.Popen[str]] = []
+        words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+        lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(200)]
+        (directory / "text.txt").write_text("\n".join(lines))
+        (directory / "tasks_of_test.py").write_text(TASKS)
+        (directory / "script.py").write_text(SCRIPT)
+        self.write_job()
+
+    def write_job(self, task: str = "language-modeling") -> None:
+        (self.directory / "job.yaml").write_text(JOB.format(task=task))
+
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        launchers = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+        home = {"YUNLU_HOME": str(self.directory / "home"), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            env=kept | home | variables,
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def srun(self, *words: str) -> list[subprocess.Popen[str]]:
+        """Two tasks, as srun would start them."""
+        job = {
+            "SLURM_JOB_ID": str(random.SystemRandom().randrange(10_000)),  # decides on the port
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_JOB_NODELIST": "localhost",
+        }
+        return [
+            self.start(*words, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+            for rank in range(2)
+        ]
+
+    def run(self) -> RunDir:
+        """The one run there is."""
+        (path,) = (self.directory / "home").glob("*-*")
+        return RunDir(path)
+
+    def left(self) -> list[psutil.Process]:
+        """Processes that still work here."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter(["cwd", "pid"]):
+            if process.info["cwd"] == str(self.directory) and process.pid != os.getpid():
+                found.append(process)
+        return found
+
+    def end(self) -> None:
+        for process in self.left():
+            process.kill()
+        for started in self._started:
+            started.communicate()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """What one process makes of the job."""
+    bench = Bench(tmp_path_factory.mktemp("alone"))
+    try:
+        finish(bench.start("-m", "yunlu.cli.main", "train", "job.yaml"))
+        return losses(bench.run())
+    finally:
+        bench.end()
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, out[-2000:] + err[-4000:]
+    return out, err
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    """Of each step; of one that was done again, the later."""
+    return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
+
+
+def events(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+    return [event.data for event, _ in run.read_events() if event.kind is kind]
+
+
+def states(run: RunDir) -> list[str]:
+    return [data["state"] for data in events(run, EventKind.STATE)]
+
+
+def check_ledger(run: RunDir) -> None:
+    """Each step took exactly its samples."""
+    order = StepOrder(samples=events(run, EventKind.DATA)[0]["train"], batch=BATCH, seed=0)
+    steps = order.steps_from(0)
+    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    assert {record["step"]: int(record["digest"], 16) for record in records} == {
+        step: digest_of(next(steps)) for step in range(1, STEPS + 1)
+    }
+
+
+def wait(until: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not until():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
+    bench: Bench, alone: dict[int, float]
+) -> None:
+    bench.write_job("tasks_of_test:FailsOnce")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "yunlu.cli.main", "train", "job.yaml"]
+    port = ["--master-port", str(random.SystemRandom().randrange(30_000, 32_000))]
+    finish(bench.start(*torchrun, *port, "--no-python", *command))
+
+    run = bench.run()
+    (error,) = events(run, EventKind.ERROR)
+    assert (error["rank"], error["host"]) == (1, os.uname().nodename)
+    assert "rank 1 cannot count" in error["message"]
+    assert "ArithmeticError" in error["traceback"]
+    assert states(run) == [
+        *("pending", "planning", "running", "failed"),
+        *("pending", "planning", "running", "finished"),
+    ]
+    assert events(run, EventKind.STATE)[6]["resumed_from_step"] == 10
+    assert losses(run) == pytest.approx(alone, abs=1e-5)
+    check_ledger(run)
+    assert (run.model / "model.safetensors").exists()
+    wait(lambda: not bench.left(), "everyone gone")
+
+
+def test_a_script_under_srun_gets_the_same_run_in_each_task(
+    bench: Bench, alone: dict[int, float]
+) -> None:
+    told = [finish(process) for process in bench.srun("script.py")]
+    run = bench.run()
+    assert [err.splitlines()[-1] for _, err in told] == [f"{run.id} finished"] * 2
+    assert losses(run) == pytest.approx(alone, abs=1e-5)
+    check_ledger(run)
+    (crew,) = events(run, EventKind.CREW)
+    assert [each["rank"] for each in crew["ranks"]] == [0, 1]
+    assert not bench.left()
+
+
+def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -> None:
+    bench.write_job("tasks_of_test:FailsWhileTheOtherHangs")
+    first, second = bench.srun("-m", "yunlu.cli.main", "train", "job.yaml")
+    _, shown = finish(first, code=1)
+    out, err = finish(second, code=1)
+    run = bench.run()
+    (error,) = events(run, EventKind.ERROR)
+    assert error["rank"] == 1
+    assert "ArithmeticError" in error["traceback"]
+    assert states(run)[-1] == "failed"
+    assert "rank 1 cannot count" in shown
+    assert (out, err) == ("", "")  # one of them speaks
+    assert "ArithmeticError" in (run.logs / "member-1.log").read_text()
+    wait(lambda: not bench.left(), "everyone gone")
+
+
+def test_a_signal_to_one_stops_all_and_they_resume_together(
+    bench: Bench, alone: dict[int, float]
+) -> None:
+    bench.write_job("tasks_of_test:Slow")
+    tasks = bench.srun("-m", "yunlu.cli.main", "train", "job.yaml")
+    wait((bench.directory / "trains").exists, "the first step")
+    tasks[1].send_signal(signal.SIGTERM)
+    for task in tasks:
+        finish(task)
+    run = bench.run()
+    done = max(losses(run))
+    assert states(run)[-1] == "stopped"
+    assert done < STEPS
+
+    for task in bench.srun("-m", "yunlu.cli.main", "resume", run.id):
+        finish(task)
+    assert states(run)[-1] == "finished"
+    assert events(run, EventKind.STATE)[-2]["resumed_from_step"] == done
+    assert losses(run) == pytest.approx(alone, abs=1e-5)
+    check_ledger(run)
+
+
+def test_a_launcher_that_is_killed_leaves_no_worker_behind(bench: Bench) -> None:
+    bench.write_job("tasks_of_test:Slow")
+    tasks = bench.srun("-m", "yunlu.cli.main", "train", "job.yaml")
+    wait((bench.directory / "trains").exists, "the first step")
+    for task in tasks:
+        task.kill()
+    wait(lambda: not bench.left(), "everyone gone")

@@ -150,9 +150,9 @@ def make_job(**train: Any) -> Job:
     return Job.model_validate({"task": "t", "model": "m", "data": "d", "train": settings})
 
 
-def make_plan(
-    layout: Layout, *, micro_batch: int = 4, kernel: Any = "fused", steps: int = STEPS
-) -> Plan:
+def make_plan(layout: Layout, job: Job, *, micro_batch: int, kernel: Any) -> Plan:
+    batch = job.train.batch
+    assert isinstance(batch, int)
     return Plan(
         device="cpu",
         devices=layout.world,
@@ -160,10 +160,10 @@ def make_plan(
         threads=1,
         micro_batch=micro_batch,
         kernel=kernel,
-        batch=BATCH,
+        batch=batch,
         accumulation=8,
-        steps=steps,
-        steps_per_epoch=3,
+        steps=STEPS,
+        steps_per_epoch=-(-SAMPLES // batch),
         warmup_steps=3,
         lr=0.01,
         weight_decay=0.1,
@@ -177,13 +177,13 @@ def make_plan(
     )
 
 
-def train(
-    world: World, make: str = "tied", micro_batch: int = 4, kernel: str = "fused", **settings: Any
-) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a run."""
-    job, task = make_job(**settings), Sentences(make)
+def train(world: World, make: str, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a run; ``settings`` are the job's, and those of the plan."""
+    asked = dict(settings)
+    kernel, micro_batch = asked.pop("kernel", "fused"), asked.pop("micro_batch", 4)
+    job, task = make_job(**asked), Sentences(make)
     parts = Parts(task=task, model=task.build(job), splits=task.load(job))
-    plan = make_plan(world.layout, micro_batch=micro_batch, kernel=kernel)
+    plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel=kernel)
     engine = Engine(job, plan, parts, lambda *_, **__: None, world=world)
     recorder = Recorder([], [])
     loop.run(engine, recorder)

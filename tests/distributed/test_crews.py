@@ -87,12 +87,16 @@ def _family(run: RunDir, pids: list[int]) -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture
-def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
-    (tmp_path / "job.yaml").write_text(JOB)
+def write_job(directory: Path) -> None:
+    (directory / "job.yaml").write_text(JOB)
     words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
     lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
-    (tmp_path / "text.txt").write_text("\n".join(lines))
+    (directory / "text.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
+    write_job(tmp_path)
     made = Runs(tmp_path, own_home)
     try:
         yield made
@@ -174,9 +178,12 @@ def check_ledger(run: RunDir) -> None:
     }
 
 
-@pytest.fixture
-def alone(runs: Runs) -> dict[int, float]:
-    return losses(runs.start(detach=False))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one plain worker."""
+    directory = tmp_path_factory.mktemp("alone")
+    write_job(directory)
+    return losses(Runs(directory, directory / "home").start(detach=False))
 
 
 def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the_curve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -41,21 +42,66 @@ LAYOUTS: dict[str, Layout] = {
 
 
 @cache
-def alone(make: str, **settings: Any) -> tuple[list[float], list[float]]:
+def _alone(make: str, settings: str) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     world = World(layout=Layout(), rank=0, device=torch.device("cpu"))
-    return train(world, make, **settings)
+    return train(world, make, json.loads(settings))
 
 
-def agree(layout: Layout, make: str) -> None:
-    losses, norms = alone(make)
+def alone(make: str, **settings: Any) -> tuple[list[float], list[float]]:
+    """Of one process; the same for every layout."""
+    return _alone(make, json.dumps(settings))
+
+
+def check_parity(layout: Layout, make: str, **settings: Any) -> None:
+    losses, norms = alone(make, **settings)
     assert len(losses) == STEPS
-    found = run_world(train, layout, make)
-    for rank_losses, rank_norms in found:
+    for rank_losses, rank_norms in run_world(train, layout, make, settings):
         assert rank_losses == pytest.approx(losses, abs=1e-5)
+        # The norm of all gradients, before clipping: they are those of one process.
         assert rank_norms == pytest.approx(norms, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(name: str) -> None:
-    agree(LAYOUTS[name], "tied")
+    check_parity(LAYOUTS[name], "tied")
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        ("uneven", Layout(pp=2)),  # three layers over two stages
+        ("uneven", Layout(pp=2, fsdp=2)),
+        ("untied", Layout(tp=2, sequence=True, vocabulary=True)),
+        ("llama", Layout(tp=2)),
+        ("llama", Layout(pp=2)),
+        ("llama", Layout(fsdp=3)),
+    ],
+    ids=str,
+)
+def test_other_models_train_as_one_process_does(make: str, layout: Layout) -> None:
+    check_parity(layout, make)
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_batch_norm_sees_the_samples_of_all_replicas(dp: int) -> None:
+    # In one piece, since statistics are those of a micro-batch.
+    check_parity(Layout(dp=dp), "normed", micro_batch=32)
+
+
+def test_a_replica_without_samples_changes_nothing() -> None:
+    # The last step of each epoch has 2 samples for 3 replicas.
+    check_parity(Layout(dp=3), "normed", micro_batch=39, batch=39)
+    check_parity(Layout(fsdp=3), "tied", batch=39)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(fsdp=2), Layout(pp=2)], ids=str)
+def test_plain_optimisers_penalties_and_bounds_agree_too(layout: Layout) -> None:
+    check_parity(
+        layout,
+        "tied",
+        kernel="foreach",
+        optimizer={"name": "momentum", "lr": 0.01},
+        clip={"norm": 0.5, "value": 0.02},
+        l1=1e-4,
+    )

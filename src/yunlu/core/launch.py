@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from yunlu.core.errors import TrainingError
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PORTS = range(20_000, 30_000)
-"""Where a launcher names no port, all processes derive the same one from the job's number."""
+"""Where a launcher names no port, all processes derive the same one from the job's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def _name(variables: Mapping[str, str], by: str) -> str:
         return variables.get("TORCHELASTIC_RUN_ID", "")
     if by == "srun" and "SLURM_JOB_ID" in variables:
         return f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID', '')}"
-    return ""
+    return variables.get("PMIX_NAMESPACE", "") if by == "mpirun" else ""
 
 
 def _restarts(variables: Mapping[str, str], by: str) -> int:
@@ -149,7 +150,8 @@ def _meeting(variables: Mapping[str, str], by: str) -> tuple[str, int]:
     if nodes and job.isdigit() and step.isdigit():
         return first_host(nodes), _PORTS[(int(job) + int(step)) % len(_PORTS)]
     if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == variables.get("OMPI_COMM_WORLD_SIZE", ""):
-        return "127.0.0.1", _PORTS[0]
+        name = variables.get("PMIX_NAMESPACE", "")
+        return "127.0.0.1", _PORTS[crc32(name.encode()) % len(_PORTS)]
     raise TrainingError(
         f"{by} does not tell where rank 0 is.",
         hint="Set MASTER_ADDR and MASTER_PORT to a host and a free port of rank 0.",

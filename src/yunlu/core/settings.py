@@ -81,7 +81,7 @@ def launch_variables() -> dict[str, str]:
     """What a launcher of several processes (torchrun, srun, mpirun) told this one."""
     beginnings = ("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "TORCHELASTIC_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    names |= {"MPI_LOCALRANKID", "GLOO_SOCKET_IFNAME"}
+    names |= {"MPI_LOCALRANKID", "PMIX_NAMESPACE", "GLOO_SOCKET_IFNAME"}
     return {
         name: value
         for name, value in os.environ.items()

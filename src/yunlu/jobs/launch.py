@@ -54,11 +54,11 @@ def find_launch(job: Job | None = None, *, waits: bool = True) -> Launched | Non
 def begin(job: Job, place: Launched, *, source: Path | None = None) -> RunDir:
     """On rank 0: start the run, or go on with it where the launcher starts us again."""
     require_training()
-    former = _find_former(job, place)
+    former = find_former(job, place)
     if former is not None:
         return go_on(former)
     run_dir = service.submit(job, source=source)
-    write_atomically(run_dir.path / "launch.json", json.dumps(_identify(place)))
+    write_atomically(run_dir.path / "launch.json", json.dumps(identify(place)))
     service.start(run_dir, program(), own_session=False)
     return run_dir
 
@@ -107,9 +107,9 @@ def _join_or_raise(place: Launched) -> RunDir:
     raise TrainingError(f"worker {place.rank} of {place.size} failed", hint="its output tells more")
 
 
-def _find_former(job: Job, place: Launched) -> RunDir | None:
+def find_former(job: Job, place: Launched) -> RunDir | None:
     """The run that an earlier start of this launch trained."""
-    ours = _identify(place)
+    ours = identify(place)
     for record in service.list_runs():
         run_dir = RunDir(service.home() / record.id)
         try:
@@ -133,7 +133,8 @@ def _is_again(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return is_same_agent or (ours["restarts"] > 0 and ours["id"] != "none")
 
 
-def _identify(place: Launched) -> dict[str, Any]:
+def identify(place: Launched) -> dict[str, Any]:
+    """What tells a launch from others: kept with the run it began."""
     host = socket.gethostname()
     parent = psutil.Process().ppid()
     try:

@@ -143,7 +143,10 @@ class Worker:
                 self._take_gifts(assignment)
             if assignment.is_guest:
                 return
-        world = self._member.form(assignment, _device(assignment, self._load_plan()))
+        device = _device(assignment, self._load_plan())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # who only says "cuda" means this one
+        world = self._member.form(assignment, device)
         self._settle_in(assignment, world)
         self._train()
 

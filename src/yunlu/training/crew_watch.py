@@ -6,7 +6,7 @@ from collections import deque
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from yunlu.core.rundir import RunDir
     from yunlu.training.checkpoint.crew import Crew
-    from yunlu.training.elastic.member import Member
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
     from yunlu.training.parallel.agreement import Ask
@@ -36,6 +35,36 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 1024
 """Steps that everyone remembers: whoever leads next tells what the last leader could not."""
+
+
+class Mate(Protocol):
+    """What asks things of a worker among others, and hears how it does: a member of a crew."""
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether to end the loop at the next step's start."""
+        ...
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether to save and be done at the next step's start."""
+        ...
+
+    def check(self) -> None:
+        """Raise where the generation is over."""
+        ...
+
+    def beat(
+        self,
+        *,
+        step: int | None = None,
+        phase: str | None = None,
+        step_s: float | None = None,
+        wait_s: float = 0.0,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Hear of progress."""
+        ...
 
 
 class CrewLog(MetricLog):
@@ -110,7 +139,7 @@ class CrewWatch(TrainingWatch):
         engine: Engine,
         run: RunDir,
         *,
-        member: Member,
+        member: Mate,
         crew: Crew,
         log: CrewLog,
         trackers: TrackerThread,

@@ -15,7 +15,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.machine import Machine
     from yunlu.core.launch import Launched
-    from yunlu.training.elastic.member import Member
     from yunlu.training.parallel.world import World
     from yunlu.training.parts import Parts
     from yunlu.training.watch import StopRequest
@@ -194,7 +193,7 @@ def _lay_out(
     count = plan.layout.world
     if count != size:
         raise JobError(
-            f"{muster.place.by} started {size} workers, too many: {reason}.",
+            f"{muster.place.by} started {size} workers, too many: {reason.partition(';')[0]}.",
             hint=f"Start {count}, or change the job so that {size} can share it.",
         )
     return plan.layout
@@ -301,7 +300,7 @@ def _make_watch(
     return CrewWatch(
         engine,
         run_dir,
-        member=cast("Member", _Unsupervised(stop)),
+        member=_Unsupervised(stop),
         crew=Crew(rank=world.rank, size=world.layout.world, token=f"{life}-{_GENERATION}"),
         log=log,
         trackers=trackers,

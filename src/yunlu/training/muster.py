@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from yunlu.core.errors import TrainingError, YunluError
+from yunlu.core.errors import TrainingError
 from yunlu.core.settings import launch_variables, use_network_interface
 from yunlu.training.elastic.sockets import interface_of
 from yunlu.training.life import as_user_error
+from yunlu.training.parallel.sockets import tells_of_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,11 +34,10 @@ _MEET_S = 600.0
 """Importing torch from a network drive on many machines takes minutes."""
 _LOOK_S = 0.05
 _ALARM_S = 1.0
-_CAUSE_S = 5.0
+_CAUSE_S = 3.0
 """Who broke off tells the cause within moments; who was killed never will."""
 _LEAVE_S = 3.0
 """Whoever has not come out of a collective by then, while another one failed, will not."""
-_BROKEN = ("gloo", "connection", "socket", "broken pipe", "nccl", "tcpstore", "store")
 
 
 class OthersFailedError(Exception):
@@ -118,7 +118,7 @@ class Muster:
         """Whose failure it is that ended us, as the data of one event; all agree on the first."""
         own = describe_failure(error, self.place.rank)
         try:
-            if not _is_broken(error):
+            if not isinstance(error, OthersFailedError) and not tells_of_loss(error):
                 return json.loads(self.store.compare_set("failure", "", json.dumps(own)))
             self.come("broken")
             return self._find_cause() or own
@@ -192,7 +192,9 @@ def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
 
 def assemble(place: Launched, *, turn: int) -> Muster:
     """Meet at the store; ``turn`` counts the runs that these processes train one after another."""
-    muster = Muster(place, PrefixStore(f"yunlu-{place.restarts}-{turn}", _open(place, turn)))
+    # Named: whoever comes to another launch's port finds nobody there, rather than strangers.
+    name = f"yunlu-{place.id}-{place.restarts}-{turn}"
+    muster = Muster(place, PrefixStore(name, _open(place, turn)))
     muster.introduce()
     if "GLOO_SOCKET_IFNAME" not in launch_variables():
         use_network_interface(_interface_towards(place.host, place.port))
@@ -227,13 +229,3 @@ def _interface_towards(host: str, port: int) -> str | None:
             probe.connect(address)  # sends nothing
             return interface_of(probe.getsockname()[0])
     return None
-
-
-def _is_broken(error: Exception) -> bool:
-    """Whether an error only says that others are lost, and is no fault of this worker's own."""
-    if isinstance(error, OthersFailedError):
-        return True
-    if isinstance(error, YunluError) or not isinstance(error, (RuntimeError, OSError)):
-        return False
-    words = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in words for word in _BROKEN)

@@ -181,10 +181,12 @@ class Helm:
         """Whoever does not get out of a broken generation is lost itself."""
         if self.stage != "halting":
             return
+        # Who computes hears of it only at the next exchange, a whole step later at worst.
+        settle_s = max(_SETTLE_S, 3 * self.watchdog.usual_step_s)
         for member in self.roster.having("busy"):
             phase = member.beat.phase if member.beat else "starting"
             is_short = phase in {"step", "sync", "forming", "first step", "starting"}
-            if now - self._stage_at > (_SETTLE_S if is_short else _SETTLE_LONG_S):
+            if now - self._stage_at > (settle_s if is_short else _SETTLE_LONG_S):
                 self._lose_member(member, "hung", f"did not leave {phase!r} when told to")
 
     def _form(self, now: float) -> None:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from yunlu.core.errors import YunluError
 from yunlu.core.settings import use_network_interface
 from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
 from yunlu.training.elastic.messages import (
@@ -42,7 +41,8 @@ from yunlu.training.elastic.messages import (
     Stop,
     as_failure,
 )
-from yunlu.training.elastic.sockets import cut_since, interface_of, open_sockets, open_store
+from yunlu.training.elastic.sockets import cut_since, interface_of, open_store
+from yunlu.training.parallel.sockets import open_sockets, tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ _CUT_AGAIN_S = 0.05
 _STORE_S = 20.0
 """Meeting at the store takes milliseconds; whoever does not come by then will not."""
 _LAST_WORDS_S = 5.0
-_BROKEN = ("gloo", "connection", "socket", "broken pipe", "nccl", "tcpstore", "store")
 
 
 class HaltedError(Exception):
@@ -209,10 +208,7 @@ class Member:
         """Whether an error only says that others are lost, and is no fault of this worker's own."""
         if isinstance(error, HaltedError) or self.is_halted:
             return True
-        if isinstance(error, YunluError) or not isinstance(error, (RuntimeError, OSError)):
-            return False
-        words = str(error).lower()
-        return isinstance(error, dist.DistError) or any(word in words for word in _BROKEN)
+        return tells_of_loss(error)
 
     def settled(
         self, step: int, *, live: bool, copies: Sequence[Holding] = (), detail: str = ""

@@ -76,6 +76,11 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=64)
         self._looked_at: float | None = None
 
+    @property
+    def usual_step_s(self) -> float:
+        """How long a step takes, as far as is known."""
+        return median(self._steps) if self._steps else 0.0
+
     def watch(self, member: int, *, node: str, at: float) -> None:
         """Begin to expect signs of life."""
         self._members[member] = _Watched(node=node, heard_at=at, moved_at=at)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.planning.layout import AXES, Layout, Place
+from yunlu.training.parallel.sockets import open_sockets, shut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,12 +78,7 @@ class World:
         or unreachable worker; its sockets do.
         """
         for descriptor in self.sockets:
-            try:
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # closed already
-                continue
+            shut(descriptor)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -95,14 +88,12 @@ class World:
         self._joint.clear()
 
 
-def form_world(
-    layout: Layout, rank: int, store: Any, *, device: torch.device
-) -> World:
+def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -> World:
     """Meet the others at the store; everyone calls this with the same layout."""
     if layout.is_single:
         return World(layout=layout, rank=0, device=device)
     assert store is not None
-    before = _open_sockets()
+    before = open_sockets()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -118,7 +109,7 @@ def form_world(
     world.group("dp", "fsdp")  # made now, by everyone at once
     for axes in [*((name,) for name in names), ("dp", "fsdp")]:
         _wait_for_ever(world.group(*axes))
-    world.sockets = frozenset(_open_sockets() - before)
+    world.sockets = frozenset(open_sockets() - before)
     return world
 
 
@@ -128,14 +119,3 @@ def _wait_for_ever(group: Any) -> None:
         return
     set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]
     set_timeout(timedelta(seconds=NEVER_S), group)
-
-
-def _open_sockets() -> set[int]:
-    found: set[int] = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if str(entry.readlink()).startswith("socket:"):
-                found.add(int(entry.name))
-        except OSError:  # closed while we looked
-            continue
-    return found

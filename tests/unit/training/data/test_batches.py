@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.batches import micro_indices, sequential_batches, step_batches
-from yunlu.training.data.order import StepOrder
+from yunlu.training.data.batches import Share, micro_indices, sequential_batches, step_batches
+from yunlu.training.data.order import StepOrder, digest_of
 from yunlu.training.tasks.task import Batch
 
 ORDER = StepOrder(samples=23, batch=8, seed=1)
@@ -105,3 +107,55 @@ def test_sorting_does_not_depend_on_processes_or_a_late_start(workers: int) -> N
         return [[micro.targets.tolist() for micro in micros] for micros in steps]
 
     assert run(4, workers) == run(0, 0)[4:]
+
+
+@given(
+    samples=st.integers(1, 60),
+    batch=st.integers(1, 40),
+    micro_batch=st.integers(1, 9),
+    replicas=st.integers(1, 7),
+    by_length=st.booleans(),
+)
+def test_replicas_share_out_every_step_and_meet_in_every_micro_batch(
+    samples: int, batch: int, micro_batch: int, replicas: int, by_length: bool
+) -> None:
+    order = StepOrder(samples=samples, batch=min(batch, samples), seed=3)
+    steps, lengths = 5, np.arange(samples) * 7 % 11 if by_length else None
+    shares = [
+        iter(list(micro_indices(order, micro_batch, 0, steps, lengths=lengths, share=Share(r, replicas))))
+        for r in range(replicas)
+    ]
+    for step in islice(order.steps_from(0), steps):
+        taken: list[int] = []
+        while len(taken) < len(step):
+            together = [next(share) for share in shares]  # all have another one
+            assert all(1 <= len(micro) <= micro_batch for micro in together)
+            taken += [index for micro in together for index in micro.tolist() if index >= 0]
+            stand_ins = [-1 - index for micro in together for index in micro.tolist() if index < 0]
+            assert set(stand_ins) <= set(step.tolist())
+        assert sorted(taken) == sorted(step.tolist())
+    assert all(next(share, None) is None for share in shares)
+
+
+def test_a_stand_in_counts_for_nothing_and_digests_add_up() -> None:
+    order = StepOrder(samples=5, batch=5, seed=1)
+    parts: list[Batch] = []
+    for replica in range(7):
+        share = Share(replica, 7)
+        (micros,) = step_batches(
+            Numbers(),
+            collate,
+            order,
+            micro_batch=2,
+            first_step=0,
+            steps=1,
+            workers=0,
+            share=share,
+            digests=True,
+        )
+        parts += micros
+    assert [part.counts for part in parts].count(False) == 2
+    assert sum(part.samples for part in parts) == sum(part.items for part in parts) == 5
+    whole = digest_of(np.arange(5))
+    assert sum(part.digest for part in parts) % 2**64 == whole
+    assert digest_of(np.array([0, 1, 2, 3, 3])) != whole != digest_of(np.arange(4))

@@ -1,0 +1,63 @@
+"""The log of a crew: nothing of it is lost with whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yunlu.core.rundir import RunDir
+from yunlu.training.crew_watch import CrewLog
+
+
+def make_log(run: RunDir) -> CrewLog:
+    return CrewLog(run, device=torch.device("cpu"), life=1, forward=lambda *_: None)
+
+
+def do_steps(log: CrewLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.add({"step": step, "loss": 1.0 / step})
+        log.enter(step, 8, step * 1000)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def read(run: RunDir) -> list[dict[str, Any]]:
+    return [record for record, _ in run.read_metrics()]
+
+
+def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    leader, other = make_log(run), make_log(run)
+    for log, leads in ((leader, True), (other, False)):
+        log.begin(1, 0, leads=leads)
+        do_steps(log, 1, 5)
+        log.flush()
+        do_steps(log, 6, 9)
+    assert steps_in(run.ledger) == [1, 2, 3, 4, 5]
+    other.begin(2, 9, leads=True)  # the leader was killed before its next flush
+    assert steps_in(run.metrics) == steps_in(run.ledger) == list(range(1, 10))
+    do_steps(other, 10, 11)
+    other.flush()
+    assert steps_in(run.metrics) == steps_in(run.ledger) == list(range(1, 12))
+    assert [record["generation"] for record in read(run)] == [1] * 9 + [2] * 2
+
+
+def test_steps_that_were_undone_are_not_told_but_done_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log = make_log(run)
+    log.begin(1, 0, leads=True)
+    do_steps(log, 1, 4)
+    log.flush()
+    do_steps(log, 5, 7)
+    log.begin(2, 6, leads=True)  # everyone goes back to where six steps were done
+    assert steps_in(run.ledger) == [1, 2, 3, 4, 5, 6]
+    log.begin(3, 3, leads=True)
+    do_steps(log, 4, 5)
+    log.flush()
+    assert steps_in(run.ledger) == [1, 2, 3, 4, 5, 6, 4, 5]
+    assert {r["step"]: r["generation"] for r in read(run)} == {1: 1, 2: 1, 3: 1, 4: 3, 5: 3, 6: 1}

@@ -17,11 +17,12 @@ import pytest
 
 from yunlu.core.crew import Crew, read_crew
 from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs.resize import resize
 from yunlu.training.data.order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS, BATCH, PATIENCE_S = 160, 24, 90
+STEPS, BATCH, PATIENCE_S = 260, 24, 90
 JOB = f"""
 task: language-modeling
 model: {{name: transformer, args: {{width: 32, layers: 4, heads: 4}}}}
@@ -199,15 +200,15 @@ def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the
     wait_for_step(run, max(losses(run)) + 5)
     strike(run, 1, signal.SIGTERM)  # a notice: it leaves, and is not replaced
     wait_for_workers(run, 2)
-    assert runs.call("resize", run.id, "--devices", "4").returncode == 0
+    resize(run, devices=4)
     wait_for_workers(run, 4)
     supervisor = crew_of(run).pid
     os.kill(supervisor, signal.SIGKILL)
     wait(run, lambda: crew_of(run).pid != supervisor, "another supervisor")
     wait_for_step(run, max(losses(run)) + 5)
-    assert runs.call("resize", run.id, "--devices", "1").returncode == 0
+    resize(run, devices=1)
     wait_for_workers(run, 1)
-    assert runs.call("resize", run.id, "--devices", "2").returncode == 0
+    resize(run, devices=2)
     wait_for_end(run)
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
     assert losses(run) == pytest.approx(alone, abs=1e-4)
@@ -215,7 +216,7 @@ def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the
     assert (run.model / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "dp2 x tp2", "pp2 x fsdp2"])
+@pytest.mark.parametrize("layout", ["dp2 x tp2", "pp2 x fsdp2"])
 def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
     runs: Runs, alone: dict[int, float], layout: str
 ) -> None:
@@ -223,7 +224,8 @@ def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
     wait_for_step(run, 10)
     strike(run, 1, signal.SIGKILL)
     wait_for_step(run, max(losses(run)) + 3)
-    assert runs.call("resize", run.id, "--devices", "3").returncode == 0
+    resized = runs.call("resize", run.id, "--devices", "3")
+    assert resized.returncode == 0, resized.stderr
     wait_for_workers(run, 3)
     wait_for_end(run)
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"

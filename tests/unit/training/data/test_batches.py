@@ -122,7 +122,13 @@ def test_replicas_share_out_every_step_and_meet_in_every_micro_batch(
     order = StepOrder(samples=samples, batch=min(batch, samples), seed=3)
     steps, lengths = 5, np.arange(samples) * 7 % 11 if by_length else None
     shares = [
-        iter(list(micro_indices(order, micro_batch, 0, steps, lengths=lengths, share=Share(r, replicas))))
+        iter(
+            list(
+                micro_indices(
+                    order, micro_batch, 0, steps, lengths=lengths, share=Share(r, replicas)
+                )
+            )
+        )
         for r in range(replicas)
     ]
     for step in islice(order.steps_from(0), steps):

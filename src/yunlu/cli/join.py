@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from yunlu.cli.page import make_console
-from yunlu.core.crew import read_crew
+from yunlu.core.crew import LOCAL, read_crew
 from yunlu.core.errors import StoreError
 from yunlu.pool.crew import find_run, run_node
 
@@ -38,16 +38,36 @@ def join(
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise StoreError(f"{address!r} is not an address", hint="write HOST:PORT")
+    if devices < 1:
+        raise StoreError(f"{devices} devices are none to lend", hint="give one or more")
+    if name == LOCAL:
+        raise StoreError(
+            f"{LOCAL!r} is the name of the run's own node", hint="give another --name, or none"
+        )
     if token_file is not None:
-        token = token_file.read_text().strip()
+        token = _read_token(token_file)
     if not token:
         raise StoreError("the run's token is missing", hint="give --token-file or --token")
     run_dir = find_run(host, int(port), token)
-    if read_crew(run_dir) is None:
+    crew = read_crew(run_dir)
+    if crew is None:
         raise StoreError(
             f"{run_dir.path}, where the run lies, cannot be read on this machine",
             hint="share it between the machines, at the same path and for the same user",
         )
     called = name or f"{socket.gethostname()}-{os.getpid()}"
+    if called in crew.wanted:
+        raise StoreError(
+            f"{run_dir.id} has a node called {called!r} already", hint="give another --name"
+        )
     make_console().print(f"[bold]{called}[/] lends {devices} to {run_dir.id}")
     return run_node(run_dir, name=called, devices=devices)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"the token cannot be read from {path}: {error}", hint="check --token-file"
+        ) from error

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 4 << 20
 """No message comes near this; a peer that announces more is not one of ours."""
 _LENGTH_BYTES = 4
+WRONG_TOKEN = "wrong token"  # noqa: S105 (an answer)
+LOCAL = "local"
+"""The node that the supervisor started itself."""
 
 
 class CrewMember(Value):
@@ -52,6 +55,8 @@ class Crew(Value):
     generation: int = 0
     target: int
     """Workers wanted."""
+    wanted: dict[str, int] = Field(default_factory=dict)
+    """Of these, how many on each node."""
     spares: int = 1
     next_member: int = 0
     layouts: dict[int, dict[str, Any]] = Field(default_factory=dict)
@@ -130,6 +135,11 @@ def ask(crew: Crew, request: dict[str, Any], *, timeout_s: float = 10) -> dict[s
             connection.sendall(pack(hello) + pack(request))
             while data := connection.recv(65536):
                 for answer in unpacker.feed(data):
+                    if answer.get("text") == WRONG_TOKEN:
+                        raise StoreError(
+                            f"the supervisor at {crew.host}:{crew.port} says: {WRONG_TOKEN}",
+                            hint="the crew.json of the run has the right one",
+                        )
                     return answer
     except OSError as error:
         raise StoreError(

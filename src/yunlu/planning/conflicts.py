@@ -23,6 +23,8 @@ class Clash(NamedTuple):
     key: str
     axes: tuple[Axis, ...]
     why: str
+    zero1: bool = False
+    """Whether it does not go with replicas that share out the optimiser's state."""
 
 
 def refuse_conflicts(job: Job, layout: Layout) -> None:
@@ -34,15 +36,22 @@ def refuse_conflicts(job: Job, layout: Layout) -> None:
                 f"{clash.key} does not go with the layout {layout}: {clash.why}.",
                 hint=f"remove {clash.key}, or {_other_layout(clash)}",
             )
+        if clash.zero1 and layout.zero1:
+            raise JobError(
+                f"{clash.key} does not go with the layout {layout} and zero1: {clash.why}.",
+                hint=f"remove {clash.key}, or zero1",
+            )
 
 
 def restrict(facts: ModelFacts, job: Job) -> ModelFacts:
     """The facts with the axes that the job's own wishes exclude: nothing else will be chosen."""
-    why_not = dict(facts.why_not)
+    why_not, why_not_zero1 = dict(facts.why_not), facts.why_not_zero1
     for clash in find_clashes(job):
         for axis in clash.axes:
             why_not.setdefault(axis, f"{clash.key}: {clash.why}")
-    return facts.model_copy(update={"why_not": why_not})
+        if clash.zero1:
+            why_not_zero1 = why_not_zero1 or f"{clash.key}: {clash.why}"
+    return facts.model_copy(update={"why_not": why_not, "why_not_zero1": why_not_zero1})
 
 
 def find_clashes(job: Job) -> Iterator[Clash]:
@@ -63,6 +72,8 @@ def find_clashes(job: Job) -> Iterator[Clash]:
     if train.precision == "fp16":
         why = "the loss scale is not yet agreed between workers that hold parts of the weights"
         yield Clash("train.precision: fp16", _CUT, why)
+        why = "each replica would unscale and check only the gradients of the weights it updates"
+        yield Clash("train.precision: fp16", (), why, zero1=True)
 
 
 def _clashes_with_any(job: Job) -> Iterator[Clash]:
@@ -79,6 +90,8 @@ def _clashes_with_any(job: Job) -> Iterator[Clash]:
     if train.adapt_precision is True:
         why = "workers would have to agree on each module's precision"
         yield Clash("train.adapt_precision", _ALL, why)
+    if train.profile:
+        yield Clash("train.profile", _ALL, "a trace is made of one worker")
 
 
 def _other_layout(clash: Clash) -> str:

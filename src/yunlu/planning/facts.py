@@ -20,6 +20,13 @@ _BYTES = 4
 _KEPT_PER_BLOCK = 17
 _KEPT_WHOLE_UNDER_TP = 5
 
+_RANKS_COMPARED = 64
+"""How the state moves shows in the first ranks; a thousand would say the same."""
+NOBODY_LOOKED = (
+    "the run was planned for one worker, and nobody looked whether its model can be split so "
+    "(start a new run with --devices N, and it is looked at)"
+)
+
 Axis = Literal["dp", "fsdp", "tp", "pp"]
 
 
@@ -39,6 +46,12 @@ class ModelFacts(Value):
     """Sizes of ``tp`` that divide the heads and widths of every block."""
     why_not: dict[Axis, str] = Field(default_factory=dict)
     """Axes that this model cannot be split over at all, each with the reason."""
+    why_not_zero1: str = ""
+    """Why replicas cannot share out the optimiser's state; empty where they can."""
+    trained_tensors: int = 0
+    """Weights that the optimiser updates, whole ones; 0 where nobody counted."""
+    on_cpu: bool = False
+    """Workers compute where they keep copies of each other's state: both take the same memory."""
 
     @property
     def weight_bytes(self) -> float:
@@ -61,6 +74,13 @@ class ModelFacts(Value):
         """What goes from one block to the next, for one sample."""
         kept = self.activation_bytes_per_sample / (_KEPT_PER_BLOCK * self.layers)
         return self.boundary_bytes_per_sample or kept
+
+    def why_not_share(self, layout: Layout) -> str:
+        """Why the replicas of a layout cannot share out the optimiser's state; empty if they can."""
+        owners = layout.dp * layout.pp
+        if not self.why_not_zero1 and 0 < self.trained_tensors < owners:
+            return f"{self.trained_tensors} trained tensors are too few for {owners} owners"
+        return self.why_not_zero1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +110,23 @@ def state_bytes_of(layout: Layout, facts: ModelFacts) -> float:
     return facts.weight_bytes / cut + facts.state_bytes / (cut * sharers)
 
 
+def copies_bytes(layout: Layout, facts: ModelFacts) -> float:
+    """Copies on the host of a worker's own state and its neighbour's: the newest and the one before.
+
+    They are kept where no other replica holds the same part.
+    """
+    is_kept = not layout.is_single and (layout.dp == 1 or layout.zero1)
+    return 4 * state_bytes_of(layout, facts) if is_kept else 0.0
+
+
 def worker_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
-    """Weights, gradients, optimiser state and activations of one worker."""
+    """Weights, gradients, optimiser state and activations of one worker, and copies if on a CPU."""
     cut = layout.tp * layout.pp
     held = state_bytes_of(layout, facts) + facts.gradient_bytes / (cut * layout.fsdp)
     if layout.fsdp > 1:  # the block at work and the next one are gathered whole
         held += 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
+    if facts.on_cpu:
+        held += copies_bytes(layout, facts)
     return held + _activation_bytes(layout, facts, share)
 
 
@@ -141,6 +172,30 @@ def bubble(layout: Layout, share: Share) -> float:
         return 0.0
     waits = layout.pp - 1
     return waits / (layout.stages_per_rank * share.micros + waits)
+
+
+def moved_share(old: Layout, new: Layout) -> float:
+    """How much of one model's state workers must fetch, when each keeps what it needs of its own.
+
+    The state is a unit cube cut by ``pp``, ``fsdp`` and ``tp``; worker n of the old is n of the new.
+    """
+    ranks = min(new.world, _RANKS_COMPARED)
+    return sum(_missing(old, new, rank) for rank in range(ranks)) * new.world / ranks
+
+
+def _missing(old: Layout, new: Layout, rank: int) -> float:
+    whole = 1.0 / (new.pp * new.fsdp * new.tp)
+    if rank >= old.world:
+        return whole
+    before, after = old.place_of(rank), new.place_of(rank)
+    kept = 1.0
+    for axis in ("pp", "fsdp", "tp"):
+        old_size, new_size = old.size_of(axis), new.size_of(axis)
+        old_at, new_at = getattr(before, axis), getattr(after, axis)
+        low = max(old_at / old_size, new_at / new_size)
+        high = min((old_at + 1) / old_size, (new_at + 1) / new_size)
+        kept *= max(high - low, 0.0)
+    return whole - kept
 
 
 def _ring(size: int) -> float:

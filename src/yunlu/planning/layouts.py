@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from yunlu.core.errors import JobError, ModelError, YunluError
 from yunlu.core.units import show_bytes
 from yunlu.planning.conflicts import find_clashes, refuse_conflicts, restrict
-from yunlu.planning.facts import ModelFacts, Share, worker_bytes
+from yunlu.planning.facts import NOBODY_LOOKED, ModelFacts, Share, moved_share, worker_bytes
 from yunlu.planning.layout import Layout
 from yunlu.spec.layout import SPLITTING, LayoutSpec
 
@@ -32,8 +32,6 @@ __all__ = [
 ]
 
 _SMALLEST = Share(micro_batch=1, micros=1)
-_RANKS_COMPARED = 64
-"""How the state moves shows in the first ranks; a thousand would say the same."""
 _NOBODY_ASKED = LayoutSpec()
 
 _Key: TypeAlias = "Callable[[Layout], tuple[float, ...]]"
@@ -130,6 +128,7 @@ def choose_layout(
     found, refused = _search(devices, facts, asked, batch=batch, room_bytes=room_bytes, key=key,
                              pins=asked.sizes)  # fmt: skip
     reason = _reason(found, facts, batch=batch, devices=devices, room_bytes=room_bytes)
+    reason += _lost_zero1(found, facts, asked)
     return found, _with_idle(reason, found, devices, refused)
 
 
@@ -186,41 +185,21 @@ def replan_with_reason(
     else:
         why = _reason(found, facts, batch=batch, devices=devices, room_bytes=room_bytes)
         reason = f"{layout} becomes {found} on {_devices(found.world)}: {why}"
+    reason += _lost_zero1(found, facts, options)
     return found, _with_idle(reason, found, devices, refused)
-
-
-def moved_share(old: Layout, new: Layout) -> float:
-    """How much of one model's state workers must fetch, when each keeps what it needs of its own.
-
-    The state is a unit cube cut by ``pp``, ``fsdp`` and ``tp``; worker n of the old is n of the new.
-    """
-    ranks = min(new.world, _RANKS_COMPARED)
-    return sum(_missing(old, new, rank) for rank in range(ranks)) * new.world / ranks
-
-
-def _missing(old: Layout, new: Layout, rank: int) -> float:
-    whole = 1.0 / (new.pp * new.fsdp * new.tp)
-    if rank >= old.world:
-        return whole
-    before, after = old.place_of(rank), new.place_of(rank)
-    kept = 1.0
-    for axis in ("pp", "fsdp", "tp"):
-        old_size, new_size = old.size_of(axis), new.size_of(axis)
-        old_at, new_at = getattr(before, axis), getattr(after, axis)
-        low = max(old_at / old_size, new_at / new_size)
-        high = min((old_at + 1) / old_size, (new_at + 1) / new_size)
-        kept *= max(high - low, 0.0)
-    return whole - kept
 
 
 def _refusal(layout: Layout, facts: ModelFacts, batch: int) -> YunluError | None:
     """Why the layout cannot be, if it cannot."""
     for axis in SPLITTING:
         if layout.size_of(axis) > 1 and axis in facts.why_not:
-            return ModelError(
-                f"The layout {layout} cannot be: no {axis} here, {facts.why_not[axis]}.",
-                hint=f"leave {axis} out of the layout, or leave layout: auto",
+            why, hint = (
+                facts.why_not[axis],
+                f"leave {axis} out of the layout, or leave layout: auto",
             )
+            if why == NOBODY_LOOKED:
+                hint = f"start a new run with --devices {layout.world}, or {hint}"
+            return ModelError(f"The layout {layout} cannot be: no {axis} here, {why}.", hint=hint)
     if layout.replicas > batch:
         return JobError(
             f"The layout {layout} shares {batch} samples a step among {layout.replicas} replicas.",
@@ -237,6 +216,11 @@ def _refusal(layout: Layout, facts: ModelFacts, batch: int) -> YunluError | None
             f"The layout {layout} has {layout.stages} stages; the model can be parted into "
             f"{facts.layers} at most.",
             hint=f"pp x stages_per_rank may be {facts.layers} at most",
+        )
+    unshared = facts.why_not_share(layout) if layout.zero1 else ""
+    if unshared:
+        return ModelError(
+            f"The layout {layout} cannot have zero1: {unshared}.", hint="remove zero1"
         )
     return _option_refusal(layout)
 
@@ -300,7 +284,9 @@ def fits(layout: Layout, facts: ModelFacts, room_bytes: float) -> bool:
 
 
 def _allowed(layout: Layout, facts: ModelFacts) -> Layout:
-    """A pipeline with fewer layers than stages asked for still has one stage for each rank."""
+    """The layout without the options that the model does not allow: one stage a rank, no zero1."""
+    if layout.zero1 and facts.why_not_share(layout):
+        layout = layout.model_copy(update={"zero1": False})
     if layout.pp <= facts.layers < layout.stages:
         return layout.model_copy(update={"stages_per_rank": 1, "schedule": "1f1b"})
     return layout
@@ -376,6 +362,11 @@ def _doubt(layout: Layout, facts: ModelFacts, room_bytes: float) -> str:
         return ""
     needed = show_bytes(worker_bytes(layout, facts, _SMALLEST))
     return f"; may not fit, a worker takes about {needed} of {show_bytes(room_bytes)}"
+
+
+def _lost_zero1(layout: Layout, facts: ModelFacts, options: LayoutSpec) -> str:
+    is_lost = options.zero1 and not layout.zero1 and layout.dp > 1 and layout.fsdp == 1
+    return f"; without zero1, {facts.why_not_share(layout)}" if is_lost else ""
 
 
 def _with_idle(reason: str, layout: Layout, devices: int, refused: YunluError | None) -> str:

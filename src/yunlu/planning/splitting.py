@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.catalog.links import LOOPBACK, PCIE
-from yunlu.core.errors import JobError
+from yunlu.core.errors import JobError, ModelError
 from yunlu.planning.facts import (
+    NOBODY_LOOKED,
     ModelFacts,
     bubble,
     messages,
@@ -71,13 +72,12 @@ def optimizer_state_bytes(job: Job, trainable: int) -> float:
 
 def facts_of(job: Job, profile: Profile) -> ModelFacts:
     """What was found out about the model, without the axes that the job itself excludes."""
-    nobody_looked = "nobody looked whether this model can be split so"
     facts = profile.facts or ModelFacts(
         parameters=profile.parameters,
         trainable=profile.trainable,
         state_bytes=optimizer_state_bytes(job, profile.trainable),
         activation_bytes_per_sample=profile.activation_bytes_per_sample,
-        why_not={"tp": nobody_looked, "pp": nobody_looked},
+        why_not={"tp": NOBODY_LOOKED, "pp": NOBODY_LOOKED},
     )
     return restrict(facts, job)
 
@@ -87,15 +87,15 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
     gpus = sum(device.kind == "cuda" for device in machine.devices)
     devices = count_devices(job, gpus=gpus)
     if devices > 1:
-        refuse_conflicts(job, Layout(dp=devices))
+        refuse_conflicts(job, Layout(dp=devices, zero1=job.layout.zero1))
     if 0 < gpus < devices:
         raise JobError(
             f"{devices} devices are asked for, and this machine has {gpus} GPUs.",
             hint=f"say devices: {gpus}; others can join from other machines with `yunlu join`",
         )
     refuse_conflicts(job, layout_from(job.layout, job.layout.sizes))
-    facts = facts_of(job, profile)
     device, limit = machine.best_device, job.train.memory_gb
+    facts = facts_of(job, profile).model_copy(update={"on_cpu": device.kind == "cpu"})
     room = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
     process = max(profile.resident_bytes - facts.weight_bytes, 0.0)
     worker_room = room_of_worker(room, process, devices, is_shared=device.kind == "cpu")
@@ -109,9 +109,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
         profile.settings, job, layout, facts, cores=machine.cores, batch=batch,
         room_bytes=worker_room,
     )  # fmt: skip
-    if (
-        settings.precision == "fp16"
-    ):  # found to be fast: a resize must not lead to where it cannot be
+    if settings.precision == "fp16":  # found to be fast: no resize may lead to where it cannot be
         train = job.train.model_copy(update={"precision": "fp16"})
         facts = restrict(facts, job.model_copy(update={"train": train}))
     return Split(
@@ -145,11 +143,14 @@ def layouts_by_count(plan: Plan, job: Job, *, most: int, nodes: int = 1) -> dict
 
 
 def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1) -> Plan:
-    """The plan under a layout: threads and micro-batches as they are for each of its workers."""
-    assert plan.facts is not None
-    room = _room_of(plan, layout.world, nodes)
+    """The plan under a layout: settings as they are for each of its workers.
+
+    What one worker alone may have (a compiled model, precision that adapts) goes where there are
+    several, and does not come into a run that was planned without it.
+    """
+    facts, room = _known_facts(plan, layout.world), _room_of(plan, layout.world, nodes)
     settings, _ = suit_settings(
-        plan.alone or plan, job, layout, plan.facts, cores=cores, batch=plan.batch, room_bytes=room
+        plan.alone or plan, job, layout, facts, cores=cores, batch=plan.batch, room_bytes=room
     )
     share = share_of(layout, batch=plan.batch, micro_batch=settings.micro_batch)
     changes = {
@@ -157,16 +158,27 @@ def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1
         "accumulation": share.micros,
         "micro_batch": settings.micro_batch,
         "threads": settings.threads,
+        "precision": settings.precision if plan.precision == "fp16" else plan.precision,
+        "compile": plan.compile if layout.is_single else "none",
+        "adapt_precision": plan.adapt_precision and layout.is_single,
     }
     return plan.model_copy(update=changes)
 
 
 def _relayout(plan: Plan, job: Job, *, devices: int, nodes: int) -> tuple[Layout, str]:
-    assert plan.facts is not None
     return replan_with_reason(
-        plan.layout, devices, plan.facts, batch=plan.batch,
+        plan.layout, devices, _known_facts(plan, devices), batch=plan.batch,
         room_bytes=_room_of(plan, devices, nodes), pinned=job.layout, nodes=nodes,
     )  # fmt: skip
+
+
+def _known_facts(plan: Plan, devices: int) -> ModelFacts:
+    if plan.facts is None:
+        raise ModelError(
+            "This run was planned for one worker, and nobody looked how its model can be split.",
+            hint=f"start a new run with --devices {devices}",
+        )
+    return plan.facts
 
 
 def _room_of(plan: Plan, devices: int, nodes: int) -> float:
@@ -208,9 +220,10 @@ def suit_settings(
         reasons["threads"] = f"{cores} cores for {layout.world} workers"
     if train.compile == "auto":
         changes["compile"] = "none"
-    if train.precision == "auto" and settings.precision == "fp16" and layout.world > layout.dp:
+    is_parted = layout.world > layout.dp or layout.zero1
+    if train.precision == "auto" and settings.precision == "fp16" and is_parted:
         changes["precision"] = "fp32"
-        reasons["precision"] = f"fp16 does not go with {layout}"
+        reasons["precision"] = f"fp16 does not go with {layout}{' and zero1' * layout.zero1}"
     pinned = train.micro_batch
     micro, reasons["micro_batch"] = _suit_micro_batch(
         settings.micro_batch if pinned == "auto" else pinned, layout, facts, batch=batch,

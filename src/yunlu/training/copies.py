@@ -53,6 +53,11 @@ class Keeper:
         """How many pieces we told of."""
         self._step_s = math.inf
 
+    def forget_after(self, step: int) -> None:
+        """The run went back: copies of later steps are of a past that is no more."""
+        self.copies = [copy for copy in self.copies if copy.step <= step]
+        self._next_step = step
+
     def note(self, step_s: float) -> None:
         """A step took so long."""
         self._step_s = step_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -106,6 +105,11 @@ class CrewLog(MetricLog):
         record.setdefault("memory_bytes", peak_resident_bytes())
         self._recent.append(record)
 
+    def forget_after(self, step: int) -> None:
+        """The run went back: later steps are not to be told again by whoever leads next."""
+        self._recent = _up_to(self._recent, step)
+        self._recent_ledger = _up_to(self._recent_ledger, step)
+
     def enter(self, step: int, samples: int, digest: int) -> None:
         """Put the samples of a finished step into the ledger."""
         record = {
@@ -145,13 +149,19 @@ class CrewWatch(TrainingWatch):
         trackers: TrackerThread,
         life: int,
         keep: Callable[[float], None],
+        forget_after: Callable[[int], None],
     ) -> None:
-        """``keep`` is called at the end of each step, with its seconds: a time for copies."""
+        """``keep`` is called at the end of each step, with its seconds: a time for copies.
+
+        ``forget_after`` is called when the run went back to a step.
+        """
         super().__init__(
             engine, run, trackers=trackers, stop=StopRequest(), life=life, crew=crew, log=log
         )
-        self._member, self._keep = member, keep
-        engine.note_waiting = partial(member.beat, phase="sync")
+        self._member, self._keep, self._forget_after = member, keep, forget_after
+        self._phase = "first step"
+        """What the main thread does while it does not wait for others."""
+        engine.note_waiting = self._note_waiting
         self._order = engine.order.steps_from(engine.steps_done)
         self._ordered = engine.steps_done
 
@@ -165,6 +175,14 @@ class CrewWatch(TrainingWatch):
         """Tell these from now on."""
         self._trackers = trackers
 
+    def begin_phase(self, phase: str) -> None:
+        """Something long begins that is not a step."""
+        self._phase = phase
+        self._member.beat(phase=phase)
+
+    def _note_waiting(self, *, is_over: bool = False) -> None:
+        self._member.beat(phase=self._phase if is_over else "sync")
+
     def before_step(self) -> Ask:
         """Ask the others for what the supervisor asked of us."""
         self._member.check()
@@ -175,6 +193,7 @@ class CrewWatch(TrainingWatch):
     def after_step(self, step: Step) -> bool:
         """As alone; the step goes into the ledger, and the supervisor hears of it."""
         done = self._engine.steps_done
+        self._phase = "step"
         self._check_samples(step, done - 1)
         self.log.enter(done, step.samples, step.digest)
         step_s = step.compute_s + step.wait_s + step.data_s
@@ -191,6 +210,7 @@ class CrewWatch(TrainingWatch):
 
     def score(self, split: str, *, step: int | None = None) -> Score:
         """The first replica evaluates; all learn what it found."""
+        before, self._phase = self._phase, "evaluate"
         self._member.beat(phase="evaluate")
         found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
         started_at = perf_counter()
@@ -200,19 +220,25 @@ class CrewWatch(TrainingWatch):
             else {"loss": found.loss, "evaluation": found.evaluation.model_dump(mode="json")},
             source=0,
         )
-        self._member.beat(phase="step")
-        if found is not None:
-            return found
+        self._phase = before
+        self._member.beat(phase=before)
+        # All go by the same figures: they decide on what all must do together.
         return Score(
             loss=float(told["loss"]),
             evaluation=Evaluation.model_validate(told["evaluation"]),
-            seconds=perf_counter() - started_at,
+            seconds=perf_counter() - started_at if found is None else found.seconds,
         )
 
     def _save(self, metrics: dict[str, float]) -> None:
         self._member.beat(phase="checkpoint")
         super()._save(metrics)
-        self._member.beat(phase="step")
+        self._member.beat(phase=self._phase)
+
+    def _roll_back(self, step: Step) -> None:
+        super()._roll_back(step)
+        done = self._engine.steps_done
+        self.log.forget_after(done)
+        self._forget_after(done)
 
     def _check_samples(self, step: Step, number: int) -> None:
         """Every sample of the step was taken by one worker, and once; else nothing can be trusted."""
@@ -225,6 +251,10 @@ class CrewWatch(TrainingWatch):
                 f"The workers did not take the samples of step {number + 1} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",
             )
+
+
+def _up_to(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:
+    return deque((record for record in recent if record["step"] <= step), maxlen=_REMEMBERED)
 
 
 def _missing(recent: deque[dict[str, Any]], path: Path, step: int) -> list[dict[str, Any]]:

@@ -9,31 +9,31 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from yunlu.core.errors import DataError
 from yunlu.core.rundir import EventKind
-from yunlu.planning.large_batch import phases_of
 from yunlu.planning.layout import Layout
+from yunlu.training.assembly import (
+    arrange,
+    make_average,
+    make_optimizer,
+    make_order_of,
+    seed_of_step,
+)
 from yunlu.training.clipping import Clipper, measure_norm
 from yunlu.training.compiler import (
     compile_model,
     compiled_call,
-    run_xla_steps,
     set_compiled_call,
     xla_device,
 )
 from yunlu.training.data.batches import Share, step_batches
-from yunlu.training.data.growth import GrowingOrder
 from yunlu.training.data.lengths import lengths_of
-from yunlu.training.data.order import make_order
 from yunlu.training.engine_state import EngineState
 from yunlu.training.guard import Guard, Verdict
 from yunlu.training.memory.recompute import apply_recompute
-from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
 from yunlu.training.memory.shortage import (
     StepStart,
     free_memory,
@@ -42,11 +42,9 @@ from yunlu.training.memory.shortage import (
     smaller,
 )
 from yunlu.training.noise import NoiseScale
-from yunlu.training.optim.build import build_optimizer
 from yunlu.training.optim.schedule import Plateau, rate
 from yunlu.training.parallel.agreement import Agreed, Ask, agree
 from yunlu.training.parallel.boxes import find_aliases
-from yunlu.training.parallel.whole import Whole
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
 from yunlu.training.tasks.task import collate_for
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.parallel.whole import Arranged
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
 
@@ -90,10 +87,10 @@ class Engine:
         self.arranged = arrange(self.model, self.world)
         self.weights = self.arranged.leaves
         self._start = StepStart(*self.arranged.parts)
-        self.optimizer, self.release = _make_optimizer(
+        self.optimizer, self.release = make_optimizer(
             job, plan, self.model, self.arranged.optimized
         )
-        self.average = _average(self.model, train.ema) if train.ema else None
+        self.average = make_average(self.model, train.ema) if train.ema else None
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
         self.clipper = Clipper(train.clip)
@@ -104,7 +101,7 @@ class Engine:
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
         self.lengths = lengths_of(parts.splits.train)
-        self.order = _make_order(job, plan, self.lengths, samples=len(parts.splits.train))
+        self.order = make_order_of(job, plan, self.lengths, samples=len(parts.splits.train))
         self.steps_done = 0
         self._overflows = 0
         self._items = 0
@@ -114,8 +111,8 @@ class Engine:
         self.keeps_ledger = False
         self.before_change: Callable[[], None] = _nothing
         """Called before weights change: somebody may still be copying them."""
-        self.note_waiting: Callable[[], None] = _nothing
-        """Called before this worker waits for others."""
+        self.note_waiting: Callable[..., None] = _nothing
+        """Called before this worker waits for others, and after (``is_over``)."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -140,7 +137,9 @@ class Engine:
     def agree(self, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         """What the step holds over all workers, and whether one of them asks for an end."""
         self.note_waiting()
-        return agree(self.world, micros, ask)
+        agreed = agree(self.world, micros, ask)
+        self.note_waiting(is_over=True)
+        return agreed
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
         """Forward and backward over the micro-batches; the mean loss over the true count of items.
@@ -193,6 +192,7 @@ class Engine:
         # Workers that cut one model between them have the same loss, or none.
         share = loss.double() / self.world.layout.tp
         both = self.world.sum_over_all(torch.stack((share, self._our_square())))
+        self.note_waiting(is_over=True)
         return both[0].float(), both[1].sqrt().float()
 
     def _measure(self) -> Tensor:
@@ -269,6 +269,7 @@ class Engine:
         """Others are lost: be as at the end of the last step."""
         if self._in_step:
             self._start.bring_back_buffers()
+            self.precision.skip()
         self._in_step = False
         self.optimizer.zero_grad(set_to_none=True)
         self.arranged.drop_gradients()
@@ -345,72 +346,5 @@ class Engine:
         return True
 
 
-def _nothing() -> None:
-    pass
-
-
-def arrange(model: nn.Module, world: World) -> Arranged:
-    """Lay a model over the workers; one worker alone does not even load what that takes."""
-    if world.layout.is_single:
-        return Whole(model)
-    from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import
-
-    return Arrangement(model, world)
-
-
-def seed_of_step(seed: int, step: int, replica: int) -> int:
-    """The seed of a worker's random numbers in a step; workers that cut one model share theirs."""
-    return int(np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _make_optimizer(
-    job: Job, plan: Plan, model: nn.Module, weights: Sequence[Tensor]
-) -> tuple[Any, ReleasingOptimizer | None]:
-    train = job.train
-
-    def build(trained: nn.Module | Sequence[Tensor]) -> Any:
-        return build_optimizer(
-            trained,
-            train.optimizer,
-            lr=plan.lr,
-            weight_decay=plan.weight_decay,
-            l2=train.l2,
-            kernel=plan.kernel,
-        )
-
-    if not train.gradient_release:
-        optimizer = build(weights)
-        if plan.compile == "xla":
-            run_xla_steps(optimizer)
-        return optimizer, None
-    release = release_gradients(model, build, l1=train.l1, clip_value=train.clip.value)
-    return release, release
-
-
-def _make_order(job: Job, plan: Plan, lengths: Any, *, samples: int) -> GrowingOrder:
-    epochs = plan.steps  # more than enough: no phase is cut off
-    phases = phases_of(job.train.grow_batch, plan.batch, samples, epochs)
-    return GrowingOrder(
-        tuple(
-            (
-                first,
-                make_order(samples, batch, job.train.seed, lengths=lengths, padding=plan.padding),
-            )
-            for first, batch in phases
-        )
-    )
-
-
-def _average(model: nn.Module, decay: float) -> AveragedModel:
-    def blend(averages: Any, current: Any, count: Any) -> None:
-        # Early on the average follows closely, so that short runs do not end near the start.
-        seen = int(count)
-        weight = 1 - min(decay, (1 + seen) / (10 + seen))
-        for average, value in zip(averages, current, strict=True):
-            if average.is_floating_point():
-                average.lerp_(value.to(average.dtype), weight)
-            else:
-                average.copy_(value)
-
-    with torch.no_grad():
-        return AveragedModel(model, multi_avg_fn=blend, use_buffers=True)
+def _nothing(*, is_over: bool = False) -> None:
+    del is_over

@@ -96,6 +96,7 @@ class EngineState:
     def install(self, filled: Groups, numbers: dict[str, Any], *, step: int) -> None:
         """Go on from tensors that were filled, after ``step`` steps."""
         engine = self._engine
+        engine.arranged.let_go()
         self._check_data(numbers)
         install_optimizer(engine.optimizer, self._leaves, filled["optimizer"], numbers["optimizer"])
         self._adopt(numbers, step=step)
@@ -135,6 +136,7 @@ class EngineState:
 
     def read_weights(self, reader: FileReader) -> None:
         """Only the weights, and their average."""
+        self._engine.arranged.let_go()
         fill_pieces(self.model.values(), reader.group("model"))
         average = self._engine.average
         if average is not None:

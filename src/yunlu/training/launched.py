@@ -306,6 +306,7 @@ def _make_watch(
         trackers=trackers,
         life=life,
         keep=lambda _: None,
+        forget_after=lambda _: None,
     )
 
 

@@ -19,7 +19,9 @@ import torch
 from yunlu.core.errors import TrainingError
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.states import RunState
+from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
+from yunlu.planning.splitting import fit_plan
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.state import seed_everything
@@ -100,6 +102,8 @@ def _live(
         )
         return move(directory, RunState.STOPPED, reason=reason)
 
+    if not plan.layout.is_single:  # of an earlier life on several workers
+        plan = fit_plan(plan, job, Layout(), cores=machine.cores)
     torch.set_num_threads(plan.threads)
     seed_everything(job.train.seed)
     engine = Engine(job, plan, parts, directory.emit)

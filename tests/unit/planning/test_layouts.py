@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, ModelError, YunluError
+from yunlu.planning.facts import moved_share, share_of, worker_bytes
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.layouts import (
     ModelFacts,
@@ -18,7 +19,6 @@ from yunlu.planning.layouts import (
     count_devices,
     fits,
     layout_from,
-    moved_share,
     refuse_conflicts,
     replan,
     replan_with_reason,
@@ -208,6 +208,36 @@ def test_options_go_with_their_axis() -> None:
     assert fewer.stages <= 3
 
 
+def test_replicas_share_the_optimisers_state_only_where_each_gets_a_tensor() -> None:
+    few = facts(trained_tensors=3)
+    for fine in (Layout(dp=3, zero1=True), Layout(dp=4)):
+        check_layout(fine, few, devices=4, batch=32)
+    check_layout(Layout(dp=4, zero1=True), facts(), devices=4, batch=32)  # nobody counted
+    for wrong in (Layout(dp=4, zero1=True), Layout(dp=2, pp=2, zero1=True)):
+        with pytest.raises(ModelError, match="3 trained tensors are too few for 4") as caught:
+            check_layout(wrong, few, devices=4, batch=32)
+        assert caught.value.hint == "remove zero1"
+    with pytest.raises(ModelError, match="cannot have zero1"):
+        choose_layout(4, few, batch=32, room_bytes=ROOMY, asked=asked("dp4", zero1=True))
+    found, reason = choose_layout(4, few, batch=32, room_bytes=ROOMY, asked=LayoutSpec(zero1=True))
+    assert found == Layout(dp=4)
+    assert "without zero1, 3 trained tensors" in reason
+    grown, reason = replan_with_reason(Layout(dp=3, zero1=True), 4, few, batch=32, room_bytes=ROOMY)
+    assert grown == Layout(dp=4)
+    assert "without zero1" in reason
+
+
+def test_on_a_cpu_the_copies_of_shards_weigh_against_sharding() -> None:
+    share = share_of(Layout(fsdp=2), batch=2, micro_batch=1)
+    on_cpu = facts(on_cpu=True)
+    more = worker_bytes(Layout(fsdp=2), on_cpu, share) - worker_bytes(
+        Layout(fsdp=2), facts(), share
+    )
+    assert more == pytest.approx(4 * 12e6 / 2)
+    assert str(choose_layout(2, facts(), batch=32, room_bytes=15e6)[0]) == "fsdp2"
+    assert str(choose_layout(2, on_cpu, batch=32, room_bytes=15e6)[0]) != "fsdp2"
+
+
 def _resized(before: str, devices: int, pinned: LayoutSpec) -> Layout:
     return replan(layout(before), devices, facts(), batch=32, room_bytes=ROOMY, pinned=pinned)
 
@@ -300,6 +330,7 @@ def test_devices_follow_the_job_then_the_layout_then_the_gpus(
         ({"train": {"quantize": "int8"}}, ["dp2"], []),
         ({"train": {"precision": "fp8"}}, ["dp2"], []),
         ({"train": {"adapt_precision": True}}, ["dp2"], []),
+        ({"train": {"profile": True}}, ["dp2", "fsdp2", "tp2", "pp2"], []),
         ({"train": {"precision": "fp16"}}, ["fsdp2", "tp2", "pp2"], ["dp2"]),
         ({"train": {"ema": 0.9}}, ["fsdp2", "dp2 x tp2", "pp2"], ["dp2"]),
         ({"train": {"optimizer": "lamb"}}, ["fsdp2", "tp2"], ["dp2", "pp2"]),

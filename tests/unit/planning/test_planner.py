@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from yunlu.catalog.machine import Device, Machine
 from yunlu.core.errors import DataError, JobError, ModelError
+from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan, Profile
 from yunlu.planning.planner import (
     MEMORY_SHARE,
@@ -179,8 +180,24 @@ def test_a_pipeline_gets_small_micro_batches() -> None:
 
 def test_a_model_nobody_looked_at_is_only_replicated_or_sharded() -> None:
     assert str(make_plan(spread(devices=2), machine(), profile()).layout) == "dp2"
-    with pytest.raises(ModelError, match="nobody looked"):
+    with pytest.raises(
+        ModelError, match=r"nobody looked .*start a new run with --devices N"
+    ) as caught:
         make_plan(spread(layout="tp2"), machine(), profile())
+    assert "start a new run with --devices 2" in str(caught.value.hint)
+
+
+def test_a_plan_for_one_worker_says_what_to_do_when_several_cannot_share_it() -> None:
+    asking = spread(train={"batch": 1})
+    plan = make_plan(asking, machine(), profile())
+    _, reason = resplit(plan, asking, devices=2, cores=4)
+    assert "1 of 2 devices can be used" in reason
+    old = plan.model_copy(update={"facts": None})
+    for call in (lambda: resplit(old, asking, devices=2, cores=4)[0],
+                 lambda: fit_plan(old, asking, Layout(dp=2), cores=4)):  # fmt: skip
+        with pytest.raises(ModelError, match="planned for one worker") as caught:
+            call()
+        assert "--devices 2" in str(caught.value.hint)
 
 
 def test_settings_that_several_workers_cannot_have_are_left_out_or_refused() -> None:
@@ -190,8 +207,40 @@ def test_settings_that_several_workers_cannot_have_are_left_out_or_refused() -> 
     assert (plan.precision, plan.compile, plan.adapt_precision) == ("fp16", "none", False)
     assert "fsdp" in plan.facts.why_not  # where fp16 runs now, no resize leads to shards
     assert make_plan(spread(layout="fsdp2"), machine(), found).precision == "fp32"
+    shared = make_plan(spread(layout={"dp": 2, "zero1": True}), machine(), found)
+    assert (shared.precision, shared.layout.zero1) == ("fp32", True)
     with pytest.raises(JobError, match=r"train.compile does not go with the layout dp2"):
         make_plan(spread(devices=2, train={"compile": True}), machine(), found)
+
+
+def test_fp16_found_on_one_worker_keeps_zero1_out_of_every_resize() -> None:
+    asking = spread(layout={"zero1": True})
+    plan = make_plan(asking, machine(), profile(settings=SETTINGS | {"precision": "fp16"}))
+    wider, reason = resplit(plan, asking, devices=2, cores=4)
+    assert (wider.precision, wider.layout) == ("fp16", Layout(dp=2))
+    assert "without zero1, train.precision: fp16" in reason
+    pinned = spread(layout={"zero1": True}, devices=2, train={"precision": "fp16"})
+    with pytest.raises(JobError, match="fp16 does not go with the layout dp2 and zero1"):
+        make_plan(pinned, machine(), profile(facts=FACTS))
+
+
+def test_what_one_worker_alone_may_have_goes_with_the_others_and_does_not_come_later() -> None:
+    asking = spread()
+    settings = SETTINGS | {"precision": "fp16", "compile": "inductor"}
+    measured = profile(facts=FACTS, settings=settings)
+    alone = make_plan(asking, machine(), measured)
+    assert (alone.compile, alone.adapt_precision) == ("inductor", True)
+    assert fit_plan(alone, asking, Layout(), cores=4) == alone
+    several = fit_plan(alone, asking, Layout(dp=2), cores=4)
+    assert (several.compile, several.precision, several.adapt_precision) == ("none", "fp16", False)
+    sharded = fit_plan(alone, asking, Layout(fsdp=2), cores=4)
+    assert (sharded.precision, sharded.adapt_precision) == ("fp32", False)
+
+    asking = spread(layout="fsdp2")
+    planned = make_plan(asking, machine(), measured)
+    left = fit_plan(planned, asking, Layout(), cores=4)
+    assert (left.compile, left.precision, left.adapt_precision) == ("none", "fp32", False)
+    assert (left.threads, left.micro_batch, left.accumulation) == (2, 32, 1)
 
 
 def test_every_gpu_is_taken_and_no_more_can_be() -> None:
@@ -207,12 +256,28 @@ def test_memory_is_foretold_for_one_worker_as_each_axis_divides_it() -> None:
         large = FACTS | {"parameters": 10**8, "trainable": 10**8, "state_bytes": 8e8}
         large["layers"] = 12
         found = profile(facts=large, parameters=10**8, trainable=10**8, resident_bytes=GIB)
-        return make_plan(spread(layout=layout), machine(), found).prediction.memory_bytes
+        return make_plan(spread(layout=layout), gpus, found).prediction.memory_bytes
 
+    gpus = machine(devices=(Device(kind="cuda", name="g", memory_bytes=8 * GIB),) * 4)
     whole = memory("dp2")
-    assert memory("fsdp2") < memory({"dp": 2, "zero1": True}) < whole
+    shared = {"dp": 2, "fsdp": 1, "tp": 1, "pp": 1, "zero1": True}
+    assert memory("fsdp2") < memory(shared) < whole
     assert memory("tp2") == pytest.approx(memory("pp2"), rel=0.05)
     assert memory("fsdp2 x tp2") < memory("tp2") < 0.75 * whole
+
+
+def test_copies_kept_for_each_other_take_the_memory_of_a_cpu_only() -> None:
+    gpus = machine(devices=(Device(kind="cuda", name="g", memory_bytes=8 * GIB),) * 2)
+
+    def more_bytes(layout: object) -> float:
+        plans = [
+            make_plan(spread(layout=layout), on, profile(facts=FACTS)) for on in (machine(), gpus)
+        ]
+        return plans[0].prediction.memory_bytes - plans[1].prediction.memory_bytes
+
+    assert more_bytes("dp2") == 0  # the other replica is alive
+    assert more_bytes("fsdp2") == more_bytes("tp2") == pytest.approx(4 * 12e6 / 2)
+    assert more_bytes({"dp": 2, "zero1": True}) == pytest.approx(4 * (4e6 + 8e6 / 2))
 
 
 def test_more_workers_than_cores_are_not_foretold_to_be_faster() -> None:

@@ -49,6 +49,7 @@ def write_journal(run: RunDir, process: psutil.Process, *, port: int = 1) -> Non
         process_started_at=0,
         node_module="x",
         target=2,
+        wanted={"local": 1, "far": 1},
         members=(member,),
     )
     write_crew(run, crew)
@@ -72,6 +73,7 @@ def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     found = read_crew(run)
     assert found is not None
     assert found.members[0].pid == psutil.Process().pid
+    assert found.wanted == {"local": 1, "far": 1}
 
 
 def test_a_run_whose_workers_live_is_not_lost(running: RunDir, sleeper: psutil.Process) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.watchdog import Verdict
 
 _START_S = 300.0
+_NODE_AGAIN_S = 5.0
 
 
 class Captain(Helm):
@@ -91,6 +93,7 @@ class Captain(Helm):
     def tick(self) -> None:
         """What time brings."""
         now = time.monotonic()
+        self._excuse_lateness(now)
         if now - self._looked_at >= 0.25:
             self._looked_at = now
             self._watch(now)
@@ -100,10 +103,19 @@ class Captain(Helm):
                 self.links.send(each.link, Tick())
             self.logbook.write_figures(self.roster, self.generation)
         self.logbook.flush_faults(now)
+        self._tend_node(now)
         self._go_on()
+        self._hurry(now)
         if self.is_dirty:
             self.is_dirty = False
             self.save()
+
+    def _excuse_lateness(self, now: float) -> None:
+        """Time in which we ourselves were not run is nobody's delay."""
+        late_s = now - self._ticked_at
+        self._ticked_at = now
+        if late_s > self.watchdog.deadlines.late_s:
+            self._stage_at = min(now, self._stage_at + late_s)
 
     def stop(self) -> None:
         """Save and stop at the next step boundary."""
@@ -144,6 +156,7 @@ class Captain(Helm):
         is_current = hello.generation == self.generation and hello.rank is not None
         member.rank = hello.rank if is_current else None
         member.live, member.copies, member.ending = hello.live, hello.copies, hello.ending
+        self._furthest = max(self._furthest, hello.step)
         member.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
 
     def _hear_member(self, member: MemberRecord, message: Message) -> None:
@@ -185,6 +198,8 @@ class Captain(Helm):
             self._furthest = max(self._furthest, beat.step)
 
     def _settle(self, member: MemberRecord, message: Settled, now: float) -> None:
+        if message.detail and (self.stage == "running" or not self._detail):
+            self._detail = message.detail
         if self.stage == "running" and member.rank is not None:
             # Its connections to the others broke before we heard of anybody's end.
             self._begin_halt(f"rank {member.rank} lost the others", now)
@@ -212,10 +227,27 @@ class Captain(Helm):
 
     def _greet_node(self, link: Link, hello: HelloAgent) -> None:
         node = self.roster.nodes.get(hello.node)
+        if words := self._refuse(node, hello):
+            self.links.send(link, Answer(is_accepted=False, text=words))
+            self.links.send(link, Leave())
+            return
         if node is None:
             node = NodeRecord(name=hello.node, wanted=hello.devices)
             self.roster.nodes[node.name] = node
-        node.link, node.host, node.is_ready = link, hello.host, False
+        node.link, node.host, node.pid, node.is_ready = link, hello.host, hello.pid, False
+        self.is_dirty = True
+
+    def _refuse(self, node: NodeRecord | None, hello: HelloAgent) -> str | None:
+        """Why a node cannot be taken, if it cannot. One that comes back is the same process."""
+        is_local = hello.node == LOCAL
+        if is_local and hello.host != socket.gethostname():
+            return f"{LOCAL!r} is the name of the supervisor's own node"
+        if hello.devices < 1 and not is_local:
+            return f"{hello.devices} devices are none"
+        if node is None or node.link is None or node.link.is_closed:
+            return None
+        is_same = (node.host, node.pid) == (hello.host, hello.pid)
+        return None if is_same else f"the run has a node called {hello.node!r} already"
 
     def _hear_node(self, node: NodeRecord, message: Message) -> None:
         now = time.monotonic()
@@ -223,6 +255,8 @@ class Captain(Helm):
         match message:
             case Prepared():
                 node.is_ready = True
+                if node.is_local:
+                    self._node_losses = 0
                 if not self.layouts:
                     self.links.send(node.link, Fork(member=-1, is_planner=True))
             case Planned():
@@ -240,9 +274,18 @@ class Captain(Helm):
             case Leaving():
                 self._let_node_leave(node)
             case Failed():
-                self._fail(message, None)
+                self._fail_node(node, message)
             case _:
                 pass
+
+    def _fail_node(self, node: NodeRecord, failure: Failed) -> None:
+        """Who trains needs no node; only who is to be started does."""
+        has_begun = self.layouts and self.roster.having("idle", "busy", "settled")
+        if node.is_local and not has_begun:
+            self._fail(failure, None)
+        else:
+            words = f"node {node.name} cannot start workers: {failure.message}"
+            self.logbook.emit(EventKind.WARNING, message=words)
 
     def _take_plan(self, plan: Planned, now: float) -> None:
         self.layouts = dict(plan.layouts)
@@ -264,20 +307,39 @@ class Captain(Helm):
         node.link, node.is_ready = None, False
         self.watchdog.forget_node(node.name)
         if node.is_local:
-            self._stillborn += not self.layouts
-            if self._stillborn >= STILLBORN or not self.layouts:
+            if not self.layouts:
                 self._end_badly("the process that loads the data ended without a word", None)
             else:
-                self.start_node()
+                # One that had worked is replaced at once; one that never did, later and later.
+                delay_s = _NODE_AGAIN_S * (2**self._node_losses - 1)
+                self._node_due_at = time.monotonic() + delay_s
+                self._node_losses += 1
         else:
             del self.roster.nodes[node.name]
+            self.is_dirty = True
+
+    def _tend_node(self, now: float) -> None:
+        """Start our own node again in its time, and not for ever."""
+        if self._node_due_at is None or now < self._node_due_at or self.outcome is not None:
+            return
+        if self._node_losses < STILLBORN:
+            self._node_due_at = None
+            self.start_node()
+        elif self._node_losses == STILLBORN:
+            self._node_losses += 1  # told once
+            words = (
+                "the process that starts workers ended again and again: the lost are not replaced"
+            )
+            self.logbook.emit(EventKind.WARNING, message=words)
+        elif not self.roster.having("starting", "idle", "busy", "settled"):
+            self._end_badly("no worker is left, and none can be started", None)
 
     def _watch(self, now: float) -> None:
         members = self.roster.members
         is_moving = self.stage in {"running", "pausing"}
         verdicts = self.watchdog.look(
             at=now,
-            is_stopped=lambda number: is_stopped(members[number].pid),
+            is_stopped=lambda n: members[n].node == LOCAL and is_stopped(members[n].pid),
             is_remote=lambda node: node != LOCAL,
             busy=[m.number for m in self.roster.having("busy")] if is_moving else [],
         )

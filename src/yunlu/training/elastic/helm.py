@@ -45,6 +45,7 @@ _REMEMBERED = 100
 _BARREN = 5
 """So many generations in a row without one completed step: it will not get better."""
 STILLBORN = 5
+_DETAIL_CHARACTERS = 500
 
 Stage = Literal["planning", "gathering", "running", "pausing", "halting", "adopting"]
 
@@ -93,10 +94,16 @@ class Helm:
         self._has_stepped = False
         self._furthest = 0
         self._barren = 0
+        self._detail = ""
+        """What broke the last generation off, in the words of who noticed it first."""
         self._stillborn = 0
         self._stage_at = time.monotonic()
         self._looked_at = 0.0
         self._told_at = 0.0
+        self._ticked_at = self._stage_at
+        self._node_losses = 0
+        """Ends of our own node in a row, without its having become ready."""
+        self._node_due_at: float | None = None
 
     # One generation after another.
 
@@ -119,8 +126,6 @@ class Helm:
             case "pausing" | "halting":
                 if not busy:
                     self._form(now)
-                else:
-                    self._hurry(now)
             case "gathering":
                 self._refill(now)
                 stay, _ = self.roster.candidates()
@@ -178,20 +183,21 @@ class Helm:
             self.links.send(member.link, Halt(generation=self.generation))
 
     def _hurry(self, now: float) -> None:
-        """Whoever does not get out of a broken generation is lost itself."""
+        """Whoever does not get out of a broken generation is lost; asked after all was heard."""
         if self.stage != "halting":
             return
         # Who computes hears of it only at the next exchange, a whole step later at worst.
         settle_s = max(_SETTLE_S, 3 * self.watchdog.usual_step_s)
         for member in self.roster.having("busy"):
             phase = member.beat.phase if member.beat else "starting"
-            is_short = phase in {"step", "sync", "forming", "first step", "starting"}
+            is_short = phase in {"step", "sync", "forming", "starting"}
             if now - self._stage_at > (settle_s if is_short else _SETTLE_LONG_S):
                 self._lose_member(member, "hung", f"did not leave {phase!r} when told to")
 
     def _form(self, now: float) -> None:
         if self._barren >= _BARREN:
             words = f"{_BARREN} attempts in a row failed before one step was completed"
+            words += f"; the last: {self._detail[:_DETAIL_CHARACTERS]}" if self._detail else ""
             self._end_badly(words, None)
             return
         stay, give = self.roster.candidates()
@@ -264,7 +270,7 @@ class Helm:
 
     def _first_step(self, step: int, now: float) -> None:
         """The generation works: what was kept for its sake can go."""
-        self._has_stepped, self._barren = True, 0
+        self._has_stepped, self._barren, self._detail = True, 0, ""
         layout = self.history[self.generation]
         from_step = step - 1
         self.logbook.tell_crew(
@@ -304,10 +310,14 @@ class Helm:
     def _adopt(self, now: float) -> None:
         """The workers of the supervisor before us report one by one."""
         missing = [m for m in self.roster.having("busy", "idle", "settled") if m.link is None]
-        if missing and now - self._stage_at < ADOPT_S:
+        absent = [node for node in self.roster.nodes.values() if node.link is None]
+        if (missing or absent) and now - self._stage_at < ADOPT_S:
             return
         for member in missing:
             self._lose_member(member, "killed", "did not report to the new supervisor")
+        for node in absent:
+            if not node.is_local:
+                del self.roster.nodes[node.name]
         busy, settled = self.roster.having("busy"), self.roster.having("settled")
         seats = self.history[self.generation].world if self.generation in self.history else 0
         self._has_stepped = True
@@ -323,8 +333,8 @@ class Helm:
             self._begin_halt("the supervisor was replaced in the middle of a change", now)
         else:
             self._enter("running", now)
-        if self.roster.nodes[LOCAL].link is None:
-            self.start_node()
+        if self.roster.nodes[LOCAL].link is None and self._node_due_at is None:
+            self._node_due_at = now
 
     def _lose_member(self, member: MemberRecord, what: str, detail: str) -> None:
         now = time.monotonic()

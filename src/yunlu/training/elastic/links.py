@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import MAX_FRAME_BYTES, FrameError, Unpacker
+from yunlu.core.crew import MAX_FRAME_BYTES, WRONG_TOKEN, FrameError, Unpacker
 from yunlu.training.elastic.messages import (
     HELLO_BYTES,
+    Answer,
     HelloAgent,
     HelloClient,
     HelloMember,
@@ -155,7 +156,8 @@ class Links:
         if not isinstance(message, HelloMember | HelloAgent | HelloClient):
             raise FrameError("the first word is not a greeting")
         if not is_same_token(message.token, self._token):
-            raise FrameError("the token is wrong")
+            self.send(link, Answer(is_accepted=False, text=WRONG_TOKEN))
+            raise FrameError(WRONG_TOKEN)
         link.hello = message
         link.unpacker.limit_bytes = MAX_FRAME_BYTES
 

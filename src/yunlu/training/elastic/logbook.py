@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,8 @@ class Logbook:
         if ranks:
             step = max(member.step for member in roster.having("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
-            append_lines(self.run_dir.crew_metrics, [record])
+            with suppress(OSError):  # figures are not worth a run
+                append_lines(self.run_dir.crew_metrics, [record])
 
 
 def _who(member: MemberRecord) -> dict[str, Any]:

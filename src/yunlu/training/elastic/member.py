@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import math
 import os
 import selectors
 import signal
@@ -42,7 +44,7 @@ from yunlu.training.elastic.messages import (
     as_failure,
 )
 from yunlu.training.elastic.sockets import cut_since, interface_of, open_store
-from yunlu.training.parallel.sockets import open_sockets, tells_of_loss
+from yunlu.training.parallel.sockets import Socket, open_sockets, tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ _CUT_AGAIN_S = 0.05
 _STORE_S = 20.0
 """Meeting at the store takes milliseconds; whoever does not come by then will not."""
 _LAST_WORDS_S = 5.0
+_STUCK_S = 3.0
 
 
 class HaltedError(Exception):
@@ -95,8 +98,9 @@ class Member:
         self._is_news = False
         self._world: World | None = None
         self._store: Any = None
-        self._sockets_before: set[int] | None = None
+        self._sockets_before: set[Socket] | None = None
         self._is_over = False
+        self._cut_at: float | None = None
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._talk, name="control", daemon=True)
 
@@ -311,8 +315,7 @@ class Member:
                     else:
                         for message in self._contact.receive():
                             self._hear(message)
-                if self._must_cut():
-                    self._cut()
+                self._cut_if_halted()
                 while self._outbox:
                     self._contact.send(self._outbox[0])
                     self._outbox.popleft()
@@ -328,11 +331,13 @@ class Member:
                 self._contact.drop()
 
     def _reconnect(self, selector: selectors.BaseSelector) -> bool:
-        if self._contact.connect(self._hello()):
-            assert self._contact.connection is not None
+        with self._changed:
             # What was to be said in an earlier connection stands in the hello, except last words.
-            kept = [message for message in self._outbox if not isinstance(message, Done | Settled)]
-            self._outbox = deque(kept)
+            for message in [each for each in self._outbox if isinstance(each, Done | Settled)]:
+                self._outbox.remove(message)
+            hello = self._hello()
+        if self._contact.connect(hello):
+            assert self._contact.connection is not None
             selector.register(self._contact.connection, selectors.EVENT_READ)
             return True
         lost_s = time.monotonic() - self._contact.lost_at
@@ -375,13 +380,27 @@ class Member:
     def _must_cut(self) -> bool:
         return self.is_halted and not self._is_waiting
 
+    def _cut_if_halted(self) -> None:
+        if not self._must_cut():
+            self._cut_at = None
+            return
+        self._cut()
+        now = time.monotonic()
+        if self._cut_at is None:
+            self._cut_at = now
+        elif now - self._cut_at > _STUCK_S:
+            self._cut_at = math.inf  # told once
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(file=2, all_threads=True)
+
     def _cut(self) -> None:
         """Whoever waits in a collective, or for others to come, gets an error; again until it is out."""
+        own = [self._wake, self._woken, self._contact.connection]
+        keep = [each.fileno() for each in own if each is not None]
         if self._world is not None:
-            self._world.cut()
+            self._world.cut(keep=keep)
         if self._sockets_before is not None:
-            own = [self._wake, self._woken, self._contact.connection]
-            cut_since(self._sockets_before, keep=[each for each in own if each is not None])
+            cut_since(self._sockets_before, keep=keep)
 
     def _send_beat(self) -> None:
         steps: list[tuple[int, float, float]] = []
@@ -420,7 +439,8 @@ class Member:
         )
 
     def _post(self, message: Value) -> None:
-        self._outbox.append(message)
+        with self._changed:
+            self._outbox.append(message)
         self._nudge()
 
     def _nudge(self) -> None:

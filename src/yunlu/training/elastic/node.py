@@ -20,11 +20,13 @@ import psutil
 import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
+from yunlu.core.crew import WRONG_TOKEN
 from yunlu.core.errors import TrainingError
 from yunlu.core.rundir import RunDir
 from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
 from yunlu.training.elastic.member import Member, run_member
 from yunlu.training.elastic.messages import (
+    Answer,
     Exited,
     Fork,
     Forked,
@@ -98,6 +100,7 @@ class Node:
         self._plan_words = b""
         self._is_leaving = False
         self._is_dismissed = False
+        self._is_refused = False
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> int:
@@ -186,6 +189,9 @@ class Node:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
                 self._is_dismissed = True
+            case Answer() if not message.is_accepted and message.text != WRONG_TOKEN:
+                sys.stderr.write(f"not taken into the run: {message.text}\n")
+                self._is_refused = self._is_dismissed = True
             case _:
                 pass
 
@@ -310,7 +316,7 @@ class Node:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        return 0
+        return 1 if self._is_refused else 0
 
 
 def _take_note(*_: object) -> None:

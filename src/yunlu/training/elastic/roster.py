@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from yunlu.core.crew import LOCAL
 from yunlu.training.elastic.decide import Report
 
 if TYPE_CHECKING:
     from yunlu.training.elastic.links import Link
     from yunlu.training.elastic.messages import Beat, Ending, Holding
 
-LOCAL = "local"
-"""The node that the supervisor started itself."""
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
 
@@ -81,6 +80,7 @@ class NodeRecord:
     wanted: int
     """Workers that shall train there."""
     host: str = ""
+    pid: int = 0
     link: Link | None = None
     is_ready: bool = False
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from yunlu.training.parallel.sockets import open_sockets, shut
+from yunlu.training.parallel.sockets import Socket, open_sockets, shut
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
 _CONNECT_S = 5.0
 """torch tries again and again to reach a store; nothing but this ends it."""
@@ -24,10 +23,11 @@ def open_store(host: str, port: int, *, is_host: bool) -> TCPStore:
     return TCPStore(host, port, None, is_master=is_host, timeout=span, wait_for_workers=False)
 
 
-def cut_since(before: set[int], *, keep: Sequence[socket.socket]) -> None:
+def cut_since(before: set[Socket], *, keep: Collection[int]) -> None:
     """End every connection opened since: whoever waits on one gets an error at once."""
-    for descriptor in open_sockets() - before - {each.fileno() for each in keep}:
-        shut(descriptor)
+    for each in open_sockets() - before:
+        if each.descriptor not in keep:
+            shut(each)
 
 
 def interface_of(host: str) -> str | None:

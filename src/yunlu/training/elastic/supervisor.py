@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from yunlu.training.elastic.helm import Outcome
 from yunlu.training.elastic.links import Links
 from yunlu.training.elastic.logbook import Logbook
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
-from yunlu.training.elastic.roster import LOCAL, MemberRecord, is_alive, kill
+from yunlu.training.elastic.roster import LOCAL, MemberRecord, NodeRecord, is_alive, kill
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -123,7 +123,7 @@ class Supervisor:
         self.captain = Captain(
             self._links,
             Logbook(directory),
-            devices=before.target if before else devices,
+            devices=before.wanted.get(LOCAL, before.target) if before else devices,
             spares=before.spares if before else spares,
             plan_only=plan_only,
             start_node=self._start_node,
@@ -135,22 +135,29 @@ class Supervisor:
 
     def run(self) -> RunState:
         """Until the run ends."""
+        outcome = Outcome(state=RunState.FAILED)
+        try:
+            self._begin()
+            outcome = self._see_through()
+        except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+            with suppress(OSError):  # a full disk takes no words either
+                traceback.print_exc()
+            with suppress(OSError):
+                self.captain.logbook.tell_failure(as_failure(error), None)
+        finally:
+            self._wind_up(is_failed=outcome.state is RunState.FAILED)
+        reason = {"reason": outcome.reason} if outcome.reason else {}
+        with suppress(OSError):
+            self.captain.logbook.emit(EventKind.STATE, state=outcome.state, **reason)
+        return outcome.state
+
+    def _begin(self) -> None:
         is_new = self.captain.stage != "adopting"
         self._save()
         self._record_worker()
         if is_new:
             self._begin_life()
             self._start_node()
-        try:
-            outcome = self._see_through()
-        except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
-            traceback.print_exc()
-            self.captain.logbook.tell_failure(as_failure(error), None)
-            outcome = Outcome(state=RunState.FAILED)
-        self._wind_up(is_failed=outcome.state is RunState.FAILED)
-        reason = {"reason": outcome.reason} if outcome.reason else {}
-        self.captain.logbook.emit(EventKind.STATE, state=outcome.state, **reason)
-        return outcome.state
 
     def _see_through(self) -> Outcome:
         while self.captain.outcome is None:
@@ -168,6 +175,8 @@ class Supervisor:
         captain.layouts = {n: Layout.model_validate(found) for n, found in before.layouts.items()}
         captain.history = {n: Layout.model_validate(found) for n, found in before.history.items()}
         captain.roster.next_member = before.next_member
+        for name, wanted in before.wanted.items():
+            captain.roster.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
         for found in before.members:
             captain.roster.members[found.member] = MemberRecord(
                 number=found.member,
@@ -194,6 +203,7 @@ class Supervisor:
                 node_module=self._node_module,
                 generation=captain.generation,
                 target=captain.roster.target,
+                wanted={node.name: node.wanted for node in captain.roster.nodes.values()},
                 spares=captain.spares,
                 next_member=captain.roster.next_member,
                 layouts={n: found.model_dump() for n, found in captain.layouts.items()},
@@ -313,9 +323,10 @@ def _reachable(bound: str) -> str:
     """The address others are to use."""
     if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
         return bound
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # no packet is sent: it only chooses a way out
         return probe.getsockname()[0]
+    return "127.0.0.1"  # no way out: nobody else can come
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Deadlines:
     """A step may take this many times the usual, and at least ``step_s``."""
     forming_s: float = 60.0
     long_s: float = 1800.0
-    """Loading, evaluating, saving, exporting; each sign of progress starts it anew."""
+    """Loading, a first step, evaluating, saving, exporting; each sign of progress starts it anew."""
     late_s: float = 1.0
     """If we ourselves were not run for so long, the others' silence says nothing."""
 
@@ -74,11 +74,12 @@ class Watchdog:
         self._members: dict[int, _Watched] = {}
         self._voices: dict[str, float] = {}
         self._steps: deque[float] = deque(maxlen=64)
+        self._generation = -1
         self._looked_at: float | None = None
 
     @property
     def usual_step_s(self) -> float:
-        """How long a step takes, as far as is known."""
+        """How long a step of this generation takes; 0 before one was completed."""
         return median(self._steps) if self._steps else 0.0
 
     def watch(self, member: int, *, node: str, at: float) -> None:
@@ -109,9 +110,14 @@ class Watchdog:
             watched.compute_s.clear()
         watched.generation, watched.progress = beat.generation, beat.progress
         watched.step, watched.phase = beat.step, beat.phase
+        if beat.generation > self._generation:
+            # Another layout has another pace: its first step may take long, and tells the next.
+            self._generation = beat.generation
+            self._steps.clear()
         found: list[Verdict] = []
         for _, step_s, wait_s in beat.steps:
-            self._steps.append(step_s)
+            if beat.generation == self._generation:
+                self._steps.append(step_s)
             watched.compute_s.append(max(0.0, step_s - wait_s))
             found += self._weigh(member, watched)
         return found
@@ -209,8 +215,7 @@ class Watchdog:
     def _allowed_s(self, phase: str) -> float:
         limits = self.deadlines
         if phase in {"step", WAITING}:
-            usual_s = median(self._steps) if self._steps else 0.0
-            return max(limits.step_s, limits.step_ratio * usual_s)
+            return max(limits.step_s, limits.step_ratio * self.usual_step_s)
         return limits.forming_s if phase in {"forming", "starting"} else limits.long_s
 
     def _weigh(self, member: int, watched: _Watched) -> list[Verdict]:

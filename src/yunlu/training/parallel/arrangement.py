@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
 from yunlu.training.parallel.gradients import GradientSum
 from yunlu.training.parallel.pipeline import Pipeline
-from yunlu.training.parallel.sharded import UsedWeights, find_blocks, set_sync, shard
+from yunlu.training.parallel.sharded import UsedWeights, find_blocks, reshard, set_sync, shard
 from yunlu.training.parallel.stages import shared_names, split
 from yunlu.training.parallel.tensor import apply_tensor_parallel, sharded_loss
 from yunlu.training.parallel.zero import OwnedWeights
@@ -129,6 +129,14 @@ class Arrangement:
         for weight, leaf in self._cut_pairs:
             gradient = weight.grad
             leaf.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def let_go(self) -> None:
+        """Before weights are replaced: keep none that were gathered from others.
+
+        After an evaluation FSDP2 still has the outermost ones, and would use them again.
+        """
+        for part in self.parts:
+            reshard(part)
 
     def publish(self) -> None:
         """After an update: bring what others updated here."""

@@ -45,6 +45,7 @@ def find_facts(
         layers=layers,
         tensor_ways=(1, *ways),
         why_not=why_not,
+        trained_tensors=sum(weight.requires_grad for weight in weights),
     )
 
 

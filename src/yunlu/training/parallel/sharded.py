@@ -63,6 +63,13 @@ def set_sync(model: nn.Module, *, last: bool) -> None:
     model.set_is_last_backward(last)
 
 
+def reshard(model: nn.Module) -> None:
+    """Forget weights that were gathered; nothing happens to a model that is not sharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def why_not_shard(model: nn.Module, ways: int) -> str | None:
     """What keeps the model from being sharded, in words; none where nothing does."""
     if ways == 1:

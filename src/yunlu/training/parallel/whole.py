@@ -59,6 +59,10 @@ class Arranged(Protocol):
         """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
         ...
 
+    def let_go(self) -> None:
+        """Before weights are replaced: keep none that were gathered from others."""
+        ...
+
     def publish(self) -> None:
         """After an update: bring what others updated here."""
         ...
@@ -111,6 +115,9 @@ class Whole:
 
     def finish(self) -> None:
         """The gradients are what they are."""
+
+    def let_go(self) -> None:
+        """Nothing was gathered."""
 
     def publish(self) -> None:
         """Everything was updated here."""

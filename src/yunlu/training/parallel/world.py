@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.planning.layout import AXES, Layout, Place
-from yunlu.training.parallel.sockets import open_sockets, shut
+from yunlu.training.parallel.sockets import Socket, open_sockets, shut
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
 NEVER_S = 24 * 3600.0
@@ -29,8 +31,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     """Over the axes that split anything, in the order of ``AXES``."""
-    sockets: frozenset[int] = frozenset()
-    """Descriptors of the connections to the others; ``cut`` ends them."""
+    sockets: frozenset[Socket] = frozenset()
+    """The connections to the others; ``cut`` ends them."""
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
@@ -71,14 +73,16 @@ class World:
             dist.all_reduce(numbers)
         return numbers
 
-    def cut(self) -> None:
+    def cut(self, *, keep: Collection[int] = ()) -> None:
         """End the connections to the others: whoever waits for them gets an error at once.
 
         Called by another thread. gloo has no way to give up a collective that waits for a stopped
-        or unreachable worker; its sockets do.
+        or unreachable worker; its sockets do. ``keep``: descriptors of connections that are not
+        the groups', made by that thread while they were formed.
         """
-        for descriptor in self.sockets:
-            shut(descriptor)
+        for each in self.sockets:
+            if each.descriptor not in keep:
+                shut(each)
 
     def close(self) -> None:
         """Leave the groups."""

@@ -18,6 +18,7 @@ class LossScale:
     """torch's ``GradScaler`` (doubles after 2000 good steps, halves on overflow), kept in bounds."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._scaler = torch.amp.GradScaler(device.type)
         self.value: float = self._scaler.get_scale()
         self.skips = 0
@@ -50,6 +51,7 @@ class LossScale:
 
     def skip(self) -> None:
         """Take back the gradients of a step that someone else left out; the factor stays."""
+        self._scaler.scale(torch.zeros((), device=self._device))  # it may not have begun yet
         self._scaler.update(self.value)
 
     def state(self) -> dict[str, Any]:

@@ -157,3 +157,24 @@ def test_who_beats_and_steps_is_never_lost(pauses: list[float]) -> None:
         assert not sea.live(pause_s, silent={1})
         assert not [v for v in sea.step({0: pause_s, 1: pause_s}) if v.what == "hung"]
         assert not sea.live(0.25)
+
+
+def test_a_first_step_may_take_long_while_the_others_wait_for_it() -> None:
+    sea = Sea()
+    sea.move(0, phase="first step")
+    sea.move(1, phase="sync")
+    assert not sea.live(LIMITS.long_s - 5)
+
+
+def test_another_generation_has_a_pace_of_its_own() -> None:
+    sea = Sea()
+    for _ in range(64):
+        sea.step({0: 0.1, 1: 0.1})
+    for number in (0, 1):
+        sea.move(number, generation=2, phase="first step")
+    assert not sea.live(100)
+    assert sea.dog.usual_step_s == 0
+    sea.step({0: 100.0, 1: 100.0})
+    for number in (0, 1):
+        sea.move(number, phase="step")
+    assert not sea.live(300)

@@ -1,0 +1,98 @@
+"""What an engine is put together from: arrangement, optimiser, order of the data, moving average."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from yunlu.planning.large_batch import phases_of
+from yunlu.training.compiler import run_xla_steps
+from yunlu.training.data.growth import GrowingOrder
+from yunlu.training.data.order import make_order
+from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
+from yunlu.training.optim.build import build_optimizer
+from yunlu.training.parallel.whole import Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from yunlu.planning.plan import Plan
+    from yunlu.spec.job import Job
+    from yunlu.training.parallel.whole import Arranged
+    from yunlu.training.parallel.world import World
+
+
+def arrange(model: nn.Module, world: World) -> Arranged:
+    """Lay a model over the workers; one worker alone does not even load what that takes."""
+    if world.layout.is_single:
+        return Whole(model)
+    from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import
+
+    return Arrangement(model, world)
+
+
+def seed_of_step(seed: int, step: int, replica: int) -> int:
+    """The seed of a worker's random numbers in a step; workers that cut one model share theirs."""
+    return int(np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def make_optimizer(
+    job: Job, plan: Plan, model: nn.Module, weights: Sequence[Tensor]
+) -> tuple[Any, ReleasingOptimizer | None]:
+    """The optimiser over what this worker updates; and its part that releases gradients, if asked for."""
+    train = job.train
+
+    def build(trained: nn.Module | Sequence[Tensor]) -> Any:
+        return build_optimizer(
+            trained,
+            train.optimizer,
+            lr=plan.lr,
+            weight_decay=plan.weight_decay,
+            l2=train.l2,
+            kernel=plan.kernel,
+        )
+
+    if not train.gradient_release:
+        optimizer = build(weights)
+        if plan.compile == "xla":
+            run_xla_steps(optimizer)
+        return optimizer, None
+    release = release_gradients(model, build, l1=train.l1, clip_value=train.clip.value)
+    return release, release
+
+
+def make_order_of(job: Job, plan: Plan, lengths: Any, *, samples: int) -> GrowingOrder:
+    """Which samples each step takes, over all phases of a growing batch."""
+    epochs = plan.steps  # more than enough: no phase is cut off
+    phases = phases_of(job.train.grow_batch, plan.batch, samples, epochs)
+    return GrowingOrder(
+        tuple(
+            (
+                first,
+                make_order(samples, batch, job.train.seed, lengths=lengths, padding=plan.padding),
+            )
+            for first, batch in phases
+        )
+    )
+
+
+def make_average(model: nn.Module, decay: float) -> AveragedModel:
+    """A moving average of a model's weights."""
+
+    def blend(averages: Any, current: Any, count: Any) -> None:
+        # Early on the average follows closely, so that short runs do not end near the start.
+        seen = int(count)
+        weight = 1 - min(decay, (1 + seen) / (10 + seen))
+        for average, value in zip(averages, current, strict=True):
+            if average.is_floating_point():
+                average.lerp_(value.to(average.dtype), weight)
+            else:
+                average.copy_(value)
+
+    with torch.no_grad():
+        return AveragedModel(model, multi_avg_fn=blend, use_buffers=True)

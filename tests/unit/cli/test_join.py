@@ -1,0 +1,48 @@
+"""What ``join`` refuses, and in which words."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yunlu.cli.join import join
+from yunlu.core.errors import StoreError
+from yunlu.training.elastic.links import Links
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"devices": 0}, "none to lend"),
+        ({"name": "local"}, "own node"),
+        ({"token": None}, "token is missing"),
+        ({"token_file": Path("/nowhere/token")}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_asked(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(StoreError, match=words):
+        join("127.0.0.1:1", **{"token": "t", **given})
+
+
+def test_a_wrong_token_is_called_one() -> None:
+    links = Links("127.0.0.1", "right")
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            links.poll(0.05, on_message=lambda *_: None, on_lost=lambda *_: None)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with pytest.raises(StoreError, match="wrong token"):
+            join(f"127.0.0.1:{links.port}", token="guessed")
+    finally:
+        is_over.set()
+        thread.join()
+        links.close_all()

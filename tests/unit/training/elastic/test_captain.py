@@ -1,0 +1,187 @@
+"""What the supervisor does about what it hears, and about what it does not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.planning.layout import Layout
+from yunlu.training.elastic.captain import Captain
+from yunlu.training.elastic.helm import STILLBORN
+from yunlu.training.elastic.links import Link, Links
+from yunlu.training.elastic.logbook import Logbook
+from yunlu.training.elastic.messages import Beat, Failed, HelloAgent, Prepared, Settled
+from yunlu.training.elastic.roster import LOCAL
+
+
+class Ship:
+    """A captain with two workers in a generation, on a clock that the test turns."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.run = RunDir(path)
+        self.links = Links("127.0.0.1", "token")
+        self.doors: list[socket.socket] = []
+        self.node_starts = 0
+        self.captain = Captain(
+            self.links,
+            Logbook(self.run),
+            devices=2,
+            spares=0,
+            start_node=self.start_node,
+            save=lambda: None,
+        )
+        self.captain.layouts = {1: Layout(), 2: Layout(dp=2)}
+        self.captain.generation, self.captain.history = 1, {1: Layout(dp=2)}
+        self.captain.stage = "running"
+        for rank in range(2):
+            member = self.captain.roster.add(LOCAL, at=self.now)
+            member.rank, member.status, member.link = rank, "busy", self.open_link()
+            self.captain.watchdog.watch(member.number, node=LOCAL, at=self.now)
+
+    def start_node(self) -> None:
+        self.node_starts += 1
+
+    def open_link(self) -> Link:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self.doors += [ours, theirs]
+        link = Link(ours, self.now, Any)  # type: ignore[arg-type]
+        self.links._selector.register(ours, 1, link)
+        return link
+
+    def hear(self, number: int, message: Any) -> None:
+        link = self.captain.roster.members[number].link
+        assert link is not None
+        self.captain.hear(link, message)
+
+    def live(self, span_s: float, *beats: Beat) -> None:
+        until = self.now + span_s
+        while self.now < until:
+            self.now += 0.25
+            for number, beat in enumerate(beats):
+                if self.captain.roster.members[number].link is not None:
+                    self.hear(number, beat)
+            self.captain.tick()
+
+    def greet(self, node: str, pid: int, devices: int = 1) -> Link:
+        hello = HelloAgent(
+            token="token",
+            node=node,
+            host=socket.gethostname(),
+            pid=pid,
+            process_started_at=0,
+            devices=devices,
+        )
+        link = self.open_link()
+        self.captain.hear(link, hello)
+        return link
+
+    def there(self) -> list[int]:
+        return [m.number for m in self.captain.roster.members.values() if m.is_there]
+
+    def warnings(self) -> list[str]:
+        events = [event for event, _ in self.run.read_events()]
+        return [e.data["message"] for e in events if e.kind is EventKind.WARNING]
+
+
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ship]:
+    found = Ship(tmp_path, monkeypatch)
+    yield found
+    found.links.close_all()
+    for door in found.doors:
+        door.close()
+
+
+def settled(detail: str = "") -> Settled:
+    return Settled(generation=1, step=3, detail=detail)
+
+
+def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(ship: Ship) -> None:
+    ship.captain._begin_halt("test", ship.now)
+    beat = Beat(generation=1, phase="step")
+    ship.live(9, beat, beat)
+    assert ship.there() == [0, 1]
+    ship.live(2, beat, beat)
+    assert ship.there() == []
+
+
+@pytest.mark.parametrize("phase", ["first step", "loading"])
+def test_a_first_step_may_take_long_to_leave(ship: Ship, phase: str) -> None:
+    ship.captain._begin_halt("test", ship.now)
+    beat = Beat(generation=1, phase=phase)
+    ship.live(100, beat, beat)
+    assert ship.there() == [0, 1]
+
+
+def test_a_supervisor_that_slept_hears_everything_before_it_judges(ship: Ship) -> None:
+    ship.captain._begin_halt("test", ship.now)
+    ship.captain.tick()
+    ship.now += 60
+    ship.hear(0, Beat(generation=1, phase="step"))
+    ship.hear(0, settled())
+    ship.captain.tick()  # the other's words are still on their way
+    assert ship.there() == [0, 1]
+
+
+def test_the_cause_is_told_when_it_is_given_up(ship: Ship) -> None:
+    ship.hear(0, settled("gloo: the cable is torn"))
+    ship.captain._barren = 5
+    ship.hear(1, settled("connection closed by peer"))
+    assert ship.captain.outcome is not None
+    (error,) = [e.data for e, _ in ship.run.read_events() if e.kind is EventKind.ERROR]
+    assert "the cable is torn" in error["message"]
+
+
+def test_a_node_that_cannot_be_replaced_does_not_end_the_training(ship: Ship) -> None:
+    beat = Beat(generation=1, phase="evaluate")
+    failure = Failed(code="internal", message="no disk", traceback="")
+    ship.captain.hear(ship.greet(LOCAL, 0), Prepared())
+    for pid in range(1, 2 + STILLBORN):
+        link = ship.captain.roster.nodes[LOCAL].link
+        assert link is not None
+        if pid > 1:
+            ship.captain.hear(link, failure)
+        ship.links.close(link)
+        ship.captain.lose(link)
+        ship.live(100, beat, beat)
+        if pid >= STILLBORN:
+            break
+        assert ship.node_starts == pid
+        ship.greet(LOCAL, pid)
+    assert ship.node_starts == STILLBORN - 1
+    assert ship.captain.outcome is None
+    assert sum("no disk" in words for words in ship.warnings()) == STILLBORN - 1
+    assert sum("are not replaced" in words for words in ship.warnings()) == 1
+    for number in (0, 1):
+        ship.captain._lose_member(ship.captain.roster.members[number], "killed", "x")
+    ship.live(1)
+    assert ship.captain.outcome is not None
+    assert ship.captain.outcome.state is RunState.FAILED
+
+
+def test_a_second_node_of_one_name_and_one_without_devices_are_refused(ship: Ship) -> None:
+    nodes = ship.captain.roster.nodes
+    first = ship.greet("far", 7)
+    ship.greet("far", 8)
+    assert nodes["far"].link is first
+    again = ship.greet("far", 7)  # the same process, in a new connection
+    assert nodes["far"].link is again
+    ship.greet("empty", 9, devices=0)
+    assert "empty" not in nodes
+
+
+def test_figures_are_not_worth_a_run(ship: Ship) -> None:
+    ship.run.crew_metrics.mkdir()  # nothing can be appended to it
+    beat = Beat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
+    ship.live(3, beat, beat)
+    assert ship.captain.outcome is None

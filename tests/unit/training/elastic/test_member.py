@@ -1,0 +1,55 @@
+"""A worker between two supervisors loses no word."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from pathlib import Path
+from typing import Any
+
+from yunlu.core.rundir import RunDir
+from yunlu.planning.layout import Layout
+from yunlu.training.elastic.member import Member
+from yunlu.training.elastic.messages import (
+    Assignment,
+    HelloMember,
+    Leaving,
+    Restore,
+    Seat,
+    Settled,
+)
+
+
+def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None:
+    member = Member(0, node="local", run_dir=RunDir(tmp_path))
+    seats = (Seat(member=0, host="here", pid=1),)
+    member.assignment = Assignment(
+        generation=3,
+        layout=Layout(),
+        rank=0,
+        seats=seats,
+        meeting_rank=0,
+        restore=Restore(kind="start"),
+    )
+    member._post(Settled(generation=2, step=1))
+    member._post(Leaving())
+    outbox = member._outbox
+    ours, theirs = socket.socketpair()
+    hellos: list[HelloMember] = []
+
+    class Line:
+        connection = ours
+
+        def connect(self, hello: HelloMember) -> bool:
+            hellos.append(hello)
+            member.settled(5, live=False)
+            return True
+
+    line: Any = Line()
+    member._contact = line
+    with ours, theirs, member._wake, member._woken, selectors.DefaultSelector() as selector:
+        assert member._reconnect(selector)
+    assert not hellos[0].is_ready
+    assert member._outbox is outbox
+    assert [message.kind for message in outbox] == ["leaving", "settled"]
+    assert outbox[1].step == 5

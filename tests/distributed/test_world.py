@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
-from tests.distributed.ranks import run_world
+from tests.distributed.ranks import run_ranks, run_world
 from yunlu.planning.layout import Layout
+from yunlu.training.parallel.world import World, form_world
 
-if TYPE_CHECKING:
-    from yunlu.training.parallel.world import World
+pytestmark = pytest.mark.distributed
 
 
 def _members(world: World) -> dict[str, list[int]]:
@@ -36,3 +38,26 @@ def _sum(world: World) -> float:
 
 def test_sums_run_over_everyone() -> None:
     assert run_world(_sum, Layout(fsdp=3)) == [6.0, 6.0, 6.0]
+
+
+def _meet_twice(rank: int, stores: list[str]) -> list[float]:
+    """The same places in two generations, whose groups have other names."""
+    found: list[float] = []
+    for number, store in enumerate(stores):
+        layout = Layout(dp=2, tp=2)
+        world = form_world(layout, rank, dist.FileStore(store, 4), device=torch.device("cpu"))
+        axis = world.axis("tp")
+        assert axis is not None
+        cut = DTensor.from_local(torch.full((2,), float(world.rank)), axis, [Shard(0)])
+        found.append((cut * 2).sum().full_tensor().item())
+        world.close()
+        if number == 0:
+            # As if this process had been in more groups than the others: names count up.
+            dist.distributed_c10d._world.group_count += 3
+    return found
+
+
+def test_nothing_is_sent_through_the_groups_of_an_earlier_generation(tmp_path: Path) -> None:
+    found = run_ranks(_meet_twice, 4, [str(tmp_path / "first"), str(tmp_path / "second")])
+    # Twice two numbers of each of the two ranks that cut a tensor between them.
+    assert found == [[4.0, 4.0], [4.0, 4.0], [20.0, 20.0], [20.0, 20.0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -
     if layout.is_single:
         return World(layout=layout, rank=0, device=device)
     assert store is not None
+    _forget_meshes()
     before = open_sockets()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -115,6 +117,23 @@ def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -
         _wait_for_ever(world.group(*axes))
     world.sockets = frozenset(open_sockets() - before)
     return world
+
+
+def _forget_meshes() -> None:
+    """Empty what torch remembers of meshes: one of the next generation may look the same.
+
+    To torch two meshes of the same ranks and names are equal, also when the groups of the first are
+    gone; cut tensors would then be sent through those.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415 - only if it was used
+
+    forget: Any = debug
+    forget._clear_sharding_prop_cache()
+    planners: Any = _redistribute
+    planners.clear_redistribute_planner_cache()
+    planners._gen_transform_infos.cache_clear()
 
 
 def _wait_for_ever(group: Any) -> None:

@@ -103,11 +103,8 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 @pytest.mark.parametrize(
     ("kind", "layout", "micros", "freezes"),
     [
-        ("transformer", Layout(fsdp=2), 1, False),
         ("transformer", Layout(fsdp=3), 3, False),
         ("transformer", Layout(fsdp=3), 2, True),
-        ("transformer", Layout(dp=2, fsdp=2), 2, False),
-        ("transformer", Layout(fsdp=2, tp=2), 2, False),
         ("branching", Layout(fsdp=3), 2, False),
         ("mlp", Layout(fsdp=4), 2, False),
     ],

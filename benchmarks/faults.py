@@ -45,8 +45,9 @@ CONTENDERS: dict[str, type[Crew]] = {
     "torchft": Torchft,
     "yunlu": Yunlu,
 }
-_SLOW = {("worker hung", "torchrun"): 2}
+_SLOW = {("worker hung", "torchrun"): 2, ("cable back", "torchrun"): 1}
 """A trial of more than a minute tells as much in two rounds as in ten."""
+_CABLES = {"node cut off", "cable back"}
 _ONLY_WHERE_ASKED = ("torchrun-default",)
 _LENGTHS = {"quick": (20.0, 60.0), "full": (30.0, 120.0), "long": (60.0, 600.0)}
 """Of the run under kills: a kill every so many seconds, for so many."""
@@ -112,8 +113,8 @@ def _choose(asked: argparse.Namespace, screen: Console) -> tuple[list[str], list
         else:
             screen.print(f"{NAMES[name]} is left out: {reason}")
     faults = list(asked.only or FAULTS)
-    if "node cut off" in faults and not can_make_hosts():
-        faults.remove("node cut off")
+    if _CABLES & {*faults} and not can_make_hosts():
+        faults = [fault for fault in faults if fault not in _CABLES]
         screen.print("no cable can be cut here: that needs root and network namespaces")
     return contenders, faults
 
@@ -134,7 +135,7 @@ def _list_cases(
 def _measure(
     fault: str, contender: str, number: int, directory: Path, asked: argparse.Namespace
 ) -> Outcome:
-    hosts = Hosts(count=2) if fault == "node cut off" else None
+    hosts = Hosts(count=2) if fault in _CABLES else None
     options: dict[str, float] = {}
     if fault == "many kills":
         length = "long" if asked.long else "quick" if asked.quick else "full"

@@ -117,6 +117,12 @@ class Crew(ABC):
         self.hosts.cut(node)
         return now
 
+    def mend_node(self, node: int) -> float:
+        """Its cable is put back, and whatever still runs there goes on; the instant."""
+        assert self.hosts is not None
+        self.hosts.mend(node)
+        return time.time()
+
     def return_node(self, node: int) -> float:
         """A node that was lost comes back, empty-handed; the instant."""
         self.processes.kill(self.processes.on_node(node))

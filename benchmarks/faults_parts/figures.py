@@ -21,7 +21,8 @@ FAULTS = {
     "worker killed": "SIGKILL of one of two workers (rank 0 and 1 in turn)",
     "worker hung": "SIGSTOP of one of two workers",
     "node killed": "SIGKILL of everything on one of two nodes; later the node comes back",
-    "node cut off": "the cable of one of two nodes; later the node comes back",
+    "node cut off": "the cable of one of two nodes; later the node comes back, started anew",
+    "cable back": "the cable of one of two nodes, put back a few steps later; nothing is started",
     "worker joins": "one worker trains, a second is asked for",
     "many kills": "a worker killed again and again",
 }
@@ -45,6 +46,7 @@ class Target:
 
 
 _NODE = ("node killed", "node cut off")
+_LOST = (*_NODE, "cable back")
 TARGETS = (
     Target(title="worker killed → next step, over torchrun's", faults=("worker killed",),
            figure="next_step_s", limit=1 / 5, over="torchrun"),
@@ -52,11 +54,13 @@ TARGETS = (
            figure="next_step_s", limit=1 / 2, over="torchft"),
     Target(title="worker killed → next step, s", faults=("worker killed",),
            figure="next_step_s", limit=1.0),
-    Target(title="node lost → next step, over torchrun's", faults=_NODE,
+    Target(title="node lost → next step, over torchrun's", faults=_LOST,
            figure="next_step_s", limit=1 / 5, over="torchrun"),
     Target(title="worker back → step of the full crew, over torchft's",
            faults=("worker killed",), figure="joined_s", limit=1 / 3, over="torchft"),
-    Target(title="node joins → step of the full crew, over torchft's", faults=_NODE,
+    Target(title="cable back → step of the full crew, over torchft's", faults=("cable back",),
+           figure="joined_s", limit=1 / 3, over="torchft"),
+    Target(title="node started → step of the full crew, over torchft's", faults=_NODE,
            figure="joined_s", limit=1 / 3, over="torchft"),
     Target(title="worker joins → step of the full crew, over torchft's",
            faults=("worker joins",), figure="joined_s", limit=1 / 3, over="torchft"),

@@ -72,6 +72,12 @@ def try_node_cut(crew: Crew, *, round_number: int) -> dict[str, float | None]:
     return _hurt(crew, lambda: crew.cut_node(1), back=lambda: crew.return_node(1))
 
 
+def try_cable_back(crew: Crew, *, round_number: int) -> dict[str, float | None]:
+    """The second node's cable, pulled and put back; nobody starts anything again."""
+    del round_number
+    return _hurt(crew, lambda: crew.cut_node(1), back=lambda: crew.mend_node(1))
+
+
 def try_worker_joins(crew: Crew, *, round_number: int) -> dict[str, float | None]:
     """One worker trains; another is asked for."""
     del round_number
@@ -111,10 +117,11 @@ TRIALS: dict[str, Callable[..., dict[str, float | None]]] = {
     "worker hung": try_worker_hung,
     "node killed": try_node_killed,
     "node cut off": try_node_cut,
+    "cable back": try_cable_back,
     "worker joins": try_worker_joins,
     "many kills": try_many_kills,
 }
-NODE_TRIALS = frozenset({"node killed", "node cut off"})
+NODE_TRIALS = frozenset({"node killed", "node cut off", "cable back"})
 """Each worker is started apart, as on a node of its own."""
 
 

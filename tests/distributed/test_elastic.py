@@ -285,7 +285,13 @@ def far_net() -> Iterator[Callable[..., Any]]:
         ip("netns", "del", name, check=False)
 
 
-def test_a_node_joins_leaves_and_is_cut_off(voyage: Voyage, far_net: Callable[..., Any]) -> None:
+def _children(node: subprocess.Popen[bytes]) -> list[int]:
+    return [child.pid for child in psutil.Process(node.pid).children()]
+
+
+def test_a_node_joins_leaves_is_cut_off_and_found_again(
+    voyage: Voyage, far_net: Callable[..., Any]
+) -> None:
     voyage.start(devices=1, bind="10.117.0.1")
     voyage.wait_generation(1)
     name = far_net()
@@ -306,10 +312,16 @@ def test_a_node_joins_leaves_and_is_cut_off(voyage: Voyage, far_net: Callable[..
         voyage.times.append(f"cut off, noticed and over: {time.monotonic() - began:.1f} s")
         told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
         assert told == ["left", "left", "cut off", "cut off"]
-        # Nobody can reach those on the other side: they find out in a minute, and end themselves.
+        given_up = _children(nodes[1])
+        assert len(given_up) == 2, "nobody can reach them"
+        far_net("link", "set", f"{name}a", "up")
+        assert voyage.next_crew("the cable is back")["layout"] == "dp3"
+        assert nodes[1].poll() is None, "it was not started again"
+        assert not {*_children(nodes[1])} & {*given_up}, "who was given up holds no device"
         (voyage.run.path / ENOUGH).touch()
         voyage.wait(voyage.is_resting)
         voyage.check_samples()
+        assert nodes[1].wait(_PATIENCE_S) == 0
     finally:
         for process in voyage.processes():
             process.kill()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.crew import read_crew
 from yunlu.core.rundir import EventKind
+from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import layouts_by_count
 from yunlu.spec.job import Job
 from yunlu.training.crew_worker import Loaded, Worker
@@ -20,8 +21,8 @@ from yunlu.training.prepare import settle_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
+    from yunlu.core.crew import Crew
     from yunlu.core.rundir import RunDir
-    from yunlu.planning.layout import Layout
     from yunlu.training.elastic.member import Member
 
 _MOST_WORKERS = 64
@@ -29,11 +30,13 @@ _MOST_WORKERS = 64
 
 def load(run_dir: RunDir) -> Loaded:
     """Read the data and build the model, once for all workers of this machine."""
-    # Sharding loads a compiler at its first use: once here, rather than in the middle of a recovery.
-    importlib.import_module("torch._dynamo")
     crew = read_crew(run_dir)
     run_dir.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
     job = Job.model_validate_json(run_dir.job.read_text())
+    if _may_cut(job, crew):
+        # Seconds, spent once here rather than in the middle of a recovery: sharding loads a compiler.
+        for name in ("yunlu.training.parallel.cutting", "torch._dynamo"):
+            importlib.import_module(name)
     set_deterministic(job.train.deterministic)
     parts = prepare_parts(run_dir, job)
     return Loaded(job, parts, pattern_of(parts.model))
@@ -46,6 +49,15 @@ def lay_out(run_dir: RunDir, loaded: Loaded, devices: int) -> dict[int, Layout]:
     job = loaded.job.model_copy(update={"devices": devices})
     plan = settle_plan(run_dir, job, loaded.parts, machine, started_at=_began_at(run_dir))
     return layouts_by_count(plan, job, most=_MOST_WORKERS)
+
+
+def _may_cut(job: Job, crew: Crew | None) -> bool:
+    """Whether a worker may come to hold less than the whole model."""
+    if crew is None or not crew.layouts:
+        asked = job.layout
+        return not asked.fsdp == asked.tp == asked.pp == 1
+    every = [Layout.model_validate(found) for found in crew.layouts.values()]
+    return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in every)
 
 
 def _began_at(run_dir: RunDir) -> float:

@@ -22,6 +22,7 @@ from yunlu.training.elastic.messages import (
     HelloClient,
     HelloMember,
     Hosting,
+    Kill,
     Leave,
     Leaving,
     Meet,
@@ -235,6 +236,9 @@ class Captain(Helm):
             node = NodeRecord(name=hello.node, wanted=hello.devices)
             self.roster.nodes[node.name] = node
         node.link, node.host, node.pid, node.is_ready = link, hello.host, hello.pid, False
+        for member in self.roster.having("gone", node=node.name):
+            # Given up while the node was cut off: it may still hold its device, and wait for others.
+            self.links.send(link, Kill(member=member.number))
         self.is_dirty = True
 
     def _refuse(self, node: NodeRecord | None, hello: HelloAgent) -> str | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 GIVE_UP_S = 60.0
 """Without a supervisor for so long, a worker ends itself: no orphan stays."""
+_CONNECT_S = 1.0
 _SEND_S = 5.0
 _QUIET_S = 30.0
 _RETRY_S = 0.1
@@ -36,8 +37,9 @@ class LostError(Exception):
 class Contact:
     """One connection at a time, to whoever supervises the run now."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, *, quiet_s: float = _QUIET_S) -> None:
         self.run_dir = run_dir
+        self._quiet_s = quiet_s
         self.crew: Crew | None = None
         self.connection: socket.socket | None = None
         self.lost_at = time.monotonic()
@@ -68,7 +70,8 @@ class Contact:
         if crew is None:
             return False
         try:
-            connection = socket.create_connection((crew.host, crew.port), timeout=_SEND_S)
+            connection = socket.create_connection((crew.host, crew.port), timeout=_CONNECT_S)
+            connection.settimeout(_SEND_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(frame(hello.model_copy(update={"token": crew.token})))
         except OSError:
@@ -101,7 +104,7 @@ class Contact:
 
     def check_quiet(self) -> None:
         """A supervisor that says nothing for long is out of reach: look for it anew."""
-        if self.connection is not None and time.monotonic() - self._heard_at > _QUIET_S:
+        if self.connection is not None and time.monotonic() - self._heard_at > self._quiet_s:
             raise LostError
 
     def drop(self) -> None:

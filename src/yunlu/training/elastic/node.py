@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
-from yunlu.core.crew import WRONG_TOKEN
+from yunlu.core.crew import LOCAL, WRONG_TOKEN
 from yunlu.core.errors import TrainingError
 from yunlu.core.rundir import RunDir
 from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from yunlu.planning.layout import Layout
 
 _TICK_S = 0.25
+_QUIET_S = 3.0
+"""The supervisor speaks every second: a node on another machine that hears nothing was cut off, and
+looks for it again. By then it has been given up there, and nothing is lost by hanging up."""
+_WAIT_S = 600.0
+"""How long it looks; a node holds no device."""
 _LEAVE_S = 6.0
 
 
@@ -92,7 +97,7 @@ class Node:
         self.name = name
         self.devices = devices
         self._prepare, self._plan, self._body = prepare, plan, body
-        self._contact = Contact(run_dir)
+        self._contact = Contact(run_dir) if name == LOCAL else Contact(run_dir, quiet_s=_QUIET_S)
         self._parts: Any = None
         self._children: dict[int, int] = {}
         """Members by pid; -1 for the one that plans."""
@@ -174,7 +179,8 @@ class Node:
             self._tell(Prepared())
             return True
         lost_s = time.monotonic() - self._contact.lost_at
-        if lost_s > GIVE_UP_S or (lost_s > 1 and self._contact.is_over()):
+        wait_s = GIVE_UP_S if self.name == LOCAL else _WAIT_S
+        if lost_s > wait_s or (lost_s > 1 and self._contact.is_over()):
             self._is_dismissed = True
         self._contact.restart_supervisor(after_s=1.5)
         return False

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
+from yunlu.training.parallel.boxes import is_spread, local_of
 from yunlu.training.parallel.gradients import GradientSum
-from yunlu.training.parallel.pipeline import Pipeline
-from yunlu.training.parallel.sharded import UsedWeights, find_blocks, reshard, set_sync, shard
-from yunlu.training.parallel.stages import shared_names, split
-from yunlu.training.parallel.tensor import apply_tensor_parallel, sharded_loss
 from yunlu.training.parallel.zero import OwnedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from yunlu.training.parallel.pipeline import Pipeline
+    from yunlu.training.parallel.sharded import UsedWeights
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
@@ -37,27 +35,14 @@ class Arrangement:
         self.world = world
         self._is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
         self._whole = model
-        if layout.tp > 1:
-            mesh = world.axis("tp")
-            assert mesh is not None
-            apply_tensor_parallel(
-                model, mesh, sequence=layout.sequence, vocabulary=layout.vocabulary
-            )
         self._stages: dict[int, nn.Module] = {0: model}
         self._shared: dict[str, list[int]] = {}
-        if layout.pp > 1:
-            every = split(model, layout.stages)
-            self._shared = shared_names(every)
-            self._stages = {
-                number: stage
-                for number, stage in enumerate(every)
-                if number % layout.pp == world.place.pp
-            }
-        if layout.fsdp > 1:
-            mesh = world.axis("dp", "fsdp")
-            assert mesh is not None
-            for stage in self._stages.values():
-                shard(stage, mesh, blocks=find_blocks(stage))
+        if self._is_cut:
+            # Slow to import, and replicas need none of it: a node that joins them is there sooner.
+            from yunlu.training.parallel import cutting  # noqa: PLC0415
+
+            self._cutting = cutting
+            self._stages, self._shared = cutting.cut(model, world)
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
         self.leaves = [_leaf(weight) for weight in self.weights]
@@ -87,7 +72,9 @@ class Arrangement:
 
     def running(self) -> AbstractContextManager[Any]:
         """Around forward and backward of a step."""
-        return sharded_loss(self._whole) if self.world.layout.vocabulary else nullcontext()
+        if not self.world.layout.vocabulary:
+            return nullcontext()
+        return self._cutting.sharded_loss(self._whole)
 
     def accumulate(
         self,
@@ -128,15 +115,16 @@ class Arrangement:
             used.settle()
         for weight, leaf in self._cut_pairs:
             gradient = weight.grad
-            leaf.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            leaf.grad = None if gradient is None else local_of(gradient)
 
     def let_go(self) -> None:
         """Before weights are replaced: keep none that were gathered from others.
 
         After an evaluation FSDP2 still has the outermost ones, and would use them again.
         """
-        for part in self.parts:
-            reshard(part)
+        if self.world.layout.fsdp > 1:
+            for part in self.parts:
+                self._cutting.reshard(part)
 
     def publish(self) -> None:
         """After an update: bring what others updated here."""
@@ -172,9 +160,9 @@ class Arrangement:
             self.optimized = self._owned.owned
         if layout.fsdp > 1:
             group = world.group("dp", "fsdp")
-            self._used = [UsedWeights(part, group) for part in self.parts]
+            self._used = [self._cutting.UsedWeights(part, group) for part in self.parts]
         if layout.pp > 1:
-            self._pipeline = Pipeline(
+            self._pipeline = self._cutting.Pipeline(
                 self._stages,
                 group=world.group("pp"),
                 layout=layout,
@@ -189,7 +177,7 @@ class Arrangement:
 
     def _set_sync(self, stage: nn.Module, *, last: bool) -> None:
         if self.world.layout.fsdp > 1:
-            set_sync(stage, last=last)
+            self._cutting.set_sync(stage, last=last)
 
     def _count_copies(self) -> list[int]:
         """How many workers hold the same as this one does of each weight."""
@@ -237,13 +225,13 @@ def _trained(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _leaf(weight: nn.Parameter) -> Tensor:
     """What the optimiser changes: the weight, or the part of it that lies here."""
-    if not isinstance(weight, DTensor):
+    if not is_spread(weight):
         return weight
     return weight.to_local().detach().requires_grad_()
 
 
 def _cut_axes(weight: Tensor) -> set[str]:
-    if not isinstance(weight, DTensor):
+    if not is_spread(weight):
         return set()
     names = weight.device_mesh.mesh_dim_names or ()
     return {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed.tensor import DTensor, Shard
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +161,14 @@ def join_groups(groups: Mapping[str, Mapping[str, Piece]]) -> list[Piece]:
 
 def piece_of(name: str, tensor: Tensor) -> Piece:
     """What this worker holds of a tensor: all of a plain one, its shard of a distributed one."""
-    local = local_of(tensor)
     shape = tuple(tensor.shape)
-    if local is tensor:
+    if not is_spread(tensor):
         return Piece(name, shape, whole(shape), tensor.detach())
-    spread = cast("DTensor", tensor)
-    box = _shard(name, shape, spread)
+    local = local_of(tensor)
+    box = _shard(name, shape, tensor)
     if box.size != tuple(local.shape):
         raise CheckpointError(
-            f"The shard of {name} is {tuple(local.shape)}, where {spread.placements} of {shape} "
+            f"The shard of {name} is {tuple(local.shape)}, where {tensor.placements} of {shape} "
             f"means {box.size}.",
             hint="This is a fault of Yunlu or of a model that cuts its own weights; please report it.",
         )
@@ -177,11 +177,16 @@ def piece_of(name: str, tensor: Tensor) -> Piece:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of a distributed tensor that lies here; a plain tensor itself."""
-    # One worker alone never loads torch's distributed tensors, which takes most of a second.
+    return cast("Any", tensor)._local_tensor if is_spread(tensor) else tensor
+
+
+def is_spread(tensor: Tensor | None) -> TypeIs[DTensor]:
+    """Whether this is one of torch's distributed tensors.
+
+    Workers that cut nothing never load them, which takes most of a second.
+    """
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(tensor, module.DTensor):
-        return tensor
-    return cast("Any", tensor)._local_tensor
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> Box:
@@ -200,7 +205,7 @@ def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> Box:
 
 def _in_order_of_cutting(name: str, tensor: DTensor) -> list[int]:
     """The axes that cut the tensor: a strided shard was cut after the plain ones to its right."""
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see local_of
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see is_spread
     from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
         _StridedShard,  # pyright: ignore[reportPrivateUsage]
     )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from yunlu.training.parallel.boxes import is_spread, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,8 +213,10 @@ def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tens
         view = flat.as_strided(local.shape, local.stride(), start)
     else:
         view = flat[start : start + local.numel()].view(local.shape)
-    if not isinstance(weight, DTensor):
+    if not is_spread(weight):
         return view, view
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - see is_spread
+
     whole = DTensor.from_local(
         view,
         weight.device_mesh,
@@ -226,13 +229,13 @@ def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tens
 
 
 def _local(weight: Tensor) -> Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+    return local_of(weight).detach()
 
 
 def _local_share(share: Tensor, weight: Tensor) -> Tensor:
-    if not isinstance(share, DTensor):
+    if not is_spread(share):
         return share
-    assert isinstance(weight, DTensor)
+    assert is_spread(weight)
     if share.placements != weight.placements:
         # Autograd may leave a sum over the tensor-parallel workers still to do.
         share = share.redistribute(placements=weight.placements)

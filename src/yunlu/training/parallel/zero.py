@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from yunlu.training.parallel.boxes import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +44,7 @@ class OwnedWeights:
     def __init__(self, weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._me = dist.get_rank(group)
-        locals_ = [_local(weight) for weight in weights]
+        locals_ = [local_of(weight).detach() for weight in weights]
         sizes = [local.nbytes for local in locals_]
         self.owners: tuple[int, ...] = choose_owners(sizes, dist.get_world_size(group))
         """Of each weight, as ranks of the group."""
@@ -104,7 +105,3 @@ def _pack(weights: Sequence[Tensor], owners: Sequence[int]) -> list[_Parcel]:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()

@@ -1,0 +1,46 @@
+"""A model cut up: by tensors, then into stages, then into shards; and what its pieces need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.training.parallel.pipeline import Pipeline
+from yunlu.training.parallel.sharded import UsedWeights, find_blocks, reshard, set_sync, shard
+from yunlu.training.parallel.stages import shared_names, split
+from yunlu.training.parallel.tensor import apply_tensor_parallel, sharded_loss
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.training.parallel.world import World
+
+__all__ = ["Pipeline", "UsedWeights", "cut", "reshard", "set_sync", "sharded_loss"]
+
+
+def cut(model: nn.Module, world: World) -> tuple[dict[int, nn.Module], dict[str, list[int]]]:
+    """Change the model for good into what one worker holds of it.
+
+    Returns:
+        Its stages by number, and the names that several stages hold with the numbers of these.
+    """
+    layout = world.layout
+    if layout.tp > 1:
+        mesh = world.axis("tp")
+        assert mesh is not None
+        apply_tensor_parallel(model, mesh, sequence=layout.sequence, vocabulary=layout.vocabulary)
+    stages: dict[int, nn.Module] = {0: model}
+    shared: dict[str, list[int]] = {}
+    if layout.pp > 1:
+        every = split(model, layout.stages)
+        shared = shared_names(every)
+        stages = {
+            number: stage
+            for number, stage in enumerate(every)
+            if number % layout.pp == world.place.pp
+        }
+    if layout.fsdp > 1:
+        mesh = world.axis("dp", "fsdp")
+        assert mesh is not None
+        for stage in stages.values():
+            shard(stage, mesh, blocks=find_blocks(stage))
+    return stages, shared

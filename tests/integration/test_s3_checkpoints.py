@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import load
 from tests.distributed.ranks import run_world
 from tests.integration.test_s3_data import s3  # noqa: F401 - a fixture
 from yunlu.planning.layout import Layout
@@ -50,16 +51,16 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
     place = open_place(ROOT, options)
     told: list[str] = []
     kept = open_store(options, saved=lambda entry, seconds: told.append(entry.where))
-    assert kept.newest_good(pytest.fail) is None
+    assert kept.open_newest(pytest.fail) is None
     for step, loss in enumerate([0.9, 0.1, 0.5, 0.4], start=1):
         kept.save(snapshot(step, loss=loss))
     kept.wait()
     assert [entry.step for entry in files.entries(place)] == [2, 3, 4]
     assert told[0].startswith(f"{ROOT}/step-0000000001")
-    best = kept.best(pytest.fail)
+    best = kept.open_best(pytest.fail)
     assert best is not None
     assert best.step == 2
-    assert best.tensors["model"]["w"].unique().tolist() == [2.0]
+    assert load(best, "model")["w"].unique().tolist() == [2.0]
 
     # A worker died while it uploaded: files without a manifest.
     torn = place.begin(9, "dead")
@@ -68,7 +69,7 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
     newest = place.published()[0]
     place.put(newest, "rank-00000.safetensors", b"damaged")
     said: list[str] = []
-    found = kept.newest_good(said.append)
+    found = kept.open_newest(said.append)
     assert found is not None
     assert found.step == 3
     assert len(said) == 1
@@ -77,7 +78,7 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
     # The same step again replaces the damaged one, which goes only after the new one is there.
     kept.save(snapshot(4, loss=0.4))
     kept.wait()
-    found = kept.newest_good(pytest.fail)
+    found = kept.open_newest(pytest.fail)
     assert found is not None
     assert found.step == 4
     assert sum(name.startswith("step-0000000004") for name in place.published()) == 1
@@ -85,7 +86,7 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
     kept.forget_after(2)
     assert [entry.step for entry in files.entries(place)] == [2]
     place.remove(place.published()[0], MANIFEST)
-    assert kept.newest_good(pytest.fail) is None
+    assert kept.open_newest(pytest.fail) is None
     kept.close()
 
 

@@ -10,25 +10,18 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import DataError
 from yunlu.training.checkpoint import state as states
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.parallel.boxes import (
-    GroupReader,
-    Piece,
-    piece_of,
-    weights_of,
-    whole,
-)
+from yunlu.training.parallel.boxes import GroupReader, Piece, weights_of, whole
 from yunlu.training.parallel.boxes import fill as fill_pieces
 from yunlu.training.parallel.moments import (
     fill_optimizer,
     install_optimizer,
+    leaf_pieces,
     optimizer_pieces,
     wanted_optimizer,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import nn
 
     from yunlu.training.checkpoint.reader import FileReader
     from yunlu.training.engine import Engine
@@ -45,7 +38,9 @@ class EngineState:
         self.aliases = dict(whole_aliases)
         parts = engine.arranged.parts
         self.model = weights_of(parts, aliases=whole_aliases)
-        self._leaves = self._name_leaves(parts)
+        self._leaves = leaf_pieces(
+            parts, engine.arranged.weights, engine.arranged.leaves, aliases=whole_aliases
+        )
 
     def moving(self) -> set[str]:
         """Names of what forward passes change, as a checkpoint has them: running averages."""
@@ -161,20 +156,6 @@ class EngineState:
                 "The data has changed since this run began, so it cannot be resumed exactly.",
                 hint="Bring the old data back, or start a new run on the new data.",
             )
-
-    def _name_leaves(self, parts: list[nn.Module]) -> dict[int, Piece]:
-        """By the optimiser's tensor, the weight it is, or is a part of."""
-        arranged = self._engine.arranged
-        leaves = {
-            id(weight): leaf for weight, leaf in zip(arranged.weights, arranged.leaves, strict=True)
-        }
-        found: dict[int, Piece] = {}
-        for part in parts:
-            for name, weight in part.named_parameters():
-                if id(weight) in leaves:
-                    known = self.aliases.get(name, name)
-                    found[id(leaves[id(weight)])] = piece_of(known, weight)
-        return found
 
 
 def _load(reader: GroupReader) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.checkpoints import Memory
 from yunlu.core.errors import ModelError
-from yunlu.training.checkpoint.state import copy_weights, restore_weights
+from yunlu.training.parallel.boxes import fill, weights_of
 from yunlu.training.quantize import (
     convert_int8,
     convert_to_fp8,
@@ -110,11 +111,11 @@ def test_weights_keep_their_names_and_values_and_pass_through_a_checkpoint() -> 
     prepared = prepare_int8(classifier())
     assert list(prepared.state_dict()) == list(plain.state_dict())
     prepared(samples(1)[0]).square().sum().backward()  # what a step leaves behind is no state
-    tensors, aliases = copy_weights(prepared)
+    tensors = {name: piece.tensor.clone() for name, piece in weights_of([prepared]).items()}
     for name, value in plain.state_dict().items():
         assert torch.equal(tensors[name], value)
     other = prepare_int8(classifier().apply(_zero))
-    restore_weights(other, tensors, aliases)
+    fill(weights_of([other]).values(), Memory(tensors))
     inputs = samples(2)[0]
     assert torch.equal(other(inputs), prepared(inputs))
     assert torch.equal(copy.deepcopy(prepared)(inputs), prepared(inputs))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.checkpoint.manifest import (
     STATE,
     VERSION,
@@ -26,13 +25,13 @@ from yunlu.training.checkpoint.manifest import (
     unpack,
 )
 from yunlu.training.checkpoint.places import MANIFEST, LocalPlace, Place
-from yunlu.training.checkpoint.reader import open_checkpoint
 from yunlu.training.checkpoint.tensor_files import CODES, describe_bytes, write_tensors
 from yunlu.training.parallel.boxes import Piece, join_groups, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from yunlu.training.checkpoint.crew import Crew
     from yunlu.training.checkpoint.manifest import Manifest
 
 _LOOK_S = (0.002, 0.1)
@@ -144,29 +143,6 @@ def publish(
     return _entry(place, name, manifest)
 
 
-def write(root: Path | Place, snapshot: Snapshot) -> Entry:
-    """All of it by one process. On any failure nothing published is touched."""
-    place = LocalPlace(root) if isinstance(root, Path) else root
-    crew = Crew()
-    directory = place.begin(snapshot.step, crew.token)
-    try:
-        pieces = snapshot.all_pieces()
-        write_part(place, directory, crew, pieces, groups=snapshot.groups, between=_nothing)
-        return publish(place, directory, crew, snapshot, patience_s=0, between=_nothing)
-    except BaseException:
-        place.discard(directory)
-        raise
-
-
-def read(path: Path) -> Snapshot:
-    """Verify every byte, then load everything. Refuses a torn or altered checkpoint."""
-    reader = open_checkpoint(path)
-    reader.verify()
-    return Snapshot(
-        step=reader.step, tensors=reader.tensors(), state=reader.state, metrics=reader.metrics
-    )
-
-
 def entries(place: Place) -> list[Entry]:
     """Published checkpoints with a readable manifest, oldest first; contents are not verified."""
     found: list[Entry] = []
@@ -240,7 +216,3 @@ def _file_of(rank: int) -> str:
 
 def _report_of(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def _nothing() -> None:
-    """Nobody gives up a save that is made in the foreground."""

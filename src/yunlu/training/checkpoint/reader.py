@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.manifest import STATE, parse_manifest
-from yunlu.training.checkpoint.places import MANIFEST, LocalPlace
+from yunlu.training.checkpoint.places import MANIFEST
 from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
-from yunlu.training.parallel.boxes import Box, GroupReader, whole
+from yunlu.training.parallel.boxes import Box, GroupReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from yunlu.training.checkpoint.manifest import Holding
     from yunlu.training.checkpoint.places import Place
     from yunlu.training.parallel.boxes import Piece, Spec
-
-
-def open_checkpoint(path: Path) -> FileReader:
-    """A checkpoint in a local directory; its manifest and JSON state are verified already."""
-    return FileReader(LocalPlace(path.parent), path.name)
 
 
 class FileReader:
@@ -43,7 +38,6 @@ class FileReader:
         self._open: dict[str, Any] = {}
         self.step = self._manifest.step
         self.metrics = self._manifest.metrics
-        self.groups = self._manifest.groups
         self.state: dict[str, Any] = self._read_state()
 
     def specs(self) -> Mapping[str, Spec]:
@@ -83,14 +77,6 @@ class FileReader:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
         return result
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything, put together, by group."""
-        found: dict[str, dict[str, Tensor]] = {group: {} for group in self.groups}
-        for name, spec in self.specs().items():
-            group, _, key = name.partition("/")
-            found[group][key] = self.read(name, whole(spec.shape))
-        return found
 
     def close(self) -> None:
         """Let go of the files, and of what was downloaded."""

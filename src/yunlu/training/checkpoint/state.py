@@ -37,53 +37,6 @@ def copy_weights(module: nn.Module) -> tuple[Tensors, dict[str, str]]:
     return tensors, aliases
 
 
-def restore_weights(module: nn.Module, tensors: Tensors, aliases: dict[str, str]) -> None:
-    """Load a copy back; refuses one of another model."""
-    everything = tensors | {name: tensors[source] for name, source in aliases.items()}
-    try:
-        module.load_state_dict(everything)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"The checkpoint does not fit the model: {error}",
-            hint="Resume with the model and the data the run was started with.",
-        ) from error
-
-
-def copy_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors named ``<index>.<key>``; numbers and groups as JSON."""
-    packed = optimizer.state_dict()
-    tensors: Tensors = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    for index, state in packed["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = _copy(value)
-            else:
-                numbers.setdefault(str(index), {})[key] = value
-    return tensors, {"numbers": numbers, "groups": packed["param_groups"]}
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: Tensors, packed: dict[str, Any]
-) -> None:
-    """Load a copy back."""
-    state: dict[int, dict[str, Any]] = {
-        int(index): dict(values) for index, values in packed["numbers"].items()
-    }
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    groups = [
-        # JSON knows no tuples; optimisers compare and unpack them.
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in packed["groups"]
-    ]
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"The checkpoint does not fit the optimiser: {error}") from error
-
-
 def copy_random() -> tuple[Tensors, dict[str, Any]]:
     """The state of every generator that training may draw from."""
     version, numbers, gauss = random.getstate()

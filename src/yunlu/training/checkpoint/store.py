@@ -14,7 +14,6 @@ from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.copies import CopyBuffer, copy_into
 from yunlu.training.checkpoint.crew import Crew, Shares
-from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.places import open_place, step_of
 from yunlu.training.checkpoint.reader import FileReader
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.checkpoint.files import Entry
+    from yunlu.training.checkpoint.files import Entry, Snapshot
     from yunlu.training.checkpoint.places import Place
     from yunlu.training.parallel.boxes import Piece
 
@@ -177,16 +176,6 @@ class CheckpointStore:
             lambda error: warn(f"{error} It was among the best; the next best is taken."),
         )
 
-    def newest_good(
-        self, warn: Callable[[str], None], *, not_after: int | None = None
-    ) -> Snapshot | None:
-        """``open_newest``, all of it loaded."""
-        return _load(self.open_newest(warn, not_after=not_after))
-
-    def best(self, warn: Callable[[str], None]) -> Snapshot | None:
-        """``open_best``, all of it loaded."""
-        return _load(self.open_best(warn))
-
     def forget_after(self, step: int) -> None:
         """Discard the checkpoints of later steps: the run has gone back behind them."""
         self.wait()
@@ -308,17 +297,6 @@ class _Late:
 
     def __init__(self, places: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         self.places, self.tensors = places, tensors
-
-
-def _load(reader: FileReader | None) -> Snapshot | None:
-    if reader is None:
-        return None
-    try:
-        return Snapshot(
-            step=reader.step, tensors=reader.tensors(), state=reader.state, metrics=reader.metrics
-        )
-    finally:
-        reader.close()
 
 
 def _tell_leader(place: Place, directory: str, crew: Crew, error: BaseException) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoints import load, read, write
 from yunlu.core.errors import CheckpointError, TrainingError
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.crew import Crew, Shares, assign_writers
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.manifest import pack_manifest
 from yunlu.training.checkpoint.places import LocalPlace
-from yunlu.training.checkpoint.reader import open_checkpoint
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.checkpoint.tensor_files import describe_bytes
 from yunlu.training.parallel.boxes import Box, Piece, piece_of
@@ -41,15 +41,14 @@ def store(root: Path, **options: int) -> CheckpointStore:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    entry = files.write(tmp_path, snapshot(7, loss=0.5))
-    back = files.read(entry.path)
+    back = read(write(tmp_path, snapshot(7, loss=0.5)))
     assert back.step == 7
     assert back.metrics == {"loss": 0.5}
-    assert torch.equal(back.tensors["model"]["weight"], snapshot(7).tensors["model"]["weight"])
+    assert torch.equal(load(back, "model")["weight"], snapshot(7).tensors["model"]["weight"])
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    path = files.write(tmp_path, snapshot()).path
+    path = write(tmp_path, snapshot())
     for file in sorted(path.iterdir()):
         whole = file.read_bytes()
         for place in range(0, len(whole), max(len(whole) // 40, 1)):
@@ -57,15 +56,15 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             damaged[place] ^= 1 << (place % 8)
             file.write_bytes(damaged)
             with pytest.raises(CheckpointError):
-                files.read(path)
+                read(path)
         file.write_bytes(whole)
-    files.read(path)
+    read(path)
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "torn", "zeroed"])
 def test_a_torn_checkpoint_is_refused(tmp_path: Path, name: str, damage: str) -> None:
-    path = files.write(tmp_path, snapshot()).path
+    path = write(tmp_path, snapshot())
     file = path / name
     content = file.read_bytes()
     if damage == "missing":
@@ -74,7 +73,7 @@ def test_a_torn_checkpoint_is_refused(tmp_path: Path, name: str, damage: str) ->
         half = content[: len(content) // 2]
         file.write_bytes(half if damage == "torn" else half + bytes(len(content) - len(half)))
     with pytest.raises(CheckpointError):
-        files.read(path)
+        read(path)
 
 
 class Canary:
@@ -100,12 +99,12 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_a_pickle_in_a_checkpoint_never_runs_even_with_a_valid_manifest(tmp_path: Path) -> None:
     canary = tmp_path / "it-ran"
-    path = files.write(tmp_path / "checkpoints", snapshot()).path
+    path = write(tmp_path / "checkpoints", snapshot())
     for name in (WEIGHTS, ".metadata", "__0_0.distcp"):
         (path / name).write_bytes(pickle.dumps(Canary(canary)))
     forge(path, lambda body: None)
     with pytest.raises(CheckpointError):
-        files.read(path)
+        read(path)
     assert not canary.exists()
 
 
@@ -149,29 +148,29 @@ def weight(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
-    path = files.write(tmp_path / "checkpoints", snapshot()).path
+    path = write(tmp_path / "checkpoints", snapshot())
     (tmp_path / "secret").write_text("x")
     body = json.loads((path / "manifest.json").read_text())
     body.pop("checksum")
     LIES[lie](body)
     (path / "manifest.json").write_bytes(pack_manifest(body))
     with pytest.raises(CheckpointError):
-        files.read(path)
+        read(path)
 
 
 def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path: Path) -> None:
-    path = files.write(tmp_path / "checkpoints", snapshot()).path
+    path = write(tmp_path / "checkpoints", snapshot())
     (path / WEIGHTS).rename(tmp_path / "elsewhere")
     (path / WEIGHTS).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="missing"):
-        files.read(path)
+        read(path)
 
 
 def test_a_manifest_nested_without_end_is_refused(tmp_path: Path) -> None:
-    path = files.write(tmp_path, snapshot()).path
+    path = write(tmp_path, snapshot())
     (path / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="manifest"):
-        files.read(path)
+        read(path)
 
 
 def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
@@ -185,22 +184,20 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
         "strided": torch.randn(6, 4).t(),
         "complex": torch.randn(3, dtype=torch.complex64),
     }
-    path = files.write(
-        tmp_path, Snapshot(step=1, tensors={"model": tensors, "none": {}}, state={})
-    ).path
+    path = write(tmp_path, Snapshot(step=1, tensors={"model": tensors, "none": {}}, state={}))
     by_library = load_file(path / WEIGHTS)
-    back = files.read(path)
-    assert set(back.tensors) == {"model", "none"}
+    back = load(read(path), "model")
+    assert back.keys() == tensors.keys()
+    assert load(read(path), "none") == {}
     for name, tensor in tensors.items():
         assert torch.equal(by_library[f"model/{name}"], tensor)
-        assert torch.equal(back.tensors["model"][name], tensor)
-        assert back.tensors["model"][name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+        assert back[name].dtype == tensor.dtype
 
 
 def test_any_box_of_a_tensor_can_be_read(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 6 * 5).view(4, 6, 5)
-    path = files.write(tmp_path, Snapshot(step=1, tensors={"model": {"w": tensor}}, state={})).path
-    reader = open_checkpoint(path)
+    reader = read(write(tmp_path, Snapshot(step=1, tensors={"model": {"w": tensor}}, state={})))
     assert torch.equal(reader.read("model/w", Box((1, 2, 0), (2, 3, 5))), tensor[1:3, 2:5])
     assert reader.read("model/w", Box((1, 2, 0), (0, 3, 5))).shape == (0, 3, 5)
 
@@ -218,7 +215,7 @@ def test_live_tensors_are_saved_as_they_were_though_training_goes_on(tmp_path: P
         live["w"] += 1
     kept.close()
     for step in (1, 2, 3):
-        back = files.read(tmp_path / f"step-{step:010d}").tensors["model"]
+        back = load(read(tmp_path / f"step-{step:010d}"), "model")
         assert back["w"].unique().tolist() == [float(step)]
         assert back["buffer"].unique().tolist() == [float(step)]
 
@@ -246,7 +243,7 @@ def test_a_save_that_is_given_up_publishes_nothing_and_waits_for_nobody(tmp_path
     alone_of_two.abandon()
     pool.shutdown()
     assert files.entries(LocalPlace(tmp_path)) == []
-    assert store(tmp_path).newest_good(pytest.fail) is None
+    assert store(tmp_path).open_newest(pytest.fail) is None
 
 
 def test_a_worker_that_never_reports_ends_the_save(tmp_path: Path) -> None:
@@ -288,7 +285,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         kept.save(snapshot(step, loss=loss))
     kept.close()
     assert [entry.step for entry in files.entries(LocalPlace(tmp_path))] == [2, 4, 5]
-    best = kept.best(pytest.fail)
+    best = kept.open_best(pytest.fail)
     assert best is not None
     assert best.step == 2
 
@@ -299,7 +296,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
         kept.save(snapshot(step, loss=loss))
     kept.close()
     assert [entry.step for entry in files.entries(LocalPlace(tmp_path))] == [4, 5]
-    best = kept.best(pytest.fail)
+    best = kept.open_best(pytest.fail)
     assert best is not None
     assert best.step == 4
 
@@ -311,7 +308,7 @@ def test_a_damaged_best_is_passed_over_and_said_so(tmp_path: Path) -> None:
     kept.close()
     (tmp_path / "step-0000000001" / "rank-00000.safetensors").write_bytes(b"")
     said: list[str] = []
-    best = kept.best(said.append)
+    best = kept.open_best(said.append)
     assert best is not None
     assert best.step == 2
     assert "step-0000000001" in said[0]
@@ -323,11 +320,11 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_displace_new_ones(tmp_pat
     before.close()
     (tmp_path / "step-0000000009" / "rank-00000.safetensors").write_bytes(b"")
     after = store(tmp_path, keep_last=1)
-    assert after.newest_good(lambda _: None) is None, "so the training starts over"
+    assert after.open_newest(lambda _: None) is None, "so the training starts over"
     for step, loss in ((3, 0.3), (6, 0.4)):
         after.save(snapshot(step, loss=loss))
     after.close()
-    found = after.newest_good(lambda _: None)
+    found = after.open_newest(lambda _: None)
     assert found is not None
     assert found.step == 6
     assert {entry.step for entry in files.entries(LocalPlace(tmp_path))} == {3, 6, 9}
@@ -341,7 +338,7 @@ def test_the_newest_good_one_is_found_behind_damaged_ones(tmp_path: Path) -> Non
     (tmp_path / "step-0000000003" / "state.json").unlink()
     (tmp_path / "step-0000000002" / "rank-00000.safetensors").write_bytes(b"")
     said: list[str] = []
-    found = kept.newest_good(said.append)
+    found = kept.open_newest(said.append)
     assert found is not None
     assert found.step == 1
     assert len(said) == 2
@@ -353,16 +350,17 @@ def test_what_a_killed_writer_left_is_swept_and_never_loaded(tmp_path: Path) -> 
     kept.save(snapshot(1))
     kept.close()
     shutil.copytree(tmp_path / "step-0000000001", tmp_path / ".part-step-0000000002-99")
-    found = kept.newest_good(lambda _: None)
+    found = kept.open_newest(lambda _: None)
     assert found is not None
     assert found.step == 1
     assert not list(tmp_path.glob(".part-*"))
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    path = files.write(tmp_path, snapshot(4)).path
+    path = write(tmp_path, snapshot(4))
     (path / "rank-00000.safetensors").write_bytes(b"")
-    assert files.read(files.write(tmp_path, snapshot(4)).path).step == 4
+    again = read(write(tmp_path, snapshot(4)))
+    assert torch.equal(load(again, "model")["weight"], snapshot(4).tensors["model"]["weight"])
 
 
 def test_a_full_disk_is_told_and_spares_the_earlier_checkpoint(small_disk: Path) -> None:
@@ -371,5 +369,5 @@ def test_a_full_disk_is_told_and_spares_the_earlier_checkpoint(small_disk: Path)
     kept.save(snapshot(2, size=200_000))
     with pytest.raises(TrainingError, match="No space left"):
         kept.close()
-    assert files.read(small_disk / "step-0000000001").step == 1
+    assert read(small_disk / "step-0000000001").step == 1
     assert not list(small_disk.glob(".part-*"))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
+from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.core.errors import TrainingError
 from yunlu.spec.train import OptimizerSpec
-from yunlu.training.checkpoint.state import copy_optimizer, restore_optimizer
 from yunlu.training.memory.live import peak_bytes
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
@@ -147,14 +147,14 @@ def test_a_checkpoint_fits_both_the_releasing_and_the_ordinary_optimiser() -> No
         broken = tied()
         first = release_gradients(broken, make)
         train_releasing(broken, first, range(3))
-        saved = copy_optimizer(first)  # type: ignore[arg-type]
+        saved = copy_optimizer(broken, first)
         resumed, ordinary = copy.deepcopy(broken), copy.deepcopy(broken)
         second = release_gradients(resumed, make)
-        restore_optimizer(second, *copy.deepcopy(saved))  # type: ignore[arg-type]
+        restore_optimizer(resumed, second, *saved)
         train_releasing(resumed, second, range(3, 6))
         assert_same_weights(resumed, whole)
         third = make(ordinary)
-        restore_optimizer(third, *saved)
+        restore_optimizer(ordinary, third, *saved)
         train_ordinarily(ordinary, third, range(3, 6))
         assert_same_weights(ordinary, whole)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.training.checkpoint.state import copy_optimizer, restore_optimizer
+from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.training.optim.fused import FusedAdam
 
 
@@ -69,10 +69,10 @@ def test_a_checkpoint_goes_on_in_either(make: Any) -> None:
     first = network()
     optimizer = lean(first, decoupled=True)
     train(first, optimizer, range(7))
-    tensors, packed = copy_optimizer(optimizer)  # type: ignore[arg-type]
+    tensors, packed = copy_optimizer(first, optimizer)
     second = copy.deepcopy(first)
     resumed = make(second, decoupled=True)
-    restore_optimizer(resumed, tensors, packed)
+    restore_optimizer(second, resumed, tensors, packed)
     train(second, resumed, range(7, 12))
     assert_equal(second, whole)
 

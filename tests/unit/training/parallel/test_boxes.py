@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
+from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
 from yunlu.training.optim.fused import FusedAdam
 from yunlu.training.parallel.boxes import (
     Box,
     Piece,
-    Spec,
     fill,
     find_aliases,
     piece_of,
@@ -26,11 +26,7 @@ from yunlu.training.parallel.boxes import (
     whole,
 )
 from yunlu.training.parallel.exchange import Part, Uncovered, plan_transfers
-from yunlu.training.parallel.moments import (
-    fill_optimizer,
-    leaf_pieces,
-    optimizer_pieces,
-)
+from yunlu.training.parallel.moments import fill_optimizer, optimizer_pieces
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
@@ -136,6 +132,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
 from yunlu.training.parallel.boxes import piece_of
 
@@ -181,19 +178,6 @@ def test_one_worker_alone_does_not_load_distributed_tensors() -> None:
     code = "import sys, yunlu.training.checkpoint.store; assert 'torch.distributed.tensor' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-class Memory:
-    """A reader of whole tensors."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def specs(self) -> dict[str, Spec]:
-        return {name: Spec(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][box.within(whole(self.tensors[name].shape))]
 
 
 class Tied(nn.Module):
@@ -262,15 +246,8 @@ def test_an_optimiser_goes_on_from_its_pieces_as_if_nothing_had_been(name: str) 
     optimizer, fresh = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](copy.parameters())
     train(model, optimizer, 3, seed=2)
     train(copy, fresh, 1, seed=9)  # what it remembers already must not matter
-
-    def names(module: nn.Module) -> dict[int, Piece]:
-        weights = list(module.parameters())
-        return leaf_pieces([module], weights, weights)
-
-    pieces, packed = optimizer_pieces(optimizer, names(model))
-    memory = Memory({key: piece.tensor.clone() for key, piece in pieces.items()})
     fill(weights_of([copy]).values(), Memory(dict(model.state_dict())))
-    fill_optimizer(fresh, names(copy), memory, packed)
+    restore_optimizer(copy, fresh, *copy_optimizer(model, optimizer))
     train(model, optimizer, 3, seed=5)
     train(copy, fresh, 3, seed=5)
     assert torch.equal(model.weight, copy.weight)

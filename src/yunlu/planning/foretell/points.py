@@ -1,0 +1,141 @@
+"""Many questions at once: what would this model take, so split, on this hardware?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+Column = np.ndarray[Any, np.dtype[Any]]
+"""One number for each point."""
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Points:
+    """Columns of one length. Counts are integers kept as floats: NumPy is faster with one kind."""
+
+    # The model, as ``ModelShape`` and ``planning.arithmetic`` give it.
+    layers: Column
+    hidden: Column
+    heads: Column
+    kv_heads: Column
+    head_dim: Column
+    ffn: Column
+    """Inner width of the MLP that one token goes through: of active experts, all together."""
+    gated: Column
+    vocab: Column
+    tied: Column
+    causal: Column
+    experts: Column
+    """1 where there are none."""
+    active_experts: Column
+    parameters: Column
+    """All weights."""
+    active_parameters: Column
+    """Those that one token meets, without the embedding that is only looked up."""
+    trainable: Column
+    base_bytes: Column
+    """Bytes of each frozen weight; of no meaning where all are trained."""
+    flops_per_token: Column
+    """Forward and backward, without recomputation; attention as it is computed (half if causal)."""
+
+    # The work.
+    seq: Column
+    batch: Column
+    """Sequences of a step, on all devices together."""
+    micro_batch: Column
+
+    # How it is split: devices = dp * fsdp * tp * pp * cp.
+    devices: Column
+    dp: Column
+    """Whole replicas (of what tp and pp leave)."""
+    fsdp: Column
+    """Ways in which weights, gradients and optimiser state are sharded; each shard has its own samples."""
+    zero: Column
+    """What the dp * fsdp replicas share out: 0 nothing, 1 optimiser state, 2 gradients too, 3 all."""
+    tp: Column
+    sequence: Column
+    """1 where the sequence is cut between the matrices under tp."""
+    pp: Column
+    virtual: Column
+    """Stages per device under pp; 1 is plain 1F1B."""
+    cp: Column
+    ep: Column
+    recompute: Column
+    """Index in ``RECOMPUTE``."""
+
+    # What it runs on.
+    precision: Column
+    """Index in ``PRECISIONS``: what the matrix products compute in."""
+    peak_flops: Column
+    """Of one device, dense, in that precision."""
+    memory_bytes: Column
+    memory_bytes_per_s: Column
+    link_bytes_per_s: Column
+    """What one device sends to others of its node, in one direction."""
+    node_devices: Column
+    """Devices joined by that link."""
+    network_bytes_per_s: Column
+    """What one device sends to other nodes, in one direction."""
+    stack: Column
+    """Index in ``constants.STACKS``: whose software runs it."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def take(self, index: NDArray[Any]) -> Points:
+        """Some of the points: by position, or by a mask."""
+        return Points(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def with_columns(self, **columns: Any) -> Points:
+        """The same points with some columns replaced; scalars are repeated."""
+        count = len(self)
+        full = {
+            name: np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
+            for name, value in columns.items()
+        }
+        return replace(self, **full)
+
+    @property
+    def replicas(self) -> Column:
+        """Who has samples of its own."""
+        return self.dp * self.fsdp
+
+    @property
+    def micros(self) -> Column:
+        """Micro-batches that each replica runs in a step."""
+        return np.maximum(1.0, np.ceil(self.batch / (self.replicas * self.micro_batch)))
+
+    @property
+    def tokens(self) -> Column:
+        """Of one micro-batch on one replica."""
+        return self.micro_batch * self.seq
+
+
+def make_points(count: int, **columns: Any) -> Points:
+    """Points from scalars and columns; every column must be given."""
+    full = {
+        name: np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
+        for name, value in columns.items()
+    }
+    return Points(**full)
+
+
+def concatenate(parts: Iterable[Points]) -> Points:
+    """One after another."""
+    every = list(parts)
+    return Points(
+        **{
+            field.name: np.concatenate([getattr(part, field.name) for part in every])
+            for field in fields(Points)
+        }
+    )

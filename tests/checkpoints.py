@@ -1,0 +1,77 @@
+"""State kept and read back the way a run does it, for tests of what must survive that."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from yunlu.training.checkpoint.files import Entry, Snapshot
+from yunlu.training.checkpoint.places import LocalPlace
+from yunlu.training.checkpoint.reader import FileReader
+from yunlu.training.checkpoint.store import CheckpointStore
+from yunlu.training.parallel.boxes import Box, Spec, whole
+from yunlu.training.parallel.moments import fill_optimizer, leaf_pieces, optimizer_pieces
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Memory:
+    """Whole tensors to read from, without a disk."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def specs(self) -> dict[str, Spec]:
+        return {name: Spec(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.tensors[name][box.within(whole(self.tensors[name].shape))]
+
+
+def write(root: Path, snapshot: Snapshot) -> Path:
+    """Save one checkpoint; its directory."""
+    saved: list[Entry] = []
+    store = CheckpointStore(
+        root,
+        keep_last=9,
+        keep_best=1,
+        metric="loss",
+        lower_is_better=True,
+        saved=lambda entry, seconds: saved.append(entry),
+    )
+    store.save(snapshot)
+    store.close()
+    return saved[0].path
+
+
+def read(path: Path) -> FileReader:
+    """A checkpoint in a local directory, every byte of it verified."""
+    reader = FileReader(LocalPlace(path.parent), path.name)
+    reader.verify()
+    return reader
+
+
+def load(reader: FileReader, group: str) -> dict[str, Tensor]:
+    """The tensors of one group, put together."""
+    found = reader.group(group)
+    return {name: found.read(name, whole(spec.shape)) for name, spec in found.specs().items()}
+
+
+def copy_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a checkpoint keeps of an optimiser: tensors by weight, and JSON."""
+    weights = list(model.parameters())
+    pieces, packed = optimizer_pieces(optimizer, leaf_pieces([model], weights, weights))
+    copies = {name: piece.tensor.clone() for name, piece in pieces.items()}
+    return copies, json.loads(json.dumps(packed))
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], packed: dict[str, Any]
+) -> None:
+    """Go on from such a copy."""
+    weights = list(model.parameters())
+    names = leaf_pieces([model], weights, weights)
+    fill_optimizer(optimizer, names, Memory(tensors), packed)

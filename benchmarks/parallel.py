@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anywhere
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.faults_parts.processes import ROOT
-from benchmarks.parallel_parts.figures import Run, judge, make_table
+from benchmarks.measurement import gather, make_parser, write_figures
+from benchmarks.parallel_parts.figures import judge, make_table
 from benchmarks.parallel_parts.rounds import run_rounds
 from benchmarks.parallel_parts.workload import LAYOUTS, MODEL_ARGS, WORKLOAD
+
+if TYPE_CHECKING:
+    import argparse
 
 _STEPS, _QUICK_STEPS = 40, 15
 _WARMUP = 5
@@ -32,53 +32,25 @@ _CONTENDERS = ("hand", "yunlu")
 
 def main() -> int:
     """Measure, print the table, and say by the exit code whether every run gave figures."""
-    asked = _parse()
-    screen = Console(stderr=True)
+    asked = make_parser(__doc__, only=LAYOUTS, kind="layout", contenders=_CONTENDERS).parse_args()
     directory = (asked.keep or Path(tempfile.mkdtemp(prefix="yunlu-parallel-"))).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     layouts = asked.only or list(LAYOUTS)
     steps = _QUICK_STEPS if asked.quick else _STEPS
-    runs: list[Run] = []
-    failed = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # Interrupted, it shows what it has.
-    with (
-        suppress(KeyboardInterrupt),
-        Progress(*columns, TimeElapsedColumn(), console=screen) as bar,
-    ):
-        total = len(layouts) * len(asked.contenders) * asked.rounds
-        task = bar.add_task("making the data", total=total)
-        _make_data(directory, steps)
-        bar.update(task, description="measuring")
-        for layout, contender, found in run_rounds(
-            layouts, asked.contenders, directory, rounds=asked.rounds, steps=steps, warmup=_WARMUP
-        ):
-            bar.update(task, description=f"{layout}, {contender}", advance=1)
-            if isinstance(found, str):
-                failed += 1
-                screen.print(f"{layout}, {contender} failed: {found}", markup=False)
-            else:
-                runs.append(found)
+    found = run_rounds(
+        layouts, asked.contenders, directory, rounds=asked.rounds, steps=steps, warmup=_WARMUP
+    )
+    runs, failed = gather(
+        lambda: _make_data(directory, steps),
+        ((f"{layout}, {contender}", run) for layout, contender, run in found),
+        total=len(layouts) * len(asked.contenders) * asked.rounds,
+        screen=Console(stderr=True),
+    )
     print(_heading(asked, steps))  # noqa: T201 (its product)
     print(make_table(runs))  # noqa: T201
     if asked.json:
-        content = {"runs": [asdict(run) for run in runs], "figures": judge(runs)}
-        asked.json.write_text(json.dumps(content))
+        write_figures(asked.json, runs, judge(runs))
     return 1 if failed else 0
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of each layout (5)")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
-    parser.add_argument("--only", action="append", choices=LAYOUTS, help="a layout; repeat")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=_CONTENDERS, default=list(_CONTENDERS), metavar="NAME",
-        help=f"of {', '.join(_CONTENDERS)}",
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write every run and verdict here")
-    parser.add_argument("--keep", type=Path, help="directory for data, logs and runs")
-    return parser.parse_args()
 
 
 def _make_data(directory: Path, steps: int) -> None:

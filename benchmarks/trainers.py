@@ -6,24 +6,24 @@ what it prints.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from contextlib import suppress
-from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anywhere
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.trainers_parts.figures import MODES, NAMES, Run, judge, make_table
+from benchmarks.measurement import gather, make_parser, write_figures
+from benchmarks.trainers_parts.figures import MODES, NAMES, judge, make_table
 from benchmarks.trainers_parts.rounds import list_cases, make_data, run_rounds
 from benchmarks.trainers_parts.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    import argparse
 
 _PACKAGES = {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
 
@@ -44,56 +44,34 @@ def main() -> int:
     )
     directory = asked.keep or Path(tempfile.mkdtemp(prefix="yunlu-bench-"))
     directory.mkdir(parents=True, exist_ok=True)
-    runs: list[Run] = []
-    failed = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # Interrupted, it shows what it has.
-    with (
-        suppress(KeyboardInterrupt),
-        Progress(*columns, TimeElapsedColumn(), console=screen) as bar,
-    ):
-        task = bar.add_task("making the data", total=len(cases) * asked.rounds)
-        make_data(directory, quick=asked.quick)
-        bar.update(task, description="measuring")
-        for case, found in run_rounds(
-            cases,
-            directory,
-            rounds=asked.rounds,
-            quick=asked.quick,
-            threads=asked.threads,
-            default_threads=asked.default_threads,
-        ):
-            title = f"{case.workload}, {case.mode}, {NAMES[case.contender]}"
-            bar.update(task, description=title, advance=1)
-            if isinstance(found, str):
-                failed += 1
-                screen.print(f"{title} failed: {found}", markup=False)
-            else:
-                runs.append(found)
+    found = run_rounds(
+        cases,
+        directory,
+        rounds=asked.rounds,
+        quick=asked.quick,
+        threads=asked.threads,
+        default_threads=asked.default_threads,
+    )
+    runs, failed = gather(
+        lambda: make_data(directory, quick=asked.quick),
+        ((f"{case.workload}, {case.mode}, {NAMES[case.contender]}", run) for case, run in found),
+        total=len(cases) * asked.rounds,
+        screen=screen,
+    )
     print(_versions(asked, contenders))  # noqa: T201 (its product)
     print(make_table(runs))  # noqa: T201
     if asked.json:
-        content = {"runs": [asdict(run) for run in runs], "figures": judge(runs)}
-        asked.json.write_text(json.dumps(content))
+        write_figures(asked.json, runs, judge(runs))
     return 1 if failed else 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of each contender (5)")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
-    parser.add_argument("--only", action="append", choices=WORKLOADS, help="a workload; repeat")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME",
-        help=f"of {', '.join(NAMES)}",
-    )  # fmt: skip
+    parser = make_parser(__doc__, only=WORKLOADS, kind="workload", contenders=NAMES)
     parser.add_argument("--mode", choices=MODES, help="only these rows")
     parser.add_argument("--threads", type=int, default=1, help="with the same settings (1)")
     parser.add_argument(
         "--default-threads", type=int, help="with defaults; unset, each tool takes what it takes"
     )
-    parser.add_argument("--json", type=Path, help="write every run and verdict here")
-    parser.add_argument("--keep", type=Path, help="directory for data, logs and marks")
     return parser.parse_args()
 
 

@@ -69,19 +69,7 @@ def main() -> None:
 
 def make_dp(model: nn.Module) -> TrainStep:
     """DistributedDataParallel."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(model.parameters())
-
-    def take(tokens: Tensor) -> Tensor:
-        # DDP averages over the processes: times their number, it sums.
-        loss = share_of_loss(wrapped, my_share(tokens))
-        (loss * dist.get_world_size()).backward()
-        clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return take
+    return make_averaging(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
 def make_fsdp(model: CausalTransformer) -> TrainStep:
@@ -90,6 +78,11 @@ def make_fsdp(model: CausalTransformer) -> TrainStep:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return make_averaging(model)
+
+
+def make_averaging(model: nn.Module) -> TrainStep:
+    """Of replicas whose gradients are averaged over the processes: times their number, a sum."""
     optimizer = make_optimizer(model.parameters())
 
     def take(tokens: Tensor) -> Tensor:

@@ -88,6 +88,14 @@ def _transformer(*, tied: bool, layers: int = 4) -> nn.Module:
     )
 
 
+def _detached() -> nn.Module:
+    """Tied, and only the last stage has a gradient for the weight."""
+    model = _transformer(tied=True)
+    embedding = model.get_submodule("embedding.token")
+    embedding.register_forward_hook(lambda module, inputs, vectors: vectors.detach())
+    return model
+
+
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,6 +131,7 @@ MODELS: dict[str, Any] = {
     "tied": lambda: _transformer(tied=True),
     "untied": lambda: _transformer(tied=False),
     "uneven": lambda: _transformer(tied=False, layers=3),
+    "detached": _detached,
     "llama": _llama,
     "normed": Normed,
 }

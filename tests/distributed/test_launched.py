@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ train:
   checkpoint: {{{{every: 10, keep_best: 0}}}}
 """
 TASKS = """
-import os, threading, time
+import os, resource, threading, time
 from pathlib import Path
 import torch.distributed as dist
 from yunlu.training.tasks.language_modeling import LanguageModeling
@@ -69,6 +70,8 @@ class FailsWhileTheOtherHangs(LanguageModeling):
 class Slow(LanguageModeling):
     def loss(self, model, batch):
         if dist.is_initialized():
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            Path(f"limit-{os.environ['SLURM_PROCID']}").write_text(str(limit))
             Path("trains").touch()
             time.sleep(0.1)
         return super().loss(model, batch)
@@ -266,6 +269,8 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
     done = max(losses(run))
     assert states(run)[-1] == "stopped"
     assert done < STEPS
+    limits = [int((bench.directory / f"limit-{rank}").read_text()) for rank in range(2)]
+    assert resource.RLIM_INFINITY not in limits, "more memory than there is would end them"
 
     marker.unlink()
     first, second = bench.srun("-m", "yunlu.cli.main", "resume", run.id)

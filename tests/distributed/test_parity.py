@@ -73,6 +73,7 @@ def test_every_layout_trains_as_one_process_does(name: str) -> None:
         ("uneven", Layout(pp=2)),  # three layers over two stages
         ("uneven", Layout(pp=2, fsdp=2)),
         ("untied", Layout(tp=2, sequence=True, vocabulary=True)),
+        ("detached", Layout(pp=2, fsdp=2)),
         ("llama", Layout(tp=2)),
         ("llama", Layout(pp=2)),
         ("llama", Layout(fsdp=3)),

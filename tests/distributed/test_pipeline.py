@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tests.distributed.ranks import run_world
 from yunlu.planning.layout import Layout
-from yunlu.training.models.transformer import CausalTransformer
+from yunlu.training.models.transformer import Block, CausalTransformer
 from yunlu.training.parallel.pipeline import Pipeline
 from yunlu.training.parallel.stages import shared_names, split
 from yunlu.training.tasks.task import Batch, call, logits_of
@@ -125,7 +125,8 @@ def _make_pipeline(world: World, name: str) -> Pipeline:
     mesh = world.axis("fsdp")
     if mesh is not None:
         for stage in own.values():
-            for part in (*stage.own_layers, stage):
+            layers = [part for part in stage.modules() if isinstance(part, Block)]
+            for part in (*layers, stage):
                 # As it is, and gathered but once for all micro-batches of a step.
                 keeps = None if world.layout.schedule == "gpipe" else False
                 sharded: Any = fully_shard(part, mesh=mesh, reshard_after_forward=keeps)
@@ -192,7 +193,7 @@ def test_a_pipeline_learns_as_one_process_does(layout: Layout, name: str, count:
     assert seen == set(gradients)
 
 
-def _shared_stay_equal(world: World) -> tuple[bool, list[Any]]:
+def _shared_stay_equal(world: World) -> list[Any]:
     pipeline = _make_pipeline(world, "tied 2")
     (stage,) = pipeline.stages.values()
     weight = stage.get_parameter("embedding.token.weight")
@@ -203,13 +204,34 @@ def _shared_stay_equal(world: World) -> tuple[bool, list[Any]]:
     )
     pipeline.sum_shared_gradients()
     assert weight.grad is not None
-    return pipeline.counts("embedding.token.weight"), weight.grad.tolist()
+    return weight.grad.tolist()
 
 
-def test_copies_of_a_tied_weight_get_one_gradient_to_the_bit_and_count_once() -> None:
-    (first, one), (second, other) = run_world(_shared_stay_equal, Layout(pp=2))
+def test_copies_of_a_tied_weight_get_one_gradient_to_the_bit() -> None:
+    one, other = run_world(_shared_stay_equal, Layout(pp=2))
     assert one == other
-    assert (first, second) == (True, False)
+
+
+def _use_tied(world: World, users: set[int]) -> list[list[float] | None]:
+    """A step in which only some stages have a gradient for a weight that all of them hold."""
+    pipeline = _make_pipeline(world, "tied 2")
+    (stage,) = pipeline.stages.values()
+    weight = stage.get_parameter("embedding.token.weight")
+    found: list[list[float] | None] = []
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, world.rank + 1) if world.rank in users else None
+        pipeline.sum_shared_gradients()
+        found.append(None if weight.grad is None else weight.grad.unique().tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"), [(set(), None), ({0}, [1.0]), ({1}, [2.0]), ({0, 1}, [3.0])]
+)
+def test_a_tied_weight_has_a_gradient_where_any_stage_used_it(
+    users: set[int], expected: list[float] | None
+) -> None:
+    assert run_world(_use_tied, Layout(pp=2), users) == [[expected] * 2] * 2
 
 
 def _freeze(world: World) -> list[bool]:

@@ -25,8 +25,6 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.planning.layouts import count_devices
-from yunlu.planning.plan import Plan
 from yunlu.pool.crew import end_workers
 from yunlu.pool.local import (
     WorkerProcess,
@@ -40,12 +38,13 @@ from yunlu.pool.local import (
     this_process,
     worker_lock_is_free,
 )
-from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from yunlu.core.rundir import Event
+    from yunlu.planning.plan import Plan
+    from yunlu.spec.job import Job
 
 IN_PROCESS = "python:objects"
 """The task of a run made of live Python objects: only their own process can train it."""
@@ -278,6 +277,10 @@ def _begin(
 
 
 def _program_of(run_dir: RunDir) -> tuple[str, ...]:
+    # Who only asks after a run, stops or resizes it, need not wait for these.
+    from yunlu.planning.layouts import count_devices  # noqa: PLC0415
+    from yunlu.spec.job import Job  # noqa: PLC0415
+
     job = Job.model_validate_json(run_dir.job.read_bytes())
     return program_for(count_devices(job, gpus=count_gpus()), spares=job.spares)
 
@@ -336,4 +339,6 @@ def _read_plan(run_dir: RunDir, worker: WorkerProcess) -> Plan:
         raise TrainingError(
             f"the worker ended with exit code {worker.exit_code()} before it had a plan:\n{words}"
         )
+    from yunlu.planning.plan import Plan  # noqa: PLC0415 (as above)
+
     return Plan.model_validate_json(run_dir.plan.read_bytes())

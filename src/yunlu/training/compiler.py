@@ -80,12 +80,6 @@ def set_compiled_call(model: nn.Module, call: Any) -> None:
     model._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
 
 
-def uncompile(model: nn.Module) -> None:
-    """Run the model as it was written again, and drop what was compiled."""
-    model._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]
-    torch.compiler.reset()
-
-
 @contextmanager
 def explain_compile_errors() -> Generator[None]:
     """Say what to do where the compiler fails; around a backward pass too, which compiles late."""

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.planning.plan import Plan
-from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
 from yunlu.training import loop
 from yunlu.training.checkpoint.crew import Crew
@@ -28,7 +27,7 @@ from yunlu.training.crew_watch import CrewLog, CrewWatch
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finish import finish
-from yunlu.training.memory.shortage import is_out_of_memory, memory_capped, smaller
+from yunlu.training.memory.shortage import cap_of_worker, is_out_of_memory, memory_capped, smaller
 from yunlu.training.parallel.arrangement import blank_like
 from yunlu.training.parallel.boxes import join_groups
 from yunlu.training.parallel.exchange import (
@@ -185,9 +184,8 @@ class Worker:
         """What this worker may take, where it shares the memory of a machine with others."""
         if self._machine is None:
             self._machine = probe_machine()
-        cap = cap_bytes(self._loaded.job, self._machine)
         here = sum(seat.host == socket.gethostname() for seat in self._seats) or 1
-        return None if cap is None or engine.device.type != "cpu" else cap / here
+        return cap_of_worker(self._loaded.job, self._machine, engine.device, workers=here)
 
     def _wait_for_save(self, watch: CrewWatch) -> None:
         # The next generation saves elsewhere: what is half written here would be lost.
@@ -209,8 +207,9 @@ class Worker:
         self._member.beat(phase="loading")
         stays = before is not None and bool(restore.givers) and _alike(before, world.layout)
         if before is not None and stays:
-            before.rejoin(world)
-            torch.set_num_threads(self._fit_plan(world.layout).threads)
+            plan = self._fit_plan(world.layout)
+            before.rejoin(world, micro_batch=plan.micro_batch)
+            torch.set_num_threads(plan.threads)
             engine = before
         else:
             engine = self._build(world, fresh=not restore.givers)

@@ -274,8 +274,13 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self.arranged.drop_gradients()
 
-    def rejoin(self, world: World) -> None:
-        """Go on among other workers with what is here; only where everyone holds everything."""
+    def rejoin(self, world: World, *, micro_batch: int) -> None:
+        """Go on among other workers with what is here; only where everyone holds everything.
+
+        ``micro_batch`` is the plan's: under the same layout less may have turned out to fit.
+        """
+        if world.layout != self.world.layout:
+            self.micro_batch = micro_batch
         self.arranged.close()
         self.world = world
         self.arranged = arrange(self.model, world)

@@ -72,6 +72,7 @@ class EngineState:
             "guard": engine.guard.state(),
             "plateau": engine.plateau.state(),
             "micro_batch": engine.micro_batch,
+            "layout": _describe_layout(engine),
             "averaged": None if average is None else int(average.n_averaged),
             "fingerprint": engine.splits.fingerprint,
         }
@@ -145,7 +146,9 @@ class EngineState:
         engine.clipper.restore(numbers["clipping"])
         engine.guard.restore(numbers["guard"])
         engine.plateau.restore(numbers["plateau"])
-        engine.micro_batch = numbers["micro_batch"]
+        if numbers.get("layout") == _describe_layout(engine):
+            # More may not have fitted; of another layout's workers that says nothing.
+            engine.micro_batch = min(engine.micro_batch, numbers["micro_batch"])
         if engine.average is not None and numbers["averaged"] is not None:
             engine.average.n_averaged.fill_(numbers["averaged"])
         engine.steps_done = step
@@ -156,6 +159,10 @@ class EngineState:
                 "The data has changed since this run began, so it cannot be resumed exactly.",
                 hint="Bring the old data back, or start a new run on the new data.",
             )
+
+
+def _describe_layout(engine: Engine) -> dict[str, Any]:
+    return engine.world.layout.model_dump(mode="json")
 
 
 def _load(reader: GroupReader) -> dict[str, Any]:

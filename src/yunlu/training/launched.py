@@ -39,6 +39,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finish import finish
 from yunlu.training.life import RunBusyError, begin_life, move, only_worker, signals_as_stop
+from yunlu.training.memory.shortage import cap_of_worker, memory_capped
 from yunlu.training.muster import Muster, assemble, describe_failure
 from yunlu.training.parallel.arrangement import pattern_of
 from yunlu.training.parallel.world import form_world
@@ -234,7 +235,9 @@ def _train(
         _begin(run_dir, engine, watch, trackers, muster)
         ask = ""
         if not watch.stopped_early and engine.steps_done < engine.plan.steps:
-            ask = loop.run(engine, watch)
+            cap = cap_of_worker(engine.job, machine, engine.device, workers=muster.workers_here)
+            with memory_capped(cap):
+                ask = loop.run(engine, watch)
         watch.log.flush()
         if ask == "stop":
             move(run_dir, RunState.STOPPING, reason="asked to stop")

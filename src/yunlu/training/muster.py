@@ -71,6 +71,11 @@ class Muster:
         """The first rank on this machine."""
         return self.hosts.index(self.hosts[self.place.rank])
 
+    @property
+    def workers_here(self) -> int:
+        """On this machine."""
+        return self.hosts.count(self.hosts[self.place.rank])
+
     def count_cores(self, ours: int) -> int:
         """Of all machines; a launcher may bind each worker to ``ours`` of its own, or none of them."""
         cpus = {(h, c) for h, each in zip(self.hosts, self._cpus, strict=True) for c in each}

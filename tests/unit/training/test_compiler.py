@@ -15,7 +15,7 @@ from yunlu.training.compiler import (
     compile_model,
     compiler_problem,
     estimate_compile_s,
-    uncompile,
+    set_compiled_call,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_a_compiled_model_is_the_same_model_and_compiles_twice_for_many_lengths(
     # A copy, as the moving average and a loading process make, runs as it was written.
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other._compiled_call_impl is None
-    uncompile(model)
+    set_compiled_call(model, None)
     before = counters["stats"]["calls_captured"]
     model(torch.zeros(1, 3, dtype=torch.long))
     assert counters["stats"]["calls_captured"] == before

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from yunlu.planning.large_batch import count_steps
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -47,12 +45,12 @@ class GrowingOrder:
 
     @property
     def batch(self) -> int:
-        """Samples of a full step of the first phase; ``batch_at`` knows the others."""
+        """Samples of a full step of the first phase; ``size_of`` knows the others."""
         return self.phases[0][1].batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch of the first phase; ``epoch_at`` and ``steps_for`` know the others."""
+        """Steps of an epoch of the first phase; ``epoch_at`` knows the others."""
         return self.phases[0][1].steps_per_epoch
 
     def size_of(self, step: int) -> int:
@@ -65,18 +63,10 @@ class GrowingOrder:
         order, own = self._locate(step)
         return order.samples_before(own)  # epochs before the phase took every sample once, too
 
-    def batch_at(self, step: int) -> int:
-        """Samples of a full step in the phase of ``step``."""
-        return self._locate(step)[0].batch
-
     def epoch_at(self, step: int) -> float:
         """Epochs done before ``step``; a whole number exactly at the turn of an epoch."""
         order, own = self._locate(step)
         return own / order.steps_per_epoch
-
-    def steps_for(self, epochs: float) -> int:
-        """Steps that ``epochs`` epochs take."""
-        return count_steps(((first, order.steps_per_epoch) for first, order in self.phases), epochs)
 
     def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
         """The sample indices of each step, from ``step`` on, without end."""

@@ -78,10 +78,6 @@ class Table:
             )
         return self.columns[name]
 
-    def row(self, index: int) -> dict[str, Any]:
-        """One sample, by column name."""
-        return {name: column[index] for name, column in self.columns.items()}
-
     def take(self, indices: Sequence[int] | np.ndarray) -> Table:
         """The samples at these positions, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)

@@ -74,11 +74,6 @@ class ReleasingOptimizer:
         return self._optimizer.state
 
     @property
-    def has_begun(self) -> bool:
-        """Whether weights have been updated since the last ``step``: it cannot be undone then."""
-        return bool(self._norms)
-
-    @property
     def norm(self) -> Tensor:
         """Norm of the gradient of the step under way, or of the one that ended last."""
         if not self._norms:

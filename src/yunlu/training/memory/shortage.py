@@ -15,11 +15,15 @@ import psutil
 import torch
 
 from yunlu.core.errors import TrainingError
+from yunlu.planning.planner import cap_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from torch import nn
+
+    from yunlu.catalog.machine import Machine
+    from yunlu.spec.job import Job
 
 T = TypeVar("T")
 
@@ -160,6 +164,14 @@ class StepStart:
         """Only the running averages: a step that is left out must leave nothing of itself there."""
         if self._buffers:
             _copy_all(self._buffers, self._copies)
+
+
+def cap_of_worker(
+    job: Job, machine: Machine, device: torch.device, *, workers: int
+) -> float | None:
+    """What one of the workers that share the memory of a machine may take; none for no limit."""
+    cap = cap_bytes(job, machine)
+    return None if cap is None or device.type != "cpu" else cap / workers
 
 
 @contextmanager

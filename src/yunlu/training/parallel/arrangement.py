@@ -109,10 +109,10 @@ class Arrangement:
         """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
         for sums in self._sums.values():
             sums.finish()
-        if self._pipeline is not None:
-            self._pipeline.sum_shared_gradients()
         for used in self._used:
             used.settle()
+        if self._pipeline is not None:
+            self._pipeline.sum_shared_gradients()
         for weight, leaf in self._cut_pairs:
             gradient = weight.grad
             leaf.grad = None if gradient is None else local_of(gradient)

@@ -110,11 +110,6 @@ class Piece:
             raise ValueError(f"{self.name}: {tuple(self.tensor.shape)} is not {self.box.size}")
 
     @property
-    def spec(self) -> Spec:
-        """What the whole tensor is."""
-        return Spec(self.shape, self.tensor.dtype)
-
-    @property
     def nbytes(self) -> int:
         """Of the local tensor."""
         return self.tensor.numel() * self.tensor.element_size()

@@ -56,7 +56,6 @@ class Pipeline:
         self._last = layout.stages - 1
         self._exit = _Exit(self.stages[self._last]) if self._last in self.stages else None
         self._shared = _shared_weights(self.stages, shared, self.ranks, rank_in_pp)
-        self._shared_places = shared
         self._is_matched = False
         self._gradient_on_way: tuple[int, int] | None = None
 
@@ -125,39 +124,45 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
-        """Give each weight that lives on several stages the sum of its gradients, everywhere."""
+        """Give each weight that lives on several stages the sum of its gradients, everywhere.
+
+        One that no stage used has no gradient afterwards: an optimiser would decay it otherwise.
+        """
         try:
             for shared in self._shared:
                 if not shared.weight.requires_grad:
                     continue
+                is_used = shared.weight.grad is not None
                 if shared.weight.grad is None:
                     shared.weight.grad = torch.zeros_like(shared.weight)
                 mine = _local(shared.weight.grad)
                 if not self._is_matched:
                     self._match(shared, mine)
-                tag = shared.tag
-                for peer in shared.peers:
-                    self._wire.send(mine.clone(), peer, tag)
-                waits = {
-                    peer: self._wire.expect(torch.empty_like(mine), peer, tag)
-                    for peer in shared.peers
-                }
-                parts = {peer: wait.get() for peer, wait in waits.items()}
-                parts[self.rank] = mine.clone()
+                flags = self._swap(
+                    torch.tensor([is_used], device=self._device), shared.peers, shared.flag_tag
+                )
+                parts = self._swap(mine, shared.peers, shared.tag)
                 # In one order on all, so that copies of a weight stay equal to the bit.
-                first, *others = (parts[rank] for rank in sorted(parts))
+                first, *others = (parts[rank].get() for rank in sorted(parts))
                 mine.copy_(first)
                 for part in others:
                     mine.add_(part)
+                if not any(bool(flag.get()) for flag in flags.values()):
+                    shared.weight.grad = None
             self._is_matched = True
             self._wire.settle()
         finally:
             self._wire.forget()
 
-    def counts(self, name: str) -> bool:
-        """Whether a weight held here counts in sums over the ranks: once, wherever it lives."""
-        places = self._shared_places.get(name)
-        return places is None or min(places) % self.ranks == self.rank
+    def _swap(self, mine: Tensor, peers: Sequence[int], tag: int) -> dict[int, Wait]:
+        """What each of these ranks has of the same thing, ours among them; not waited for yet."""
+        kept = mine.clone()
+        for peer in (self.rank, *peers):
+            self._wire.send(kept, peer, tag)
+        return {
+            peer: self._wire.expect(torch.empty_like(mine), peer, tag)
+            for peer in (self.rank, *peers)
+        }
 
     def _order(self, micros: int) -> list[Action]:
         return actions(
@@ -252,6 +257,7 @@ class _Shared:
     weight: Tensor
     peers: tuple[int, ...]
     tag: int
+    flag_tag: int
 
 
 class _Exit(nn.Module):
@@ -308,6 +314,13 @@ def _shared_weights(
     for number, name in enumerate(sorted(shared)):
         peers = tuple(sorted({stage % ranks for stage in shared[name]} - {rank}))
         if peers and name in held:
-            tag = _tag(_SHARED, number)
-            found.append(_Shared(name=name, weight=held[name], peers=peers, tag=tag))
+            found.append(
+                _Shared(
+                    name=name,
+                    weight=held[name],
+                    peers=peers,
+                    tag=_tag(_SHARED, 2 * number),
+                    flag_tag=_tag(_SHARED, 2 * number + 1),
+                )
+            )
     return found

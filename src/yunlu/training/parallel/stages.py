@@ -34,10 +34,6 @@ _SECOND_STACK = 0.3
 class Stage(nn.Module):
     """Some layers of a model in a row; mixed into a copy of the model, whose class it keeps."""
 
-    stage_number: int
-    stage_count: int
-    own_layers: tuple[nn.Module, ...]
-    """The layers held here: units for sharding, recomputation and compiling."""
     _passage: _Passage
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
@@ -296,7 +292,6 @@ def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, co
     passage = _Passage(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
     root = _copy_along(model, anatomy.path)
     stack = root.get_submodule(anatomy.path)
-    layers = list(anatomy.stack.children())
     for index, name in enumerate(list(dict(stack.named_children()))):
         if index not in own:
             stack.register_module(name, _Given(passage) if index < own.start else _End())
@@ -310,9 +305,6 @@ def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, co
             _replace(root, path, nn.Module())
     root.__class__ = type(f"{kind.__name__}Stage", (Stage, kind), {})
     stage = cast("Stage", root)
-    stage.stage_number, stage.stage_count = number, count
-    # Past torch's bookkeeping: a second registration would give the layers a second name.
-    stage.__dict__["own_layers"] = tuple(layers[index] for index in own)
     stage.__dict__["_passage"] = passage
     return stage
 

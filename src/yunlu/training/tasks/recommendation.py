@@ -141,7 +141,7 @@ class Recommendation:
         """RMSE, MAE and R² of ratings; AUC and hit rate of choices."""
         if self._columns[2] is None:
             return RankScorer()
-        return RegressionScorer(scale=self._std, offset=self._mean)
+        return RegressionScorer(scale=self._std)
 
     def save_parts(self, directory: Path) -> None:
         """``recommendation.json``: columns, users and items by number, the scale of ratings."""

@@ -93,12 +93,12 @@ class ClassScorer:
 class RegressionScorer:
     """MSE, RMSE, MAE and R², in the target's own units.
 
-    The model answers ``(target - offset) / scale``; sums are kept there, in float64, where numbers
+    The model answers the target less some constant, divided by ``scale``; sums are kept there, in float64, where numbers
     are small, and scaled back at the end.
     """
 
-    def __init__(self, *, scale: float = 1.0, offset: float = 0.0) -> None:
-        self._scale, self._offset = scale, offset
+    def __init__(self, *, scale: float = 1.0) -> None:
+        self._scale = scale
         self._count = 0
         self._squared = self._absolute = 0.0
         self._mean = self._spread = 0.0

@@ -220,7 +220,7 @@ class TabularRegression(_Tabular):
 
     def scorer(self) -> RegressionScorer:
         """RMSE, MSE, MAE, R²."""
-        return RegressionScorer(scale=self._std, offset=self._mean)
+        return RegressionScorer(scale=self._std)
 
     @property
     def _outputs(self) -> int:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy as np
-
     from yunlu.spec.job import Job
 
 
@@ -153,14 +151,6 @@ class Heeds(Protocol):
 
     heeds: frozenset[str]
     """Some of ``SPECIAL_KEYS``."""
-
-
-@runtime_checkable
-class HasLengths(Protocol):
-    """Samples of different length that know it without being read."""
-
-    lengths: np.ndarray | None
-    """Whole numbers ``(N,)``; ``(N, sides)`` where a sample has several, as source and target."""
 
 
 @runtime_checkable

@@ -80,7 +80,7 @@ def test_a_saved_data_set_keeps_its_splits_and_class_names(tmp_path: Path) -> No
         assert found.validation is not None
         assert found.test is not None
         assert [len(found.train), len(found.validation), len(found.test)] == [3, 1, 1]
-        assert found.test.row(0) == {"text": "c", "label": "good"}
+        assert (found.test["text"][0], found.test["label"][0]) == ("c", "good")
         assert found.fingerprint == load(source).fingerprint
 
 

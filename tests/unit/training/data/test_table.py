@@ -13,7 +13,7 @@ def small() -> Table:
 
 def test_taking_rows_keeps_columns_together_and_remembers_where_they_stood() -> None:
     part = small().take([3, 1]).take([1])
-    assert part.row(0) == {"x": 1.0, "word": "b"}
+    assert (part["x"][0], part["word"][0]) == (1.0, "b")
     assert part.source_row(0) == 2
     assert len(part) == 1
 

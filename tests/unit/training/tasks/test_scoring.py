@@ -81,7 +81,7 @@ def test_regression_metrics_are_in_the_targets_own_units() -> None:
     rng = np.random.default_rng(0)
     truth = rng.normal(1e6, 50, 200)
     guess = truth + rng.normal(0, 10, 200)
-    scorer = RegressionScorer(scale=50, offset=1e6)
+    scorer = RegressionScorer(scale=50)
     for part in np.array_split(np.arange(200), 9):
         targets = torch.from_numpy((truth[part] - 1e6) / 50)
         scorer.add(torch.from_numpy((guess[part] - 1e6) / 50)[:, None], batch_of(targets))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yunlu.client import Run, finetune, load_run, plan, resume, runs, train, validate
     from yunlu.core.errors import YunluError
+    from yunlu.planning.options import Option, Options
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
 
@@ -16,6 +17,8 @@ __version__ = "0.1.0"
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
     "Job": "yunlu.spec.job",
+    "Option": "yunlu.planning.options",
+    "Options": "yunlu.planning.options",
     "Run": "yunlu.client",
     "YunluError": "yunlu.core.errors",
     "finetune": "yunlu.client",
@@ -32,6 +35,8 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "train",
     "finetune",
     "plan",
+    "Options",
+    "Option",
     "Job",
     "load_job",
     "validate",

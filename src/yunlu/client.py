@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from yunlu.core.errors import JobError, StoreError, did_you_mean, missing_part
+from yunlu.core.errors import JobError, StoreError, missing_part
 from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.core.states import RunState
-from yunlu.core.value import Value
 from yunlu.jobs import service
+from yunlu.jobs.asking import ask_job, merge, plain, read_options
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
@@ -23,10 +23,12 @@ from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
-from yunlu.spec.train import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from yunlu.planning.options import Options
+    from yunlu.spec.goal import GoalSpec
 
 _LIVE_TASK = "yunlu.training.tasks.objects"
 _WORKER = "yunlu.training.worker"
@@ -159,7 +161,7 @@ def train(
         run_dir = service.submit(made)
         return _train_here(run_dir, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
-    asked = _ask(job, overrides, train_options, **parts)
+    asked = ask_job(job, overrides, train_options, **parts)
     return _train_elsewhere(asked, source_of(job), wait=wait)
 
 
@@ -207,44 +209,79 @@ def finetuning_job(
 ) -> Job:
     """The whole job that fine-tuning a start amounts to."""
     begun = find_start(start.dir if isinstance(start, Run) else start)
-    options = _options(train_options)
+    options = read_options(train_options)
     if isinstance(job, str | Path):
         job = _load_without_model(job, begun, overrides)
     elif overrides:
         raise JobError("overrides go with a job file; say the values as arguments instead")
     mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
-    mapping |= {key: _plain(value) for key, value in parts.items() if value is not None}
+    mapping |= {key: plain(value) for key, value in parts.items() if value is not None}
     if begun.task is not None:
         mapping.setdefault("task", begun.task)
     said = mapping.get("model", {})
     mapping["model"] = begun.choose_model(
-        said if adapter is None else {**said, "adapter": _plain(adapter)}
+        said if adapter is None else {**said, "adapter": plain(adapter)}
     )
     if options:
-        mapping["train"] = _merge(mapping.get("train") or {}, options)
+        mapping["train"] = merge(mapping.get("train") or {}, options)
     return begun.complete(job_from_mapping(mapping, where="finetune()" if job is None else "job"))
 
 
+@overload
+def plan(job: str | Path | Job | None = ..., *, measure: Literal[True], **parts: Any) -> Plan: ...
+@overload
+def plan(
+    job: str | Path | Job | None = ...,
+    *,
+    top: int = ...,
+    goal: GoalSpec | Mapping[str, Any] | None = ...,
+    measure: Literal[False] = ...,
+    **parts: Any,
+) -> Options: ...
 def plan(
     job: str | Path | Job | None = None,
     *,
+    top: int = 3,
+    goal: GoalSpec | Mapping[str, Any] | None = None,
+    measure: bool = False,
     model: Any = None,
     data: Any = None,
     task: str | None = None,
     overrides: Sequence[str] = (),
     devices: int | None = None,
     **train_options: Any,
-) -> Plan:
-    """Decide and foretell without training: what would be done, why, and what it would take."""
+) -> Options | Plan:
+    """Foretell without training: on what a job could run, how, and what it would take.
+
+    Args:
+        job: A job file or a ``Job``. Without it, say ``model``, ``data`` and ``task``.
+        top: How many options to return.
+        goal: Keys of the job's ``goal`` part: ``{"budget": 50, "deadline": "36h", "gpu": "H100"}``.
+        measure: Instead let a worker measure the job on this machine, and return its ``Plan``.
+        model: A name as in a job file.
+        data: A path or name as in a job file.
+        task: The task's name.
+        overrides: ``a.b=c``, as with ``--set``.
+        devices: Workers that share the training, one for each device.
+        train_options: Keys of the job's ``train`` part, as with ``train``.
+    """
     if _is_live(model):
         raise JobError("a model object cannot be planned apart from training it: use yunlu.train")
     parts = {"model": model, "data": data, "task": task, "devices": devices}
-    return service.make_plan(_ask(job, overrides, train_options, **parts))
+    asked = ask_job(job, overrides, train_options, **parts)
+    if goal is not None:
+        said = {**asked.goal.model_dump(mode="json"), **plain(goal)}
+        asked = job_from_mapping({**asked.model_dump(mode="json"), "goal": said})
+    if measure:
+        return service.make_plan(asked)
+    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (arrays are slow to import)
+
+    return foresee(asked, top=top)
 
 
 def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
     """The job, if it is valid; else an error that names every fault."""
-    return _ask(job, overrides, {})
+    return ask_job(job, overrides, {})
 
 
 def runs() -> list[Run]:
@@ -293,30 +330,6 @@ def _is_live(model: Any) -> bool:
     return model is not None and not isinstance(model, str | Path | Mapping | ModelSpec)
 
 
-def _ask(
-    job: str | Path | Job | None,
-    overrides: Sequence[str],
-    train_options: Mapping[str, Any],
-    **parts: Any,
-) -> Job:
-    """One job from a file or value and whatever was said besides."""
-    options = _options(train_options)
-    said = {key: _plain(value) for key, value in parts.items() if value is not None}
-    if isinstance(job, str | Path):
-        asked = load_job(job, overrides=overrides)
-        if not said and not options:
-            return asked
-        mapping = asked.model_dump(mode="json")
-    else:
-        mapping = {} if job is None else job.model_dump(mode="json")
-        if overrides:
-            raise JobError("overrides go with a job file; say the values as arguments instead")
-    mapping |= said
-    if options:
-        mapping["train"] = _merge(mapping.get("train") or {}, options)
-    return job_from_mapping(mapping, where="train()" if job is None else "job")
-
-
 def _load_without_model(job: str | Path, begun: Start, overrides: Sequence[str]) -> Job:
     """The job of a file that may leave its model to the start."""
     try:
@@ -326,39 +339,6 @@ def _load_without_model(job: str | Path, begun: Start, overrides: Sequence[str])
         return load_job(job, overrides=(own, *overrides))
 
 
-def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    known = {*TrainSpec.model_fields, "lr"}
-    for name in options:
-        if name not in known:
-            raise JobError(f"train() has no option {name!r}", hint=did_you_mean(name, known))
-    chosen = {key: _plain(value) for key, value in options.items()}
-    if "lr" in chosen:
-        chosen["optimizer"] = _merge(_spelt_out(chosen.get("optimizer")), {"lr": chosen.pop("lr")})
-    return chosen
-
-
-def _merge(mapping: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(mapping)
-    for one, other in (("epochs", "steps"), ("steps", "epochs")):
-        if one in options and other not in options:  # the length said last is the one meant
-            merged.pop(other, None)
-    for key, value in options.items():
-        before = merged.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(cast("Any", before), cast("Any", value)) if both else value
-    return merged
-
-
-def _spelt_out(optimizer: Any) -> dict[str, Any]:
-    return {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer or {})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Value):
-        return value.model_dump(mode="json", exclude_unset=True)
-    return str(value) if isinstance(value, Path) else value
-
-
 def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) -> Job:
     kind = type(model).__name__
     mapping = {
@@ -366,7 +346,7 @@ def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) ->
         "task": service.IN_PROCESS,
         "model": {"name": kind},
         "data": {"train": service.IN_PROCESS},
-        "train": _options(train_options),
+        "train": read_options(train_options),
         "devices": 1,
     }
     job = job_from_mapping(mapping, where="train()")

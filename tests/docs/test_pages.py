@@ -23,6 +23,9 @@ TRANSLATED = [
             "finetuning",
             "self-tuning",
             "layouts",
+            "planning",
+            "catalog",
+            "probe",
         )
     ),
 ]

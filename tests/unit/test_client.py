@@ -115,7 +115,20 @@ def test_model_object_does_not_go_with_a_job():
 
 
 def test_plan_is_a_value():
-    assert yunlu.plan(job()).batch == 32
+    assert yunlu.plan(job(), measure=True).batch == 32
+
+
+def test_options_are_values_that_can_be_changed():
+    goal = {"gpu": "L4", "cloud": ["aws", "gcp"], "max_devices": 4}
+    asked = {"task": "language-modeling", "model": "hf:meta-llama/Llama-3.2-1B"}
+    data = {"train": "gone.txt", "tokens": 10_000_000, "max_length": 512}
+    options = yunlu.plan(**asked, data=data, goal=goal, top=2, batch=32, epochs=1)
+    assert isinstance(options, yunlu.Options)
+    assert isinstance(options.best, yunlu.Option)
+    assert [option.hardware.device for option in options] == ["L4"] * len(options)
+    assert options.replace(micro_batch=1).micro_batch == 1
+    with pytest.raises(yunlu.YunluError, match=r"goal\.deadline"):
+        yunlu.plan(**asked, data=data, goal={"deadline": "soon"})
 
 
 def test_validate_returns_the_job(tmp_path):

@@ -41,7 +41,9 @@ VERBS: dict[str, dict[str, str]] = {
         "init": "Write a first job file for a task and some data.",
         "validate": "Check a job file and say how it was understood.",
         "schema": "Print the JSON Schema of a job file, for editors.",
+        "catalog": "List devices and what they cost; add prices, machines, devices.",
         "doctor": "Tell what this machine has and what is missing.",
+        "probe": "Measure how fast this machine is, so that plans for it come true.",
     },
 }
 

@@ -1,50 +1,181 @@
-"""``yunlu plan``: what would be done, why, and what it would take."""
+"""``yunlu plan``: on what a job could run, how, and what it would take."""
 
 from __future__ import annotations
 
+import json as json_module
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from yunlu.cli.display import Course
 from yunlu.cli.lines import describe, plan_block
-from yunlu.cli.page import make_console
+from yunlu.cli.options import comparison_table, notes_block, options_table
+from yunlu.cli.page import indented, make_console, to_json
 from yunlu.client import validate
+from yunlu.core.errors import JobError
 from yunlu.core.rundir import EventKind
 from yunlu.jobs import service
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import Event
+    from yunlu.planning.options import Options
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
 
+_PREDICT = "predict"
+
 
 def plan(
-    job: str,
-    /,
-    *,
+    *jobs: str,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    top: int = 3,
+    objective: Annotated[str | None, Parameter(show_default=False)] = None,
+    budget: Annotated[float | None, Parameter(show_default=False)] = None,
+    deadline: Annotated[str | None, Parameter(show_default=False)] = None,
+    gpu: tuple[str, ...] = (),
+    cloud: tuple[str, ...] = (),
+    region: tuple[str, ...] = (),
+    spot: bool = False,
+    max_devices: Annotated[int | None, Parameter(show_default=False)] = None,
     devices: Annotated[int | None, Parameter(show_default=False)] = None,
+    explain: bool = False,
+    compare: bool = False,
+    plot: Annotated[Path | None, Parameter(show_default=False)] = None,
+    measure: bool = False,
     json: bool = False,
 ) -> int:
-    """Plan a job without training it: each choice with its reason, memory, time and cost.
+    """Choose hardware, layout and precision for a job; foretell memory, time and cost.
+
+    plan JOB shows the best options; plan JOB --measure lets a worker measure it on this machine and
+    settle every setting; plan predict ROWS.csv foretells the rows of a table.
 
     Args:
-        job: The job file: YAML, or Python (jobs.py:name).
+        jobs: The job file: YAML, or Python (jobs.py:name); two of them with --compare; or predict
+            ROWS.csv, which foretells the rows of a table.
         overrides: Change the job: --set train.batch=64; may be repeated.
+        top: How many options to show.
+        objective: What to make small: cost, time, or both (balanced).
+        budget: The most it may cost, in dollars.
+        deadline: The longest it may take: 90min, 36h, 2d.
+        gpu: Devices to choose from, such as H100; may be repeated.
+        cloud: Clouds to choose from; here is this machine; may be repeated.
+        region: Regions to choose from; may be repeated.
+        spot: Also consider machines that the cloud can take back at any time.
+        max_devices: The most devices.
         devices: Workers that share the training, one for each device.
-        json: Print the plan as JSON.
+        explain: Also show memory and time by what takes them.
+        compare: Compare two jobs.
+        plot: Draw cost against time into a file: out.png, out.svg or out.html.
+        measure: Let a worker measure the job on this machine, without training it.
+        json: Print the answer as JSON.
     """
-    said = [f"devices={devices}"] if devices is not None else []
-    asked = validate(job, overrides=(*overrides, *said))
+    if jobs[:1] == (_PREDICT,):
+        return _predict(jobs[1:], json=json)
+    said = {
+        "objective": objective,
+        "budget": budget,
+        "deadline": deadline,
+        "gpu": _names(gpu),
+        "cloud": _names(cloud),
+        "region": _names(region),
+        "spot": spot or None,
+        "max_devices": max_devices,
+    }
+    changes = [
+        f"goal.{name}={json_module.dumps(value)}"
+        for name, value in said.items()
+        if value is not None
+    ]
+    changes += [f"devices={devices}"] if devices is not None else []
+    if len(jobs) != (2 if compare else 1):
+        expected = "two job files" if compare else "one job file"
+        raise JobError(f"plan takes {expected}, got {len(jobs)}.", hint="yunlu plan --help")
+    asked = [validate(job, overrides=(*overrides, *changes)) for job in jobs]
+    if measure:
+        return _measure(asked[0], json=json)
+    if compare:
+        return _compare(jobs, asked, json=json)
+    return _foresee(asked[0], top=top, explain=explain, plot=plot, json=json)
+
+
+def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool) -> int:
+    from yunlu.jobs.outlook import look_ahead  # noqa: PLC0415 (arrays are slow to import)
+
+    began = time.process_time()
+    outlook = look_ahead(job, top=top, everything=plot is not None)
+    took_s = time.process_time() - began
+    options = outlook.options
+    if plot is not None:
+        from yunlu.jobs.outlook_plot import draw_outlook  # noqa: PLC0415
+
+        draw_outlook(outlook, plot, title=job.name or job.task)
     if json:
-        print(service.make_plan(asked).model_dump_json(indent=2))
+        print(options.to_json())
     else:
-        _show(asked)
+        _show_options(options, took_s=took_s, explain=explain)
+        if plot is not None:
+            print(f" picture in {plot}")
+    return 1 if options.problems else 0
+
+
+def _show_options(options: Options, *, took_s: float, explain: bool) -> None:
+    console = make_console()
+    console.print(options_table(options))
+    if explain:
+        console.print(indented(f"\n{options.explain()}"))
+    console.print(notes_block(options, took_s=took_s))
+
+
+def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
+    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (arrays are slow to import)
+
+    found = [foresee(job, top=1) for job in jobs]
+    if json:
+        print(
+            to_json(
+                {
+                    name: each.model_dump(mode="json")
+                    for name, each in zip(names, found, strict=True)
+                }
+            )
+        )
+    else:
+        short = [Path(name).name for name in names]
+        titles = short if len(set(short)) == len(short) else names
+        make_console().print(comparison_table(titles, [each.best for each in found]))
+        for each in found:
+            for problem in each.problems:
+                print(f" {problem}")
+    return 1 if any(each.problems for each in found) else 0
+
+
+def _predict(files: tuple[str, ...], *, json: bool) -> int:
+    from yunlu.cli.rows import rows_table  # noqa: PLC0415
+    from yunlu.jobs.outlook_rows import foretell_file  # noqa: PLC0415
+
+    if len(files) != 1:
+        raise JobError(
+            f"plan predict takes one table, got {len(files)}.", hint="yunlu plan predict ROWS.csv"
+        )
+    told = foretell_file(Path(files[0]))
+    if json:
+        print(to_json(told))
+    else:
+        make_console().print(rows_table(told))
     return 0
 
 
-def _show(job: Job) -> Plan:
+def _measure(job: Job, *, json: bool) -> int:
+    if json:
+        print(service.make_plan(job).model_dump_json(indent=2))
+    else:
+        _show_measured(job)
+    return 0
+
+
+def _show_measured(job: Job) -> Plan:
     console = make_console()
     course = Course()
     with console.status("starting") as status:
@@ -58,3 +189,8 @@ def _show(job: Job) -> Plan:
         made = service.make_plan(job, on_event=show)
     console.print(plan_block(made))
     return made
+
+
+def _names(said: tuple[str, ...]) -> list[str] | None:
+    names = [name.strip() for each in said for name in each.split(",") if name.strip()]
+    return names or None

@@ -34,12 +34,22 @@ class Comparison(Value):
 
     quantity: str
     """A field of ``Prediction``."""
+    foretold: float | None = None
+    """Before anything was timed."""
+    interval: tuple[float, float] | None = None
+    """10 to 90 % of what was foretold."""
+    inside: bool | None = None  # whether the measured value is; None while that cannot be said
     predicted: float | None
     measured: float | None
     ratio: float | None
     """Measured over predicted; None where either is missing or the run is not complete."""
     so_far: bool
     """A total that is still growing."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to tell."""
+        return any(each is not None for each in (self.foretold, self.predicted, self.measured))
 
 
 class EvaluationRow(Value):

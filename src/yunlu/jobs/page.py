@@ -60,7 +60,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
         cards=list(_cards(report)),
         evaluations=_evaluations(report),
         figures=list(figures_of(report)),
-        comparisons=[_comparison(each) for each in report.comparisons if _is_known(each)],
+        comparisons=[_comparison(each) for each in report.comparisons if each.is_known],
         time_figure=time_figure(report),
         parts=_parts(report),
         metric_names=list(
@@ -213,20 +213,18 @@ def _evaluations(report: Report) -> list[EvaluationRow]:
     ][::-1]
 
 
-def _is_known(each: Comparison) -> bool:
-    return each.predicted is not None or each.measured is not None
-
-
 def _comparison(each: Comparison) -> dict[str, Any]:
-    """Bar lengths as shares of the longer of the two."""
-    finite = [v for v in (each.predicted, each.measured) if v is not None and math.isfinite(v)]
-    longest = max(finite, default=0.0)
+    """Bar lengths as shares of the longest of all."""
+    values = each.foretold, each.predicted, each.measured, *(each.interval or ())
+    longest = max((v for v in values if v is not None and math.isfinite(v)), default=0.0)
 
     def share(value: float | None) -> float:
         return value / longest if value is not None and math.isfinite(value) and longest else 0.0
 
     return {
         "row": each,
+        "foretold_share": share(each.foretold),
+        "interval_share": [share(edge) for edge in each.interval] if each.interval else None,
         "predicted_share": share(each.predicted),
         "measured_share": share(each.measured),
     }

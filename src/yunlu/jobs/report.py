@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
@@ -20,9 +21,9 @@ from yunlu.core.settings import read_settings
 from yunlu.core.states import RunState, replay_move
 from yunlu.core.units import show_bytes
 from yunlu.jobs.charts import smooth, thin
+from yunlu.jobs.comparisons import compare
 from yunlu.jobs.crew import first_failure, name_worker, read_crew, read_fault, read_samples
 from yunlu.jobs.findings import (
-    Comparison,
     Curve,
     Environment,
     Exported,
@@ -49,10 +50,9 @@ from yunlu.jobs.recorded import (
     rates,
     read_recorded,
     samples_of_steps,
-    step_s,
 )
 from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
-from yunlu.planning.plan import Measured, Plan
+from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
@@ -69,8 +69,6 @@ __all__ = ["Report", "build_report", "write_report"]
 V = TypeVar("V", bound="Value")
 
 _SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
-_TOTALS = ("total_s", "dollars")
-_QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
 
 
 def build_report(run: RunDir) -> Report:
@@ -104,7 +102,7 @@ def build_report(run: RunDir) -> Report:
         job=job,
         job_yaml=_job_yaml(job),
         plan=plan,
-        comparisons=_comparisons(recorded, plan, complete=state is RunState.FINISHED),
+        comparisons=compare(recorded, plan, complete=state is RunState.FINISHED),
         headline=quote(metric, evaluations),
         curves=_curves(recorded, evaluations),
         time=_time_split(recorded),
@@ -140,6 +138,11 @@ def write_report(run: RunDir) -> Report:
             f"The report cannot be written to {run.path}: {error.strerror or error}.",
             hint="Free some space or give yourself write access; the run itself is unharmed.",
         ) from error
+    if report.state is RunState.FINISHED:
+        from yunlu.jobs.calibration import learn_from  # noqa: PLC0415 (arrays are slow to import)
+
+        with suppress(OSError, StoreError):  # without a place for it, the next plan knows less
+            learn_from([run])
     return report
 
 
@@ -206,49 +209,6 @@ def _finished_at(recorded: Recorded, state: RunState) -> float | None:
     if state.is_active or not recorded.events:
         return None
     return recorded.lives[-1].ended_at if recorded.lives else recorded.events[-1].at
-
-
-def _comparisons(
-    recorded: Recorded, plan: Plan | None, *, complete: bool
-) -> tuple[Comparison, ...]:
-    predicted = plan.prediction.model_dump() if plan else {}
-    measured = _measured(recorded, predicted)
-    rows: list[Comparison] = []
-    for quantity in _QUANTITIES:
-        foretold, seen = predicted.get(quantity), measured.get(quantity)
-        so_far = quantity in _TOTALS and not complete
-        ratio = seen / foretold if foretold and seen is not None and not so_far else None
-        rows.append(
-            Comparison(
-                quantity=quantity,
-                predicted=foretold,
-                measured=seen,
-                ratio=ratio,
-                so_far=so_far,
-            )
-        )
-    return tuple(rows)
-
-
-def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float | None]:
-    """What the worker measured; until it says so, what its records give."""
-    said = _parse(Measured, recorded.last(EventKind.MEASURED))
-    if said is not None:
-        return said.model_dump()
-    memory = [value for _, value in points(recorded.records, "memory_bytes")]
-    samples = samples_of_steps(recorded.records)
-    # As the worker counts: a step waits for data and computes; a stall is not part of it.
-    busy = sorted(step_s(each) for each in recorded.records)
-    busy_s = sum(busy)
-    total_s = recorded.wall_s or None
-    price, planned_s = predicted.get("dollars"), predicted.get("total_s")
-    return {
-        "memory_bytes": max(memory, default=None),
-        "step_s": busy[len(busy) // 2] if busy_s else None,
-        "samples_per_s": sum(samples.values()) / busy_s if busy_s and samples else None,
-        "total_s": total_s,
-        "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
-    }
 
 
 def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.jobs.findings import (
+        Comparison,
         ConfusionMatrix,
         Crew,
         CrewChange,
@@ -79,7 +80,7 @@ def print_summary(report: Report, console: Console) -> None:
     matrix = report.confusion
     if matrix is not None and len(matrix.labels) <= _MOST_CLASSES:
         console.print(_confusion_table(matrix))
-    if any(each.predicted is not None or each.measured is not None for each in report.comparisons):
+    if any(each.is_known for each in report.comparisons):
         console.print(_comparison_table(report))
     if report.time is not None:
         console.print(_time_line(report.time.totals))
@@ -190,21 +191,36 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
 
 
 def _comparison_table(report: Report) -> Table:
+    known = [each for each in report.comparisons if each.is_known]
+    is_foretold = any(each.foretold is not None for each in known)
     table = _table("Predicted beside measured")
     table.add_column("")
-    for name in ("predicted", "measured", "ratio"):
+    for name in (*(("foretold", "10–90 %") if is_foretold else ()), "predicted", "measured"):
         table.add_column(name, justify="right")
-    for each in report.comparisons:
-        if each.predicted is None and each.measured is None:
-            continue
+    table.add_column("ratio", justify="right")
+    for each in known:
         ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
+        shown = [show_quantity(each.quantity, each.predicted)]
+        if is_foretold:
+            shown = [show_quantity(each.quantity, each.foretold), _interval(each), *shown]
+        style = {True: "green", False: "yellow", None: ""}[each.inside]
         table.add_row(
             _QUANTITIES[each.quantity],
-            show_quantity(each.quantity, each.predicted),
-            show_quantity(each.quantity, each.measured),
+            *shown,
+            Text(show_quantity(each.quantity, each.measured), style=style),
             "so far" if each.so_far and each.measured is not None else ratio,
         )
+    if is_foretold:
+        table.caption = "  foretold: by arithmetic; predicted: after timing some passes"
     return table
+
+
+def _interval(each: Comparison) -> str:
+    if each.interval is None:
+        return ""
+    low, high = (show_quantity(each.quantity, value) for value in each.interval)
+    sign = {True: " ✓", False: " ✗", None: ""}[each.inside]
+    return f"{low} – {high}{sign}"
 
 
 def _time_line(totals: dict[str, float], width: int = 48) -> Text:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
+from yunlu.catalog.links import Link
 from yunlu.core.value import Value
 from yunlu.planning.facts import ModelFacts
 from yunlu.planning.layout import Layout, parse_layout
@@ -67,6 +68,8 @@ class Profile(Value):
     """Seconds of one forward and backward of it."""
     update_s: float
     """Seconds of one optimiser step."""
+    own_s: float = 0.0
+    """What the engine does in a step besides: the gradient's norm, the loss, the log."""
     load_s_per_sample: float
     """Seconds to fetch and collate one sample."""
     evaluate_s_per_sample: float
@@ -93,6 +96,8 @@ class Profile(Value):
     """Every figure an evaluation gives."""
     facts: ModelFacts | None = None
     """How the model can be split; None where nobody looked, and then only replicas can be had."""
+    link: Link | None = None
+    """What a probe found between two workers of this machine."""
 
 
 class Choice(Value):
@@ -116,6 +121,25 @@ class Prediction(Value):
     """From the start of the worker to the finished model."""
     dollars: float | None
     """None where the machine has no price."""
+
+
+class Foretold(Prediction):
+    """The same quantities before a pass was timed: from counted operators and the machine's probe."""
+
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """Of some quantities, the 10 to 90 % interval."""
+    raw: dict[str, float] = Field(default_factory=dict)
+    """Before what earlier runs taught: this is what the next calibration compares with."""
+    version: int = 1
+    """Of the arithmetic: what was learnt about another one is void."""
+    device: str
+    stack: str
+    work: str
+    """Names model, batch and data in calibration, together with device, stack and precision."""
+    runs: int = 0
+    """How many earlier runs on this device the figures were corrected by."""
+    busy: float = 1.0
+    """By how much others that used the machine at the time were taken to slow the run down."""
 
 
 class Measured(Prediction):
@@ -164,3 +188,6 @@ class Plan(Settings):
     trials: tuple[Trial, ...] = ()
     """Settings that were tried, in the order they were."""
     prediction: Prediction
+    """From passes that were timed at start-up."""
+    foretold: Foretold | None = None
+    """From arithmetic alone; None where the operators could not be counted."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
+from yunlu.planning.guess import foretell
 from yunlu.planning.large_batch import count_steps as steps_of
 from yunlu.planning.large_batch import phases_of, scale_rate, scaling_reason, warmup_steps_for
 from yunlu.planning.plan import Choice, Plan, Prediction
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.catalog.machine import Device, Machine
+    from yunlu.planning.guess import Guess
     from yunlu.planning.plan import Profile
     from yunlu.planning.splitting import Split
     from yunlu.spec.job import Job
@@ -70,8 +73,11 @@ def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sam
     return max(1, 1 << max(fitting.bit_length() - 1, 0))
 
 
-def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
-    """Decide everything that is ``auto``, and foretell memory, time and cost."""
+def make_plan(job: Job, machine: Machine, profile: Profile, guess: Guess | None = None) -> Plan:
+    """Decide everything that is ``auto``, and foretell memory, time and cost.
+
+    ``guess`` holds the figures as they were to be expected before anything was timed.
+    """
     choices: list[Choice] = []
 
     def choose(name: str, value: Any, reason: str, *, pinned: bool = False) -> Any:
@@ -103,27 +109,26 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
     warmup, reason = _choose_warmup(job, steps, steps_per_epoch, batch)
     choose("warm-up", warmup, reason, pinned=train.schedule.warmup != "auto")
 
-    step_s = predict_step_s(profile, batch=batch, micro_batch=settings.micro_batch)
-    if not layout.is_single:
-        threads = profile.settings.threads
-        step_s = predict_split_step_s(split, profile, machine, measured_threads=threads)
     evaluate_every = {"epoch": steps_per_epoch, "never": 0}.get(str(train.evaluate), train.evaluate)
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
     # Where the batch grows, the work is that of as many samples in steps of the first size.
     grows = train.grow_batch is not None and train.steps is None
     alike = round(epochs * steps_per_epoch) if grows else steps
-    total_s = _predict_total(profile, steps=alike, step_s=step_s, evaluate_every=evaluate_every)
+    lengths = _Lengths(batch=batch, steps=alike, evaluate_every=evaluate_every)
+    prediction = _predict(job, machine, profile, split, lengths)
     cores = machine.cores // layout.world
     workers, reason = _choose_workers(job, profile, samples=share.samples, cores=cores)
     choose("data workers", workers, reason, pinned=train.workers != "auto")
-    every, reason = _choose_checkpoints(job, steps_per_epoch, step_s)
+    every, reason = _choose_checkpoints(job, steps_per_epoch, prediction.step_s)
     choose("checkpoint every", every, reason, pinned=train.checkpoint.every != "auto")
     best_metric = _choose_metric(train.checkpoint.metric, profile)
     choose("best by", best_metric, "the task's own figure",
            pinned=train.checkpoint.metric != "auto")  # fmt: skip
     patience = train.early_stopping
 
-    price = machine.dollars_per_hour
+    def predict(other: Profile) -> Prediction:
+        return _predict(job, machine, other, split, lengths)
+
     return Plan(
         device=device.kind,
         devices=split.devices,
@@ -149,13 +154,38 @@ def make_plan(job: Job, machine: Machine, profile: Profile) -> Plan:
         workers=workers,
         choices=tuple(choices),
         trials=profile.trials,
-        prediction=Prediction(
-            memory_bytes=_predict_memory(job, profile, split),
-            step_s=step_s,
-            samples_per_s=min(batch, profile.train_samples) / step_s,
-            total_s=total_s,
-            dollars=None if price is None else price * total_s / 3600,
-        ),
+        prediction=prediction,
+        foretold=None if guess is None else foretell(guess, predict),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lengths:
+    """How much of everything a run has."""
+
+    batch: int
+    steps: int
+    evaluate_every: int
+
+
+def _predict(
+    job: Job, machine: Machine, profile: Profile, split: Split, lengths: _Lengths
+) -> Prediction:
+    batch, price = lengths.batch, machine.dollars_per_hour
+    if split.layout.is_single:
+        step_s = predict_step_s(profile, batch=batch, micro_batch=split.settings.micro_batch)
+    else:
+        threads = profile.settings.threads
+        step_s = predict_split_step_s(split, profile, machine, measured_threads=threads)
+    total_s = _predict_total(
+        profile, steps=lengths.steps, step_s=step_s, evaluate_every=lengths.evaluate_every
+    )
+    return Prediction(
+        memory_bytes=_predict_memory(job, profile, split),
+        step_s=step_s,
+        samples_per_s=min(batch, profile.train_samples) / step_s,
+        total_s=total_s,
+        dollars=None if price is None else price * total_s / 3600,
     )
 
 
@@ -243,7 +273,8 @@ def predict_step_s(profile: Profile, *, batch: int, micro_batch: int) -> float:
     # Small micro-batches cost more per sample than the probe's share; that is seen by probing the
     # planned size, so this only interpolates when the user re-plans.
     micro_s = profile.probe_s * micro_batch / profile.probe_samples
-    return micros * micro_s + profile.update_s + batch * profile.load_s_per_sample
+    rest_s = profile.update_s + profile.own_s
+    return micros * micro_s + rest_s + batch * profile.load_s_per_sample
 
 
 def _predict_total(profile: Profile, *, steps: int, step_s: float, evaluate_every: int) -> float:

@@ -275,10 +275,11 @@ def predict_split_step_s(
     compute_s = share.micros * micro_s / (layout.tp * layout.pp) / (1 - bubble(layout, share))
     cut = layout.tp * layout.pp * layout.fsdp * (layout.dp if layout.zero1 else 1)
     fetch_s = share.samples * profile.load_s_per_sample
-    link = LOOPBACK if is_cpu else PCIE
+    link = profile.link or (LOOPBACK if is_cpu else PCIE)
     sent = sum(moved_bytes(layout, facts, share).values())
     talk_s = sent / link.bytes_per_s + messages(layout, facts, share) * link.message_s
-    return slower * (compute_s + profile.update_s / cut) + crowding * (fetch_s + talk_s)
+    own_s = profile.own_s + fetch_s + talk_s
+    return slower * (compute_s + profile.update_s / cut) + crowding * own_s
 
 
 def predict_split_memory_bytes(job: Job, split: Split) -> float:

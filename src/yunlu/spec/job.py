@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.value import Value
 from yunlu.spec.fields import Auto, Count, CountOrZero, Fraction, Positive, conflict, shorthand
+from yunlu.spec.goal import GoalSpec
 from yunlu.spec.layout import LayoutField, LayoutSpec, spell_layout
 from yunlu.spec.train import TrainSpec
 
@@ -81,6 +82,10 @@ class DataSpec(Value):
     """Shares held out where no validation or test data is named."""
     limit: Count | None = None
     """Use at most this many samples of each part: quick trials."""
+    samples: Count | None = None
+    """For the plan: how many samples there are to train on, where counting them would take long."""
+    tokens: Count | None = None
+    """For the plan: how many tokens of text there are to train on, instead of ``samples``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the fsspec file system, such as an endpoint; credentials belong in the environment."""
     max_length: Count | Auto = "auto"
@@ -125,6 +130,8 @@ class Job(Value):
     """With several workers: how many more stand by, loaded and ready to take a lost one's place."""
     layout: LayoutField = LayoutSpec()
     """How the work is split over devices: ``auto``, ``single``, text such as ``dp2 x tp2``, or a mapping."""
+    goal: GoalSpec = GoalSpec()
+    """What training may cost and take, and on which hardware: what ``yunlu plan`` chooses by."""
     trackers: list[str] = Field(default_factory=list)
     """Besides TensorBoard: ``wandb``, ``mlflow``, or your own ``module:Class``."""
 

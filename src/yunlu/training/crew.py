@@ -52,11 +52,13 @@ def lay_out(run_dir: RunDir, loaded: Loaded, devices: int) -> dict[int, Layout]:
 
 
 def _may_cut(job: Job, crew: Crew | None) -> bool:
-    """Whether a worker may come to hold less than the whole model."""
+    """Whether a worker may soon come to hold less than the whole model."""
     if crew is None or not crew.layouts:
         asked = job.layout
         return not asked.fsdp == asked.tp == asked.pp == 1
-    every = [Layout.model_validate(found) for found in crew.layouts.values()]
+    # Of a crew that grows far beyond what it is, the layouts need not be at hand: they are loaded then.
+    near = [found for count, found in crew.layouts.items() if count <= 2 * max(crew.target, 2)]
+    every = [Layout.model_validate(found) for found in near]
     return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in every)
 
 

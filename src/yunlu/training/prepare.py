@@ -9,6 +9,7 @@ import torch
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind
+from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
@@ -18,6 +19,8 @@ from yunlu.training.models.weights import begin_from
 from yunlu.training.parts import Parts
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
+from yunlu.training.probing.known import known_probe
+from yunlu.training.probing.stored import load_of_others, recall_calibration
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
 from yunlu.training.tasks.open import open_task
@@ -86,11 +89,19 @@ def settle_plan(
         plan = Plan.model_validate_json(directory.plan.read_text())
     else:
         directory.emit(EventKind.PROGRESS, phase="measuring and planning")
+        load = load_of_others(machine)
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
             xla_device()  # refused here, before anything is measured
-        profile = measure(job, parts, machine, started_at=started_at)
-        plan = make_plan(job, machine, profile)
+        profile, work = measure(job, parts, machine, started_at=started_at)
+        probed = known_probe(machine)
+        guess = None
+        if work is not None:
+            guess = make_guess(
+                profile, work, probed, recall_calibration(), name=name_work(job),
+                busy=crowding(load, cores=machine.cores, threads=profile.settings.threads),
+            )  # fmt: skip
+        plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
     directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
     return plan

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.machine import Machine
     from yunlu.planning.facts import ModelFacts
+    from yunlu.planning.foretell.local import Work
+    from yunlu.planning.plan import Settings
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch, Task
@@ -48,8 +50,10 @@ _TIMED_S = 0.3
 _TIMED_PASSES = 5
 
 
-def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> Profile:
-    """What the planner needs to know; ``started_at`` is when this life of the run began."""
+def measure(
+    job: Job, parts: Parts, machine: Machine, *, started_at: float
+) -> tuple[Profile, Work | None]:
+    """What the planner needs to know, and a step counted; ``started_at`` is when this life began."""
     task, model, splits = parts.task, parts.model, parts.splits
     device = torch.device(machine.best_device.kind)
     weights = list(model.parameters())
@@ -81,13 +85,14 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         sample_s = meter.sample_s(settings)
         peak_bytes = peak_resident_bytes()
         update_s = meter.update_s(settings.kernel)
+        work = _count(job, parts, meter, settings, sample_s=sample_s)
         if job.train.optimizer.state == "8bit":
             peak_bytes = peak_resident_bytes()  # the library that keeps them takes memory, too
         precision = Precision(settings.precision, device)
         # Evaluation always pads.
         padded = meter.micros(settings.model_copy(update={"padding": "pad"}))[0]
         metrics, evaluate_s = _score(task, model, padded, precision)
-    return Profile(
+    profile = Profile(
         parameters=parameters,
         trainable=trainable,
         activation_bytes_per_sample=fitting.bytes_per_sample,
@@ -110,6 +115,23 @@ def measure(job: Job, parts: Parts, machine: Machine, *, started_at: float) -> P
         metrics=tuple(sorted(metrics)),
         facts=_find_facts(job, model, padded, machine, fitting.bytes_per_sample),
     )
+    return profile, work
+
+
+def _count(
+    job: Job, parts: Parts, meter: ModelMeter, settings: Settings, *, sample_s: float
+) -> Work | None:
+    """The operators of a step, on as few samples as tell those of all."""
+    from yunlu.training.probing.counting import count_step  # noqa: PLC0415 - only for a new plan
+
+    plain = settings.model_copy(update={"compile": "none"})
+    meter.switch(plain)
+    try:
+        return count_step(job, parts, meter, plain, sample_s=sample_s)
+    except (RuntimeError, TypeError, NotImplementedError):  # operators that torch cannot look into
+        return None
+    finally:
+        meter.switch(settings)
 
 
 def _find_facts(

@@ -284,9 +284,9 @@ def test_stopped_run_is_resumed_from_its_step(job_file, capsys):
 
 
 def test_plan_shows_the_choices_without_making_a_run(job_file, capsys, own_home):
-    assert main(["plan", job_file()]) == 0
+    assert main(["plan", job_file(), "--measure"]) == 0
     assert "exact on this device" in capsys.readouterr().out
-    assert main(["plan", job_file(), "--json"]) == 0
+    assert main(["plan", job_file(), "--measure", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 20
     assert not own_home.exists()
 

@@ -88,13 +88,21 @@ class Points:
     """What one device sends to other nodes, in one direction."""
     stack: Column
     """Index in ``constants.STACKS``: whose software runs it."""
+    reachable: Column | None = None
+    """Measured share of the 16-bit peak in large products; NaN or none: not measured."""
+    activation_bytes: Column | None = None
+    """Kept for the backward pass of one sequence, in FP32, of a measured model; NaN or none: described."""
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def take(self, index: NDArray[Any]) -> Points:
         """Some of the points: by position, or by a mask."""
-        return Points(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken: dict[str, Any] = {
+            name: None if column is None else column[index] for name, column in columns.items()
+        }
+        return Points(**taken)
 
     def with_columns(self, **columns: Any) -> Points:
         """The same points with some columns replaced; scalars are repeated."""
@@ -122,7 +130,7 @@ class Points:
 
 
 def make_points(count: int, **columns: Any) -> Points:
-    """Points from scalars and columns; every column must be given."""
+    """Points from scalars and columns; every column without a default must be given."""
     full = {
         name: np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
         for name, value in columns.items()
@@ -132,7 +140,12 @@ def make_points(count: int, **columns: Any) -> Points:
 
 def concatenate(parts: Iterable[Points]) -> Points:
     """One after another."""
-    every = list(parts)
+    every = [
+        part.with_columns(
+            **{field.name: np.nan for field in fields(part) if getattr(part, field.name) is None}
+        )
+        for part in parts
+    ]
     return Points(
         **{
             field.name: np.concatenate([getattr(part, field.name) for part in every])

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/planner.py``: evidence, frozen protocols, fits and scores."""

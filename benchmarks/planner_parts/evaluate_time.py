@@ -1,0 +1,143 @@
+"""Scores of the foretold throughput, by the frozen protocols."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.planner_parts import protocols
+from benchmarks.planner_parts.fit_time import fit_model, foretell
+from benchmarks.planner_parts.protocols import COLD_SOURCES, SCALE_SOURCES, Fold
+from yunlu.planning.foretell.intervals import Spread, make_spread, spread_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from benchmarks.planner_parts.evidence import Evidence
+
+MEDIAN_SOURCES = ("nanotron_playbook",)
+COVER = (0.75, 0.85)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table."""
+
+    protocol: str
+    source: str
+    rows: int
+    mean_percent: float
+    median_percent: float
+    target: str = ""
+    reached: bool | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def score_folds(evidence: Evidence, folds: Iterable[Fold], protocol: str, source: str) -> Figure:
+    """The error of all folds' test rows together."""
+    errors = []
+    for fold in folds:
+        if not fold.test.any():
+            continue
+        foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
+        errors.append(np.abs(foretold / evidence.measured[fold.test] - 1))
+    every = np.concatenate(errors) if errors else np.array([np.nan])
+    return Figure(
+        protocol, source, len(every), 100 * float(every.mean()), 100 * float(np.median(every))
+    )
+
+
+def judge(figure: Figure, most_percent: float) -> Figure:
+    """With a target for the mean error."""
+    reached = figure.mean_percent <= most_percent
+    return Figure(**{**asdict(figure), "target": f"<= {most_percent:g} %", "reached": reached})
+
+
+def evaluate(evidence: Evidence, say: Callable[[Figure], None]) -> list[Figure]:
+    """All throughput protocols."""
+    found: list[Figure] = []
+
+    def add(figure: Figure) -> None:
+        found.append(figure)
+        say(figure)
+
+    for source, most in (("vtrain_multi", 8.0), ("llm_foundry", 6.0), ("megatron_bridge", None)):
+        figure = score_folds(evidence, protocols.leave_model_out(evidence, source), "LOMO", source)
+        add(judge(figure, most) if most else figure)
+    half = protocols.half_and_half(evidence, "vtrain_single")
+    add(judge(score_folds(evidence, half, "half/half", "vtrain_single"), 2.5))
+    cold, apart = [], cold_errors(evidence)
+    for source, errors in apart.items():
+        misses = 100 * np.abs(np.exp(-errors) - 1)
+        mean, median = float(misses.mean()), float(np.median(misses))
+        cold.append(median if source in MEDIAN_SOURCES else mean)
+        add(Figure("cold start", source, len(errors), mean, median))
+    middle = float(np.nanmedian(cold))
+    add(judge(Figure("cold start", "median over sources", len(cold), middle, middle), 12.0))
+    for source in SCALE_SOURCES:
+        folds = protocols.scale_out(evidence, source)
+        add(score_folds(evidence, folds, "scale-out", source))
+    for figure in coverage(evidence, *out_of_fold_errors(evidence), cold_quantiles(apart)):
+        add(figure)
+    return found
+
+
+def out_of_fold_errors(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+    """For each timed row: log of measured over foretold, its model unseen; and its fold."""
+    errors, folds = np.full(len(evidence), np.nan), np.full(len(evidence), -1)
+    for place, fold in enumerate(protocols.model_folds(evidence)):
+        foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
+        errors[fold.test] = np.log(evidence.measured[fold.test] / foretold)
+        folds[fold.test] = place
+    return errors, folds
+
+
+def cold_errors(evidence: Evidence) -> dict[str, np.ndarray]:
+    """For each source: logs of measured over foretold, the source unseen."""
+    found = {}
+    for source in COLD_SOURCES:
+        for fold in protocols.cold_start(evidence, source):
+            if fold.test.any():
+                foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
+                found[source] = np.log(evidence.measured[fold.test] / foretold)
+    return found
+
+
+def cold_quantiles(errors: dict[str, np.ndarray]) -> tuple[float, float]:
+    """10 % and 90 % of the log errors of sources never seen, every source with one voice."""
+    every = np.concatenate(
+        [
+            np.quantile(own, np.linspace(0.025, 0.975, 20))
+            for source, own in errors.items()
+            if source not in MEDIAN_SOURCES
+        ]
+    )
+    return float(np.quantile(every, 0.1)), float(np.quantile(every, 0.9))
+
+
+def coverage(
+    evidence: Evidence, errors: np.ndarray, folds: np.ndarray, cold: tuple[float, float]
+) -> list[Figure]:
+    """Share of rows inside the interval that all other folds' errors give."""
+    inside = np.zeros(len(evidence), dtype=bool)
+    for place in sorted(set(folds[folds >= 0])):
+        others, mine = (folds >= 0) & (folds != place), np.flatnonzero(folds == place)
+        points = evidence.points
+        spread: Spread = make_spread(errors[others], points.take(np.flatnonzero(others)), cold)
+        low, high = spread_factors(points.take(mine), spread)
+        inside[mine] = (errors[mine] >= np.log(low)) & (errors[mine] <= np.log(high))
+    figures = []
+    for source in COLD_SOURCES:
+        own = (folds >= 0) & (evidence.source == source)
+        if own.any():
+            share = 100 * float(inside[own].mean())
+            reached = 100 * COVER[0] <= share <= 100 * COVER[1]
+            figures.append(
+                Figure("cover of 80 %", source, int(own.sum()), share, share, "75-85 %", reached)
+            )
+    return figures

@@ -1,0 +1,203 @@
+"""What this machine is known to do: the stored probe, and what finished runs have taught.
+
+Both lie in the settings' cache rather than among the runs: they belong to the machine, and a home is a
+directory of one project.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from yunlu.catalog.device import DeviceModel
+from yunlu.catalog.offer import Offer
+from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.settings import read_settings
+from yunlu.core.states import RunState
+from yunlu.planning import calibration as learnt
+from yunlu.planning.calibration import Calibration, RunFigure
+from yunlu.planning.plan import Measured, Plan
+from yunlu.planning.probed import FOLDER, choose_probe, parse_probes
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from yunlu.core.rundir import Event
+    from yunlu.planning.probed import Probed
+
+HERE = "here"
+"""The cloud that this machine is."""
+
+
+def stored_probe() -> Probed | None:
+    """The newest figures of this host that fit the torch that is installed; None before any probe."""
+    path = read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
+    try:
+        probes = parse_probes(path.read_bytes())
+    except OSError:
+        return None
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = None
+    return choose_probe(probes, torch=torch)
+
+
+def this_machine() -> tuple[DeviceModel, Offer] | None:
+    """This machine as the catalog would list it, from the stored probe; None before any."""
+    probed = stored_probe()
+    return None if probed is None else (device_of(probed), offer_of(probed))
+
+
+def device_of(probed: Probed) -> DeviceModel:
+    """The probed device; what it does in large products is its peak, so all of it is reachable."""
+    rates = {
+        precision: rate
+        for precision in ("fp32", "tf32", "bf16", "fp16")
+        if (rate := probed.products_per_s(precision)) is not None
+    }
+    link = probed.link.all_reduce.bytes_per_s if probed.link else probed.memory_bytes_per_s / 8
+    said = f"measured by yunlu probe on {probed.host} with torch {probed.torch}"
+    fields = ("memory_bytes", "memory_bytes_per_s", "peak_flops", "link_bytes_per_s", "reachable")
+    return DeviceModel(
+        name=probed.name,
+        kind=probed.kind,
+        memory_bytes=probed.memory_bytes,
+        memory_bytes_per_s=probed.memory_bytes_per_s,
+        peak_flops=rates,
+        link_bytes_per_s=link,
+        node_devices=probed.devices,
+        fabric_devices=probed.devices,
+        # To other nodes nothing was measured; no link of this machine is a bound.
+        network_bytes_per_s=link,
+        reachable=1.0,
+        aliases=(HERE,),
+        sources=dict.fromkeys(fields, said),
+    )
+
+
+def offer_of(probed: Probed) -> Offer:
+    """Free, unless the settings name a price."""
+    return Offer(
+        cloud=HERE,
+        instance=probed.host,
+        device=probed.name,
+        devices=probed.devices,
+        cpus=float(probed.cores),
+        memory_bytes=probed.memory_bytes if probed.kind == "cpu" else None,
+        regions=(HERE,),
+        dollars_per_hour=read_settings().dollars_per_hour or 0.0,
+        source="yunlu probe",
+        terms="this machine; YUNLU_DOLLARS_PER_HOUR sets what it costs",
+    )
+
+
+def read_calibration(*, refresh: bool = False) -> Calibration:
+    """What runs have taught; ``refresh`` looks for runs that ended without a report."""
+    if refresh:
+        learn_from(_finished_runs())
+    try:
+        return learnt.parse_calibration(_file().read_bytes())
+    except OSError:
+        return Calibration()
+
+
+def learn_from(runs: Iterable[RunDir]) -> int:
+    """Add what these runs measured; how many were new. A run counts once, however often it is read."""
+    known = {each.run for each in read_calibration().figures}
+    fresh = [run for run in runs if str(run.path.absolute()) not in known]
+    figures = [figure for run in fresh for figure in figures_of(run)]
+    if not figures:
+        return 0
+    with _alone():
+        _write(learnt.learn(read_calibration(), figures))
+    return len({each.run for each in figures})
+
+
+def forget_deleted() -> int:
+    """Drop what runs have taught that are no longer there; how many they were."""
+    with _alone():
+        before = read_calibration()
+        gone = {each.run for each in before.figures if not (Path(each.run) / "job.json").exists()}
+        if gone:
+            _write(learnt.forget(before, gone))
+    return len(gone)
+
+
+def figures_of(run: RunDir) -> list[RunFigure]:
+    """What a finished run has to teach; nothing where it did not finish, or nothing was foretold."""
+    plan, measured, ended_at = _read(event for event, _ in run.read_events())
+    if plan is None or plan.foretold is None or measured is None or not plan.layout.is_single:
+        return []
+    foretold = plan.foretold
+    if foretold.version != learnt.VERSION:
+        return []
+    return [
+        RunFigure(
+            run=str(run.path.absolute()),
+            at=ended_at,
+            quantity=quantity,
+            device=foretold.device,
+            stack=foretold.stack,
+            precision=plan.precision,
+            work=foretold.work,
+            predicted=foretold.raw[quantity],
+            measured=getattr(measured, quantity),
+        )
+        for quantity in learnt.SPREADS
+        if foretold.raw.get(quantity) and getattr(measured, quantity)
+    ]
+
+
+def _read(events: Iterable[Event]) -> tuple[Plan | None, Measured | None, float]:
+    plan, measured, ended_at, is_finished = None, None, 0.0, False
+    for event in events:
+        with suppress(ValidationError):  # of another version: it teaches nothing
+            if event.kind is EventKind.PLAN:
+                plan = Plan.model_validate(event.data)
+            elif event.kind is EventKind.MEASURED:
+                measured = Measured.model_validate(event.data)
+            elif event.kind is EventKind.OUT_OF_MEMORY:
+                return None, None, 0.0  # its steps were not those that were foretold
+        if event.kind is EventKind.STATE:
+            is_finished = event.data.get("state") == RunState.FINISHED
+        ended_at = event.at
+    return plan, measured if is_finished else None, ended_at
+
+
+def _finished_runs() -> list[RunDir]:
+    home = read_settings().home
+    return [RunDir(path.parent) for path in home.glob("*/plan.json")] if home.is_dir() else []
+
+
+def _file() -> Path:
+    return read_settings().cache / learnt.FILE
+
+
+def _write(calibration: Calibration) -> None:
+    try:
+        write_atomically(_file(), calibration.model_dump_json(indent=1))
+    except OSError as error:
+        raise StoreError(f"{_file()} cannot be written: {error.strerror or error}.") from error
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Two runs that end at the same time must not lose what the other taught."""
+    path = _file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,270 @@
+"""What the user added to the catalog, in ``catalog/`` of the home directory.
+
+``own.json`` holds what was added as it was written; the tables beside it are made from it, so that
+a plan reads them without checking anything again. ``offers-cloud-NAME.csv`` is an imported cloud.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import yaml
+
+from yunlu.catalog.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
+from yunlu.catalog.device import MIB, PRECISIONS
+from yunlu.catalog.entries import OWN_CLOUD, Additions, MachineEntry, offers_of, read_additions
+from yunlu.catalog.skypilot import Imported, check_columns, read_skypilot
+from yunlu.catalog.table import write_offers
+from yunlu.core.errors import did_you_mean
+from yunlu.core.files import write_atomically
+from yunlu.core.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from yunlu.catalog.device import DeviceModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One file of an import and what came of it."""
+
+    path: Path
+    cloud: str
+    imported: Imported
+
+
+def home() -> Path:
+    """Where the user's own part of the catalog is kept."""
+    return read_settings().home / "catalog"
+
+
+def open_catalog() -> Catalog:
+    """Everything known: what ships, what was imported, what was added."""
+    place = home()
+    return load_catalog((place,) if place.is_dir() else ())
+
+
+def read_added() -> Additions:
+    """What was added by hand."""
+    path = home() / "own.json"
+    if not path.exists():
+        return Additions()
+    return read_additions(json.loads(path.read_text("utf-8")), where=str(path))
+
+
+def read_file(path: Path) -> Additions:
+    """A user's YAML file."""
+    try:
+        data = yaml.safe_load(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CatalogError(f"There is no file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise CatalogError(f"{path} is not YAML: {error}") from error
+    return read_additions(data, where=str(path))
+
+
+def add(path: Path) -> Additions:
+    """Take a file's devices, prices and machines into the catalog; all or none."""
+    more = read_file(path)
+    if not more.names:
+        raise CatalogError(f"{path} has no devices, prices or machines: nothing to add.")
+    with _locked():
+        _write_added(read_added().merge(more))
+    return more
+
+
+def remove(name: str) -> str:
+    """Forget one thing that was added, or an imported cloud. Says what it was."""
+    with _locked():
+        added = read_added()
+        left = added.without(name)
+        if left != added:
+            _check_needed(added, left)
+            _write_added(left)
+            return name
+        table = home() / f"{CLOUD_TABLE}{name.lower()}.csv"
+        if table.exists():
+            table.unlink()
+            _write_added(added)
+            return f"the imported prices of {name.lower()}"
+    known = [*added.names, *imported_clouds()]
+    raise CatalogError(
+        f"{name!r} was never added; " + (did_you_mean(name, known) if known else "nothing was"),
+        hint=None if known else "yunlu catalog add FILE adds devices, prices and machines",
+    )
+
+
+def imported_clouds() -> tuple[str, ...]:
+    """Clouds whose tables were imported."""
+    paths = sorted(home().glob(f"{CLOUD_TABLE}*.csv"))
+    return tuple(path.stem.removeprefix(CLOUD_TABLE) for path in paths)
+
+
+def update(path: Path, *, cloud: str | None = None) -> list[Table]:
+    """Import a SkyPilot catalog: one ``vms.csv``, or a tree of ``CLOUD/vms.csv``; all or none."""
+    catalog = load_catalog((home(),) if home().is_dir() else ())
+    tables = [_read_table(file, cloud, catalog) for file in _find_tables(path)]
+    useful = [table for table in tables if table.imported.offers]
+    if not useful:
+        raise CatalogError(
+            f"{path} has no offer of a device the catalog knows; nothing was changed.",
+            hint="yunlu catalog --devices lists the devices",
+        )
+    with _locked() as place:
+        for table in useful:
+            text = write_offers(table.imported.offers)
+            write_atomically(place / f"{CLOUD_TABLE}{table.cloud}.csv", text)
+        _write_added(read_added())  # prices set by hand stand on what was imported
+    return tables
+
+
+def find_machine(name: str) -> MachineEntry:
+    """A machine that was added."""
+    machines = {entry.name: entry for entry in read_added().machines}
+    wanted = name.removeprefix(f"{OWN_CLOUD}:")
+    if wanted not in machines:
+        raise CatalogError(
+            f"There is neither a file nor a machine {name!r}"
+            + (f"; {did_you_mean(wanted, machines)}" if machines else "; none was added"),
+            hint="yunlu catalog add FILE adds machines",
+        )
+    return machines[wanted]
+
+
+def _find_tables(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise CatalogError(f"There is no file or directory {path}.")
+    found = sorted(path.rglob("vms.csv"))
+    if not found:
+        raise CatalogError(
+            f"{path} holds no vms.csv.", hint="name the directory of a version: catalogs/v8"
+        )
+    clouds = [file.parent.name for file in found]
+    if twice := sorted({name for name in clouds if clouds.count(name) > 1}):
+        raise CatalogError(
+            f"{path} holds several tables of {', '.join(twice)}.",
+            hint="name the directory of one version: catalogs/v8",
+        )
+    return found
+
+
+def _read_table(path: Path, cloud: str | None, catalog: Catalog) -> Table:
+    name = (cloud or _cloud_of(path)).lower()
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogError(f"{path} cannot be read: {error}") from error
+    rows = csv.DictReader(io.StringIO(text))
+    check_columns(rows.fieldnames or (), where=str(path))
+    try:
+        imported = read_skypilot(rows, cloud=name, catalog=catalog, source=f"imported: {path.name}")
+    except csv.Error as error:
+        raise CatalogError(f"{path}, line {rows.line_num}: {error}") from error
+    return Table(path=path, cloud=name, imported=imported)
+
+
+def _cloud_of(path: Path) -> str:
+    name = path.absolute().parent.name if path.stem == "vms" else path.stem
+    if not name or not name.replace("-", "").replace("_", "").isalnum():
+        raise CatalogError(f"{path} does not tell whose prices it holds.", hint="add --cloud NAME")
+    return name
+
+
+@contextmanager
+def _locked() -> Generator[Path]:
+    """One writer at a time: two that add at once must not lose each other's."""
+    place = home()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CatalogError(f"{place} cannot be made: {error.strerror}") from error
+    with (place / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield place
+
+
+def _write_added(added: Additions) -> None:
+    place = home()
+    devices = [entry.to_device() for entry in added.devices]
+    # Prices are set on what stands below them, never on themselves.
+    below = load_catalog((place,), leave_out="offers-own.csv").every_offer
+    known = Catalog(devices=(*load_catalog().devices, *devices), every_offer=below)
+    offers = list(offers_of(added, known))
+    if orphan := next((offer for offer in below if not known.has_device(offer.device)), None):
+        raise CatalogError(
+            f"{orphan.key} needs the device {orphan.device}, which would be gone.",
+            hint=f"yunlu catalog remove {orphan.cloud} first",
+        )
+    write_atomically(place / "sources.csv", _sources_table(devices))
+    write_atomically(place / "devices.csv", _devices_table(devices))
+    write_atomically(place / "offers-own.csv", write_offers(offers))
+    text = json.dumps(
+        added.model_dump(mode="json", exclude_none=True), indent=1, ensure_ascii=False
+    )
+    write_atomically(place / "own.json", text)
+
+
+def _check_needed(added: Additions, left: Additions) -> None:
+    """A device that others of the user's entries name has to stay."""
+    gone = {
+        plain(word) for e in added.devices if e not in left.devices for word in (e.name, *e.aliases)
+    }
+    users = [(entry.offer, entry.device) for entry in left.prices]
+    users += [(f"{OWN_CLOUD}:{entry.name}", entry.device) for entry in left.machines]
+    for name, device in users:
+        if device and plain(device) in gone and not load_catalog().has_device(device):
+            raise CatalogError(
+                f"{device} is what {name} has: it cannot be removed before it.",
+                hint=f"yunlu catalog remove {name}",
+            )
+
+
+def _devices_table(devices: list[DeviceModel]) -> str:
+    head = ("name", "kind", "memory_mib", "memory_gb_per_s")
+    rates = tuple(f"{precision}_tflops" for precision in PRECISIONS)
+    tail = ("link_gb_per_s", "node_devices", "fabric_devices", "network_gb_per_s", "reachable")
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow((*head, *rates, *tail, "aliases"))
+    for device in devices:
+        peaks = [device.peak_flops.get(precision) for precision in PRECISIONS]
+        writer.writerow(
+            (
+                device.name,
+                device.kind,
+                device.memory_bytes // MIB,
+                device.memory_bytes_per_s / 1e9,
+                *("" if peak is None else peak / 1e12 for peak in peaks),
+                device.link_bytes_per_s / 1e9,
+                device.node_devices,
+                device.fabric_devices,
+                device.network_bytes_per_s / 1e9,
+                "" if device.reachable is None else device.reachable,
+                "|".join(device.aliases),
+            )
+        )
+    return file.getvalue()
+
+
+def _sources_table(devices: list[DeviceModel]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("device", "field", "source"))
+    writer.writerows(
+        (device.name, field, source)
+        for device in devices
+        for field, source in device.sources.items()
+    )
+    return file.getvalue()

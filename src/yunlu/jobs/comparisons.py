@@ -1,0 +1,76 @@
+"""Foretold, predicted and measured, side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from yunlu.core.rundir import EventKind
+from yunlu.jobs.findings import Comparison
+from yunlu.jobs.recorded import points, samples_of_steps, step_s
+from yunlu.planning.plan import Measured
+
+if TYPE_CHECKING:
+    from yunlu.jobs.recorded import Recorded
+    from yunlu.planning.plan import Plan
+
+_TOTALS = ("total_s", "dollars")
+_QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
+
+
+def compare(recorded: Recorded, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
+    """Every quantity of a prediction, as far as it is known."""
+    predicted = plan.prediction.model_dump() if plan else {}
+    foretold = plan.foretold.model_dump() if plan and plan.foretold else {}
+    intervals = foretold.get("intervals", {})
+    measured = _measured(recorded, predicted)
+    rows: list[Comparison] = []
+    for quantity in _QUANTITIES:
+        expected, seen = predicted.get(quantity), measured.get(quantity)
+        so_far, interval = quantity in _TOTALS and not complete, intervals.get(quantity)
+        ratio = seen / expected if expected and seen is not None and not so_far else None
+        inside = None
+        if interval is not None and seen is not None and not so_far:
+            inside = interval[0] <= seen <= interval[1]
+        rows.append(
+            Comparison(
+                quantity=quantity,
+                foretold=foretold.get(quantity),
+                interval=interval,
+                predicted=expected,
+                measured=seen,
+                ratio=ratio,
+                inside=inside,
+                so_far=so_far,
+            )
+        )
+    return tuple(rows)
+
+
+def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float | None]:
+    """What the worker measured; until it says so, what its records give."""
+    said = _said(recorded.last(EventKind.MEASURED))
+    if said is not None:
+        return said.model_dump()
+    memory = [value for _, value in points(recorded.records, "memory_bytes")]
+    samples = samples_of_steps(recorded.records)
+    # As the worker counts: a step waits for data and computes; a stall is not part of it.
+    busy = sorted(step_s(each) for each in recorded.records)
+    busy_s = sum(busy)
+    total_s = recorded.wall_s or None
+    price, planned_s = predicted.get("dollars"), predicted.get("total_s")
+    return {
+        "memory_bytes": max(memory, default=None),
+        "step_s": busy[len(busy) // 2] if busy_s else None,
+        "samples_per_s": sum(samples.values()) / busy_s if busy_s and samples else None,
+        "total_s": total_s,
+        "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
+    }
+
+
+def _said(data: dict[str, Any] | None) -> Measured | None:
+    try:
+        return Measured.model_validate(data) if data is not None else None
+    except ValidationError:  # of another version
+        return None

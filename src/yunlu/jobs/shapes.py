@@ -1,0 +1,239 @@
+"""The shape of a job's model: from its name, its configuration or its arguments, else measured once.
+
+What had to be measured is kept as numbers, so that the next plan of the same job imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.core.errors import ModelError, TrainingError, YunluError
+from yunlu.core.files import write_atomically
+from yunlu.core.imports import names_object
+from yunlu.core.settings import read_settings, worker_environment
+from yunlu.core.value import Value
+from yunlu.planning.hf_config import can_describe, shape_from_config
+from yunlu.planning.known_models import find_config
+from yunlu.planning.own_models import own_adapter, own_transformer
+from yunlu.planning.shape import ModelShape
+from yunlu.pool.local import require_training
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.planning.hf_config import Head
+    from yunlu.planning.own_models import Own
+    from yunlu.spec.job import Job
+
+_MEASURE = (sys.executable, "-m", "yunlu.training.measure_shape")
+"""Started by name: nothing here imports the training room."""
+_PREFIX = "hf:"
+_BYTE_TOKENS = 259
+"""Tokens of the tokenizer ``bytes``: each byte, and three marks."""
+_TRANSFORMERS: dict[str, Own] = {"language-modeling": "causal", "seq2seq": "seq2seq"}
+_HEADS: dict[str, Head] = {
+    "language-modeling": "tokens",
+    "seq2seq": "tokens",
+    "text-classification": "labels",
+    "image-classification": "labels",
+    "keyword-spotting": "labels",
+}
+_PACKAGES = ("yunlu", "torch", "transformers", "peft", "keras")
+_WORDS_SHOWN = 5
+
+
+class FoundShape(Value):
+    """A shape, and where it is from."""
+
+    shape: ModelShape
+    source: Literal["known", "config", "arguments", "measured"]
+    note: str = ""
+    """What a user should know of it; empty where there is nothing."""
+    seq: int | None = None
+    """Tokens of a sample, where job, model or data say so."""
+    train_samples: int | None = None
+    """Samples to train on, where the data was looked at."""
+
+
+def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> FoundShape:
+    """The shape of the job's model; only what no description tells is measured, in a process.
+
+    Args:
+        job: Its task, model and data.
+        command: Another program that measures, in the place of ours.
+    """
+    found = _described(job, command) or _from_arguments(job) or _measured(job, command)
+    seq = found.seq or found.shape.tokens_per_sample or None
+    if job.data.max_length != "auto" and found.shape.kind not in {"measured", "vision"}:
+        seq = job.data.max_length
+    return found.model_copy(update={"seq": seq})
+
+
+def _described(job: Job, command: Sequence[str]) -> FoundShape | None:
+    """From a ``config.json``: in a directory, known here, or fetched alone from the hub."""
+    name = job.model.name
+    place = Path(name.removeprefix(_PREFIX)).expanduser()
+    if (place / "config.json").is_file():
+        config, where = _read(place / "config.json"), str(place / "config.json")
+        source: Literal["known", "config"] = "config"
+    elif not name.startswith(_PREFIX) or place.is_dir():
+        return None
+    elif (known := find_config(name)) is not None:
+        config, where, source = known, f"{name} (built in)", "known"
+    else:
+        config, where, source = _fetch(str(place), command), f"{name}: config.json", "config"
+    config = {**config, **job.model.args}
+    if place.is_dir() and not can_describe(config):
+        return None  # it is here, so it can be measured
+    shape = shape_from_config(config, where=where, head=_HEADS.get(job.task))
+    adapted = {"name": name.removeprefix(_PREFIX), "adapter": own_adapter(job.model.adapter)}
+    return FoundShape(shape=shape.model_copy(update=adapted), source=source)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} does not hold a configuration: it is not an object.")
+    return config
+
+
+def _from_arguments(job: Job) -> FoundShape | None:
+    """Our own transformer, where the job says how many tokens there are."""
+    kind = _TRANSFORMERS.get(job.task)
+    if kind is None or job.model.name != "transformer" or job.data.max_length == "auto":
+        return None
+    if job.data.tokenizer == "bytes":
+        vocabulary = _BYTE_TOKENS
+    elif job.data.tokenizer == "bpe" and job.data.vocabulary != "auto":
+        vocabulary = job.data.vocabulary
+    else:
+        return None
+    sizes = {"vocabulary": vocabulary, "max_length": job.data.max_length}
+    arguments: dict[str, Any] = {**job.model.args, **sizes}
+    try:
+        shape = own_transformer(kind, **arguments)
+    except TypeError:
+        return None  # an argument it does not have: the builder says so better
+    adapted = shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
+    return FoundShape(shape=adapted, source="arguments")
+
+
+def _measured(job: Job, command: Sequence[str]) -> FoundShape:
+    path = read_settings().cache / "shapes" / f"{_fingerprint(job)}.json"
+    try:
+        return FoundShape.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        pass  # never measured, torn, or of another version
+    answer = _ask(command, job.model_dump_json())["found"]
+    found = FoundShape(
+        shape=ModelShape.model_validate(answer["shape"]),
+        source="measured",
+        note=answer["note"],
+        seq=answer["seq"],
+        train_samples=answer["train_samples"],
+    )
+    _keep(path, found.model_dump_json())
+    return found
+
+
+def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    path = read_settings().cache / "shapes" / f"config-{digest}.json"
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        pass  # never fetched, or torn
+    config = _ask([*command, "--config", name], "")["config"]
+    _keep(path, json.dumps(config))
+    return config
+
+
+def _keep(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError:
+        pass  # without a cache the next plan measures again
+
+
+def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
+    """The answer of a process that may import torch."""
+    require_training()
+    done = subprocess.run(  # noqa: S603 (our own interpreter and module)
+        list(command),
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=worker_environment(),
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        words = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
+        raise TrainingError(
+            f"the model could not be measured (exit code {done.returncode}):\n{words}",
+            hint="yunlu validate JOB checks the job; yunlu doctor checks the installation",
+        ) from error
+    if "error" in answer:
+        raise _as_error(answer["error"])
+    return answer
+
+
+def _as_error(told: Mapping[str, Any]) -> YunluError:
+    kinds = {kind.code: kind for kind in _every_kind(YunluError)}
+    return kinds.get(told["code"], YunluError)(told["message"], hint=told["hint"])
+
+
+def _every_kind(kind: type[YunluError]) -> list[type[YunluError]]:
+    return [kind, *(deeper for child in kind.__subclasses__() for deeper in _every_kind(child))]
+
+
+def _fingerprint(job: Job) -> str:
+    """Changes with whatever a measured shape depends on: model, data, code and packages."""
+    told = {
+        "task": job.task,
+        "model": job.model.model_dump(mode="json"),
+        "data": job.data.model_dump(mode="json"),
+        "directory": str(Path.cwd()),
+        "packages": [_version(package) for package in _PACKAGES],
+        "files": [_stamp(path) for path in _files(job)],
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _files(job: Job) -> list[Path]:
+    """Local files that decide: the user's own code, his data, a configuration."""
+    paths = [Path(job.data.train).expanduser()]
+    for reference in (job.model.name, job.task):
+        if names_object(reference):
+            module = reference.rpartition(":")[0]
+            is_file = module.endswith(".py")
+            paths.append(Path(module if is_file else f"{module.replace('.', '/')}.py"))
+    if job.model.name.startswith(_PREFIX):
+        paths.append(Path(job.model.name.removeprefix(_PREFIX)).expanduser() / "config.json")
+    return paths
+
+
+def _stamp(path: Path) -> tuple[str, int, int] | None:
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return str(path), seen.st_size, seen.st_mtime_ns
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""Numbers that come with the planner: fitted constants, shapes of known models."""

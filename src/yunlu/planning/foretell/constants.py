@@ -1,0 +1,141 @@
+"""The constants of the step-time model: shared ones, and how each stack departs from them. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from yunlu.planning.foretell.points import Column
+
+STACKS = (
+    "unknown",
+    "yunlu",
+    "megatron-deepspeed",
+    "llm-foundry",
+    "megatron-bridge",
+    "torchtitan",
+    "fms-fsdp",
+    "transformers",
+    "mindspeed",
+    "nanotron",
+    "maxtext",
+    "neuron",
+)
+"""Whose software runs a step. ``unknown`` has the shared constants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What a constant is before any measurement: log-normal about ``value``."""
+
+    value: float
+    spread: float
+    """Of the shared constant about ``value``, in logs."""
+    stack_spread: float = 0.0
+    """Of a stack's departure from the shared constant, in logs; 0: no stack departs."""
+
+
+UNFUSED = ("megatron-deepspeed", "neuron")
+"""Stacks whose attention writes its scores to memory; elsewhere it is fused."""
+
+PRIORS: dict[str, Prior] = {
+    # Matrix products take FLOP / peak / share * (1 + tokens / T + ways * W / hidden + tiles).
+    "gemm_share": Prior(0.87, 0.06, 0.12),
+    "peak_power": Prior(0.085, 0.3),
+    "gemm_tokens": Prior(80.0, 0.6),
+    "gemm_width": Prior(60.0, 0.6),
+    "gemm_tiles": Prior(2e5, 0.6),
+    "fp8_share": Prior(0.85, 0.1, 0.05),
+    "fp4_share": Prior(0.65, 0.15),
+    "attention_share": Prior(0.5, 0.25, 0.25),
+    "attention_power": Prior(0.25, 0.3, 0.6),
+    "score_passes": Prior(8.0, 0.6, 0.4),
+    "plain_bytes": Prior(10.0, 0.4),
+    "cut_bytes": Prior(70.0, 0.3, 0.4),
+    "logit_bytes": Prior(24.0, 0.3, 0.3),
+    "launch_s": Prior(0.8e-3, 0.4, 0.4),
+    "micro_s": Prior(1e-3, 0.6, 0.8),
+    # Messages: seconds = latency + bytes / (bandwidth * share).
+    "link_share": Prior(0.73, 0.06, 0.12),
+    "link_latency_s": Prior(20e-6, 0.2, 0.3),
+    "network_share": Prior(0.65, 0.2, 0.4),
+    "network_latency_s": Prior(30e-6, 0.4, 0.3),
+    "wide_tensor_s": Prior(1e-4, 0.5, 3.0),
+    "crowding": Prior(2.0, 0.6, 0.6),
+    "tensor_exposed": Prior(0.85, 0.2, 0.3),
+    "pipe_exposed": Prior(0.6, 0.4, 0.3),
+    "data_exposed": Prior(0.6, 0.4, 0.4),
+    "sharded_volume": Prior(1.0, 0.1, 0.15),
+    "context_exposed": Prior(0.4, 0.5),
+    "stall_s": Prior(1e-3, 0.5, 3.0),
+    "imbalance": Prior(0.6, 0.4, 0.5),
+    "bubble": Prior(1.0, 0.1, 0.15),
+    "optimizer_bytes": Prior(30.0, 0.3, 0.3),
+    "step_s": Prior(5e-3, 0.8, 0.8),
+    "straggling": Prior(0.01, 0.6, 0.5),
+}
+"""Every constant of the model. What each stands for: docs/planner-model.md."""
+
+NAMES = tuple(PRIORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """``values[stack, constant]``: what holds for each stack, all departures taken in."""
+
+    values: np.ndarray[Any, np.dtype[np.float64]]
+
+    def columns(self, stack: Column) -> dict[str, Any]:
+        """Each constant by name: one number where all points have one stack, else a column."""
+        index = stack.astype(np.intp)
+        if len(index) == 0 or (index == index[0]).all():
+            row = self.values[index[0] if len(index) else 0]
+            return {name: float(value) for name, value in zip(NAMES, row, strict=True)}
+        return {name: self.values[:, k][index] for k, name in enumerate(NAMES)}
+
+
+def make_constants(
+    shared: Mapping[str, float], departures: Mapping[str, Mapping[str, float]]
+) -> Constants:
+    """From shared values and the logs by which stacks depart from them."""
+    base = np.log([shared.get(name, PRIORS[name].value) for name in NAMES])
+    logs = np.tile(base, (len(STACKS), 1))
+    for stack, entries in departures.items():
+        for name, value in entries.items():
+            logs[STACKS.index(stack), NAMES.index(name)] += value
+    return from_logs(logs)
+
+
+def from_logs(logs: np.ndarray[Any, np.dtype[np.float64]]) -> Constants:
+    """From ``[stack, constant]`` logarithms; where attention is fused, no score goes to memory."""
+    values = np.exp(logs)
+    fused = [stack not in UNFUSED for stack in STACKS]
+    values[fused, NAMES.index("score_passes")] = 0.0
+    return Constants(values)
+
+
+def default_constants() -> Constants:
+    """Those from before any measurement."""
+    return make_constants({}, {})
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """What ``benchmarks/planner.py fit`` wrote: constants, correction, spread of the residuals."""
+    text = resources.files("yunlu.planning.data").joinpath("constants.json").read_text("utf-8")
+    return json.loads(text)
+
+
+@cache
+def shipped_constants() -> Constants:
+    """The fitted constants that come with the package."""
+    data = shipped()
+    return make_constants(data["shared"], data["departures"])

@@ -1,0 +1,346 @@
+"""Rows of published measurements (or of a user's own table) as points to foretell. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.core.errors import YunluError
+from yunlu.planning.arithmetic import columns_of
+from yunlu.planning.foretell.constants import STACKS
+from yunlu.planning.foretell.correction import correct
+from yunlu.planning.foretell.geometry import UnreadableRowError, number, read_shape
+from yunlu.planning.foretell.intervals import spread_factors
+from yunlu.planning.foretell.memory import fits, peak_memory
+from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE, Column, Points
+from yunlu.planning.foretell.step_time import step_time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from yunlu.catalog.catalog import Catalog
+    from yunlu.catalog.device import DeviceModel
+
+    Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The rows that can be foretold, as points, and why the others cannot."""
+
+    points: Points
+    index: np.ndarray[Any, np.dtype[np.int64]]
+    """Which row each point is."""
+    cores: Column
+    """Points' devices for each device of the row: more than 1 where a layout counts cores of a chip."""
+    reasons: dict[int, str]
+    """For rows without a point: what is missing."""
+
+
+STACK_OF_SOURCE = {
+    "vtrain": "megatron-deepspeed",
+    "llm_foundry": "llm-foundry",
+    "megatron_bridge": "megatron-bridge",
+    "nemo": "megatron-bridge",
+    "torchtitan": "torchtitan",
+    "fms_fsdp": "fms-fsdp",
+    "fms_acceleration": "transformers",
+    "ascend": "mindspeed",
+    "nanotron": "nanotron",
+    "maxtext": "maxtext",
+    "tpu_recipes": "maxtext",
+    "aws_neuron": "neuron",
+    "yunlu": "yunlu",
+    "megatron": "megatron-deepspeed",
+    "sc21": "megatron-deepspeed",
+    "korthikanti": "megatron-deepspeed",
+}
+"""By how ``source_id`` begins; any other source is run by a stack unknown to us."""
+
+_SEQUENCE_STACKS = {"megatron-bridge", "torchtitan", "nanotron", "maxtext", "neuron"}
+_WATTS = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
+_STILL = 0.2
+"""Share of a device's power that it draws at rest."""
+_GUESSED_SEQ = 4096.0
+_TOKENS_OF_A_GUESSED_MICRO_BATCH = 8192.0
+
+
+def foretell_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
+    """For each row: pace and memory with their 10-90 % intervals, or the reason why not."""
+    every = list(rows)
+    reading = read_rows(every, catalog, guess=True)
+    answers: list[dict[str, Any]] = [
+        {"row": position, "model": row.get("model") or "", "reason": reading.reasons.get(position)}
+        for position, row in enumerate(every)
+    ]
+    points, cores = reading.points, reading.cores
+    with np.errstate(all="ignore"):
+        time = step_time(points)
+        step_s = time.total_s * correct(points, time)
+        memory = peak_memory(points, habits=True)
+    pace = points.batch * points.seq / (step_s * points.devices) * cores
+    low, high = spread_factors(points)
+    enough = fits(points, memory)
+    for place, position in enumerate(reading.index):
+        answers[position] |= {
+            "tokens_per_s_per_device": float(pace[place]),
+            "tokens_per_s_per_device_p10": float(pace[place] * low[place]),
+            "tokens_per_s_per_device_p90": float(pace[place] * high[place]),
+            "step_time_s": float(step_s[place]),
+            "peak_memory_bytes": float(memory.total[place] * cores[place]),
+            "peak_memory_bytes_p10": float(memory.low[place] * cores[place]),
+            "peak_memory_bytes_p90": float(memory.high[place] * cores[place]),
+            "fits": bool(enough[place]),
+            "stack": STACKS[int(points.stack[place])],
+        }
+        if number(every[position], "seq_len") is None and points.seq[place] == _GUESSED_SEQ:
+            answers[position]["assumed"] = f"seq_len {_GUESSED_SEQ:g}"
+    return answers
+
+
+def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> Reading:
+    """The points of the rows, each on the device that the catalog knows by the row's name.
+
+    With ``guess``, a length of sequences that is missing is taken to be a usual one.
+    """
+    reasons: dict[int, str] = {}
+    records: list[dict[str, float]] = []
+    index: list[int] = []
+    for position, row in enumerate(rows):
+        try:
+            records.append(_read_row(row, catalog, guess=guess))
+        except UnreadableRowError as missing:
+            reasons[position] = str(missing)
+        else:
+            index.append(position)
+    columns = {
+        name: np.array([record.get(name, np.nan) for record in records], dtype=float)
+        for name in Points.__dataclass_fields__
+    }
+    return Reading(
+        points=Points(**columns),
+        index=np.array(index, dtype=np.int64),
+        cores=np.array([record["cores"] for record in records], dtype=float),
+        reasons=reasons,
+    )
+
+
+def measured_tokens_per_s(rows: Iterable[Row]) -> Column:
+    """Tokens per second and device as measured; NaN where the row has none."""
+    return np.array([_measured(row) for row in rows], dtype=float)
+
+
+def stack_of(row: Row) -> str:
+    """Whose software ran the row; ``unknown`` where we cannot tell."""
+    source = row.get("source_id") or ""
+    stack = row.get("stack") or ""
+    if stack in STACKS:
+        return stack
+    found = next(
+        (name for key, name in STACK_OF_SOURCE.items() if source.startswith(key)), "unknown"
+    )
+    fused = any(name in (row.get("gpu_type") or "") for name in ("H100", "H200", "B200", "B300"))
+    # From the H100 on, Megatron runs the fused kernels of its Transformer Engine.
+    return "megatron-bridge" if found == "megatron-deepspeed" and fused else found
+
+
+def _measured(row: Row) -> float:
+    tokens = number(row, "tokens_per_s_per_gpu")
+    if tokens is not None:
+        return tokens
+    step, batch = number(row, "step_time_s"), number(row, "global_batch")
+    seq, gpus = number(row, "seq_len"), number(row, "gpus")
+    if step and batch and seq and gpus:
+        return batch * seq / step / gpus
+    return float("nan")
+
+
+def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
+    shape = read_shape(row)
+    seq = number(row, "seq_len") or shape.tokens_per_sample or (_GUESSED_SEQ if guess else 0.0)
+    if not seq:
+        raise UnreadableRowError("seq_len is empty")
+    device = _device(row, catalog)
+    precision = precision_of(row.get("precision") or "")
+    split = _read_split(row, device)
+    work = _read_work(row, split, seq)
+    return {
+        **columns_of(shape, int(seq)),
+        **work,
+        **split,
+        **_hardware(device, precision, split["cores"], row),
+        "seq": seq,
+        "recompute": float(_recompute(row)),
+        "precision": float(PRECISIONS.index(precision)),
+        "stack": float(STACKS.index(stack_of(row))),
+    }
+
+
+def _device(row: Row, catalog: Catalog) -> DeviceModel:
+    name = (row.get("gpu_type") or "").strip()
+    if not name:
+        raise UnreadableRowError("gpu_type is empty")
+    try:
+        return catalog.device(name)
+    except YunluError as unknown:
+        raise UnreadableRowError(f"gpu_type {name!r} is not in the catalog") from unknown
+
+
+def _read_split(row: Row, device: DeviceModel) -> dict[str, float]:
+    tp = number(row, "tp") or 1.0
+    pp = number(row, "pp") or 1.0
+    cp = number(row, "cp") or 1.0
+    told = number(row, "dp")
+    gpus = number(row, "gpus")
+    rest = tp * pp * cp
+    devices = gpus or (told or 1.0) * rest
+    cores = 1.0
+    if device.kind == "neuron" and told and told * rest > devices:
+        # Neuron tables count cores in the layout and chips in the fleet.
+        cores = told * rest / devices
+        devices = told * rest
+    if devices % rest:
+        if devices > rest:
+            raise UnreadableRowError(
+                f"tp {tp:g} x pp {pp:g} x cp {cp:g} does not divide gpus {devices:g}"
+            )
+        devices = rest * (told or 1.0)
+    replicas = devices / rest
+    zero, sharded = _sharding(row, replicas, tp, device)
+    virtual = number(row, "vp") or 1.0
+    if "interleaved" in (row.get("notes") or ""):
+        virtual = max(virtual, 2.0)
+    return {
+        "devices": devices,
+        "cores": cores,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": number(row, "ep") or 1.0,
+        "virtual": virtual if pp > 1 else 1.0,
+        "dp": replicas / sharded,
+        "fsdp": sharded,
+        "zero": float(zero),
+        "sequence": float(tp > 1 and _cuts_sequence(row)),
+    }
+
+
+def _sharding(row: Row, replicas: float, tp: float, device: DeviceModel) -> tuple[int, float]:
+    """What is shared out, and in how many shards of its own kind (1 unless fully sharded)."""
+    text = (row.get("sharding") or "").lower()
+    if not text:
+        layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp"))
+        text = "zero1" if layout_is_told and device.kind != "tpu" else "fsdp"
+    if match := re.search(r"zero-?([0-3])", text):
+        zero = int(match.group(1))
+        return zero, replicas if zero == 3 else 1.0
+    if "hsdp" in text or "hybrid" in text:
+        inside = max(1.0, min(replicas, device.node_devices / tp))
+        return 3, inside if replicas % inside == 0 else replicas
+    if "grad_op" in text:
+        return 2, 1.0
+    if "fsdp" in text or "full_shard" in text:
+        return 3, replicas
+    return 0, 1.0
+
+
+def _cuts_sequence(row: Row) -> bool:
+    notes = (row.get("notes") or "").lower()
+    if "sp=false" in notes:
+        return False
+    return stack_of(row) in _SEQUENCE_STACKS or bool(
+        re.search(r"sp=true|sequence.?parallel", notes)
+    )
+
+
+def _read_work(row: Row, split: Mapping[str, float], seq: float) -> dict[str, float]:
+    replicas = split["dp"] * split["fsdp"]
+    batch = number(row, "global_batch")
+    micro = number(row, "micro_batch")
+    if batch is not None and stack_of(row) == "neuron" and batch > 65536:
+        batch = None
+    if micro is None:
+        fair = (batch or replicas) / replicas
+        micro = max(1.0, min(fair, np.floor(_TOKENS_OF_A_GUESSED_MICRO_BATCH / seq)))
+    if "pipeline batch" in (row.get("notes") or "") and split["pp"] > 1:
+        micro = max(1.0, micro / (split["pp"] * split["virtual"]))
+    return {"batch": batch or micro * replicas, "micro_batch": micro}
+
+
+def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> dict[str, float]:
+    peak = device.peak_flops.get(precision) or _nearest_peak(device, precision)
+    network = device.network_bytes_per_s or 12.5e9
+    link = device.link_bytes_per_s or network
+    told = _told_network(row)
+    if told is not None:
+        network = told / device.node_devices
+    return {
+        "peak_flops": peak * _power_share(row) / cores,
+        "memory_bytes": device.memory_bytes / cores,
+        "memory_bytes_per_s": device.memory_bytes_per_s / cores,
+        "link_bytes_per_s": link / cores,
+        "node_devices": device.fabric_devices * cores,
+        "network_bytes_per_s": network / cores,
+        "reachable": device.reachable or float("nan"),
+    }
+
+
+def _power_share(row: Row) -> float:
+    """What a device capped in power, as ``H100-96GB-500W``, keeps of its peak.
+
+    A part of the power is drawn even at rest; the rest grows at least as the square of the clock.
+    """
+    match = re.search(r"(\d{3,4})W\b", row.get("gpu_type") or "")
+    if match is None:
+        return 1.0
+    usual = next((watts for name, watts in _WATTS.items() if name in row["gpu_type"]), None)
+    if usual is None:
+        return 1.0
+    still = _STILL * usual
+    return float(np.sqrt(np.clip((float(match.group(1)) - still) / (usual - still), 0.1, 1.0)))
+
+
+def _told_network(row: Row) -> float | None:
+    """Bytes/s of a node's network where the notes say it, as ``400Gbps (A100) / 800Gbps (H100)``."""
+    notes = row.get("notes") or ""
+    kind = re.split(r"[-_ ]", row.get("gpu_type") or "")[0]
+    match = re.search(rf"(\d+) ?Gbps \({re.escape(kind)}\)", notes) if kind else None
+    match = match or re.search(r"interconnect (\d+) ?Gbps per node", notes)
+    return float(match.group(1)) / 8 * 1e9 if match else None
+
+
+def _nearest_peak(device: DeviceModel, precision: str) -> float:
+    for other in {"fp4": ("fp8", "bf16", "fp16"), "fp8": ("bf16", "fp16")}.get(
+        precision, ("bf16", "fp16", "tf32", "fp32")
+    ):
+        if device.peak_flops.get(other):
+            return device.peak_flops[other]
+    raise UnreadableRowError(f"no peak FLOP/s is known for precision {precision!r}")
+
+
+def precision_of(text: str) -> str:
+    """The name in ``PRECISIONS`` of what a table calls its precision; bf16 where it is silent."""
+    text = text.lower()
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text or "float8" in text:
+        return "fp8"
+    if "bf" in text or not text:
+        return "bf16"
+    if "16" in text:
+        return "fp16"
+    if "tf32" in text:
+        return "tf32"
+    if "32" in text:
+        return "fp32"
+    raise UnreadableRowError(f"precision {text!r} is not one of {', '.join(PRECISIONS)}")
+
+
+def _recompute(row: Row) -> int:
+    text = (row.get("act_ckpt") or "").strip().lower()
+    if text in RECOMPUTE:
+        return RECOMPUTE.index(text)
+    return RECOMPUTE.index("full") if text in {"1", "true", "yes", "on", "block"} else 0

@@ -1,0 +1,311 @@
+"""The shape of a model from its Hugging Face ``config.json``. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.core.errors import ModelError
+from yunlu.planning.arithmetic import parameters
+from yunlu.planning.hf_families import Family, find_family
+from yunlu.planning.hf_fields import Fields
+from yunlu.planning.hf_parts import (
+    count_kv_heads,
+    count_mixer_vectors,
+    count_positions,
+    find_experts,
+    find_ffn,
+    find_latent,
+    find_mixers,
+    find_pattern,
+    find_windows,
+    is_gated,
+)
+from yunlu.planning.shape import ModelShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Head = Literal["tokens", "labels", "none"]
+"""What the model ends in: a product with the vocabulary for each token, a few numbers for each
+sample, or hidden states."""
+
+_NOT_LIKE_BLOCKS = {
+    "electra": "its embedding has another width than its blocks",
+    "albert": "its blocks share their weights",
+    "swin": "its blocks differ in width",
+    "mamba": "it has no attention",
+    "mamba2": "it has no attention",
+    "rwkv": "it has no attention",
+    "clip": "it is two models in one",
+    "siglip": "it is two models in one",
+    "resnet": "it is no transformer",
+    "convnext": "it is no transformer",
+}
+_SHARED_GATE = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_LABEL_ENDS = ("Classification", "MultipleChoice", "QuestionAnswering")
+
+
+def shape_from_config(
+    config: Mapping[str, Any], *, where: str = "config.json", head: Head | None = None
+) -> ModelShape:
+    """The shape that a configuration describes.
+
+    Of a model that sees and reads, the shape is the language model's; the weights of the rest are
+    counted, its arithmetic is not: it depends on how many images there are.
+
+    Args:
+        config: What ``config.json`` holds.
+        where: Its name in errors.
+        head: What the job makes the model end in; None: what the configuration says.
+    """
+    for part in _TEXT_PARTS:
+        if config.get(part):
+            return _shape_within(config, part, where=where, head=head)
+    model_type = str(config.get("model_type") or "")
+    if not can_describe(config):
+        raise ModelError(
+            f"{where}: model_type is {model_type!r}: {_NOT_LIKE_BLOCKS[model_type]}, which a plan "
+            "from sizes alone does not understand.",
+            hint="expected a stack of like transformer blocks; such a model can be measured",
+        )
+    family = find_family(model_type)
+    fields = Fields(config, where=where, defaults=family.defaults if family else {})
+    family = family or _guess_family(fields)
+    if family.kind == "vision":
+        return _vision(fields, family, head or _head_of(config, family))
+    if family.kind == "encoder-decoder":
+        return _encoder_decoder(fields, family)
+    return _stack(fields, family, head or _head_of(config, family))
+
+
+def can_describe(config: Mapping[str, Any]) -> bool:
+    """Whether such a model is a stack of like blocks, so that its sizes tell its shape."""
+    return str(config.get("model_type") or "") not in _NOT_LIKE_BLOCKS
+
+
+def _shape_within(
+    config: Mapping[str, Any], part: str, *, where: str, head: Head | None
+) -> ModelShape:
+    inner = config[part]
+    if not isinstance(inner, dict):
+        raise ModelError(f"{where}: the field {part!r} is not an object; expected a configuration.")
+    shared = {
+        key: config[key]
+        for key in ("tie_word_embeddings", "architectures", "_name_or_path")
+        if key in config
+    }
+    shape = shape_from_config({**shared, **inner}, where=f"{where}: {part}", head=head)
+    seeing = config.get("vision_config")
+    if not isinstance(seeing, dict):
+        return shape
+    try:
+        beside = parameters(shape_from_config(seeing, where=f"{where}: vision_config"))
+    except ModelError:
+        return shape  # the language model is what a plan depends on
+    own = shape.other_parameters or 0
+    return shape.model_copy(update={"other_parameters": own + beside})
+
+
+def _guess_family(fields: Fields) -> Family:
+    """An architecture that nobody here has heard of, by the names of its fields."""
+    if fields.get("is_encoder_decoder") or fields.size("decoder_layers", 0):
+        return Family(kind="encoder-decoder", gated=False, norm_vectors=2, out_bias=True)
+    if fields.get("image_size") and fields.get("patch_size") and not fields.size("vocab", 0):
+        return Family(
+            kind="vision", gated=False, norm_vectors=2, qkv_bias=True, out_bias=True, mlp_bias=True,
+            defaults={"num_channels": 3},
+        )  # fmt: skip
+    names = " ".join(fields.get("architectures") or ())
+    gated = "gelu" not in str(fields.get("hidden_act") or fields.get("activation_function") or "")
+    kind = "encoder" if "MaskedLM" in names or "position_embedding_type" in fields.config else None
+    return Family(
+        kind=kind or "decoder",
+        gated=gated,
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        head_norms="head" if fields.get("qk_norm") or fields.get("use_qk_norm") else "",
+    )
+
+
+def _head_of(config: Mapping[str, Any], family: Family) -> Head:
+    names: Any = config.get("architectures") or ()
+    name = str(names[0]) if names else ""
+    if any(end in name for end in _LABEL_ENDS):
+        return "labels"
+    if not name:
+        return "none" if family.kind == "encoder" else "tokens"
+    return "none" if name.endswith("Model") and not name.endswith("LMHeadModel") else "tokens"
+
+
+def _stack(fields: Fields, family: Family, head: Head) -> ModelShape:
+    layers = len(find_pattern(fields)) or fields.need("layers", "expected the number of blocks")
+    hidden = fields.need("hidden", "expected the width of the hidden state")
+    heads = fields.need("heads", "expected the number of attention heads")
+    latent = find_latent(fields)
+    head_dim = fields.size("head_dim", 0)
+    if not head_dim and latent is None and hidden % heads:
+        raise ModelError(
+            f"{fields.where}: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' "
+            f"{heads}, and there is no 'head_dim'."
+        )
+    experts = find_experts(fields, layers)
+    ffn = find_ffn(fields, hidden, needed=experts is None)
+    window, unwindowed = find_windows(fields, family, layers)
+    shape = ModelShape(
+        name=str(fields.get("_name_or_path") or fields.get("model_type") or "model"),
+        kind="encoder" if family.kind == "encoder" else "decoder",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else count_kv_heads(fields, heads),
+        head_dim=0 if latent else head_dim,
+        latent=latent,
+        ffn=ffn,
+        gated=is_gated(fields, family),
+        vocab=fields.need("vocab", "expected the number of tokens of the vocabulary"),
+        tied=bool(fields.get("tie_word_embeddings", otherwise=False)) and head == "tokens",
+        headless=head != "tokens",
+        positions=count_positions(fields, family),
+        experts=experts,
+        causal=family.kind == "decoder",
+        window=window,
+        unwindowed_layers=unwindowed,
+    ).model_copy(update=find_mixers(fields, layers, hidden))
+    others = _block_vectors(fields, family, shape) + _outer_vectors(fields, family, shape, head)
+    besides = hidden * hidden if family.kind == "encoder" and head == "tokens" else 0
+    if str(fields.get("model_type")).startswith(("qwen3_next", "qwen3_5")):  # attention has a gate
+        besides += shape.attending * hidden * heads * shape.width_per_head
+    return shape.model_copy(update={"other_parameters": others, "other_matrices": besides})
+
+
+def _block_vectors(fields: Fields, family: Family, shape: ModelShape) -> int:
+    """Norms and biases of all blocks."""
+    own, common = shape.heads * shape.width_per_head, shape.kv_heads * shape.width_per_head
+    norms = _norms(fields, family)
+    total = shape.layers * (norms * family.norm_vectors + family.block_scales) * shape.hidden
+    attending = shape.attending
+    if shape.latent is None:
+        total += attending * fields.flag(family.qkv_bias) * (own + 2 * common)
+    else:
+        total += attending * (shape.latent.kv_rank + shape.latent.q_rank)
+    total += attending * fields.flag(family.out_bias) * shape.hidden
+    if family.head_norms:
+        total += attending * (
+            2 * shape.width_per_head if family.head_norms == "head" else own + common
+        )
+    inner = shape.ffn * (2 if shape.gated else 1) + shape.hidden
+    total += (shape.widening - shape.expert_layers) * fields.flag(family.mlp_bias) * inner
+    if shape.mixer_layers:
+        total += shape.mixer_layers * count_mixer_vectors(fields, shape.hidden)
+    return total + _expert_vectors(fields, shape)
+
+
+def _norms(fields: Fields, family: Family) -> int:
+    if fields.get("model_type") != "falcon":
+        return family.norms
+    if fields.get("new_decoder_architecture"):
+        return fields.number("num_ln_in_parallel_attn", 2)
+    return 1 if fields.get("parallel_attn", otherwise=True) else 2
+
+
+def _expert_vectors(fields: Fields, shape: ModelShape) -> int:
+    if shape.experts is None:
+        return 0
+    model_type = fields.get("model_type")
+    if model_type == "gpt_oss":  # biases of router and experts, and a sink for each head
+        each = 2 * shape.experts.ffn + shape.hidden + 1
+        return shape.expert_layers * shape.experts.count * each + shape.layers * shape.heads
+    # A token's share of the shared expert comes from a product with one vector.
+    return shape.expert_layers * shape.hidden if model_type in _SHARED_GATE else 0
+
+
+def _outer_vectors(fields: Fields, family: Family, shape: ModelShape, head: Head) -> int:
+    """Norms and biases outside the blocks, token types, poolers and heads for labels."""
+    hidden = shape.hidden
+    norm = family.norm_vectors * hidden
+    total = norm * (family.final_norm + family.embedding_norm)
+    if head == "tokens" and fields.flag(family.head_bias):
+        total += shape.vocab
+    if family.kind != "encoder":
+        return total
+    total += fields.number("type_vocab_size", 0) * hidden
+    if head == "tokens":  # a transformation before the product with the vocabulary
+        bias = 0 if fields.get("model_type") == "modernbert" else hidden
+        return total + bias + norm + shape.vocab
+    has_pooler = head == "labels" or fields.get("model_type") != "distilbert"
+    pooler = hidden * (hidden + 1) * has_pooler
+    labels = len(fields.get("id2label") or ()) or fields.number("num_labels", 2)
+    return total + pooler + (labels * (hidden + 1) if head == "labels" else 0)
+
+
+def _vision(fields: Fields, family: Family, head: Head) -> ModelShape:
+    hidden = fields.need("hidden", "expected the width of the hidden state")
+    heads = fields.need("heads", "expected the number of attention heads")
+    layers = fields.need("layers", "expected the number of blocks")
+    patch, image = fields.number("patch_size", 0), fields.number("image_size", 0)
+    if not patch or not image or image < patch:
+        raise ModelError(
+            f"{fields.where}: 'image_size' is {image} and 'patch_size' {patch}; expected the sides "
+            "of an image and of its patches, in pixels."
+        )
+    classes = len(fields.get("id2label") or ()) or fields.number("num_labels", 2)
+    patches = (image // patch) ** 2
+    ratio = fields.number("mlp_ratio", 4)
+    shape = ModelShape(
+        name=str(fields.get("_name_or_path") or fields.get("model_type") or "vision"),
+        kind="vision",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=fields.size("ffn", ratio * hidden),
+        gated=family.gated,
+        headless=True,
+        positions=patches + 1,
+        other_matrices=fields.number("num_channels", 3) * patch * patch * hidden,
+        tokens_per_sample=patches + 1,
+        causal=False,
+    )
+    others = _block_vectors(fields, family, shape)
+    norm = family.norm_vectors * hidden
+    others += norm * (family.final_norm + family.embedding_norm)
+    others += 2 * hidden  # the first token, and the bias of the patches
+    is_dino = fields.get("model_type") == "dinov2"  # its head sees the mean of the patches too
+    others += is_dino * hidden
+    if head == "none":
+        others += 0 if is_dino else hidden * (hidden + 1)
+    else:
+        others += classes * ((1 + is_dino) * hidden + 1)
+    return shape.model_copy(update={"other_parameters": others})
+
+
+def _encoder_decoder(fields: Fields, family: Family) -> ModelShape:
+    encoder = fields.need("layers", "expected the number of blocks of the encoder")
+    decoder = fields.size("decoder_layers", encoder)
+    hidden = fields.need("hidden", "expected the width of the hidden state")
+    heads = fields.need("heads", "expected the number of attention heads")
+    tied = bool(fields.get("tie_word_embeddings", otherwise=False))
+    shape = ModelShape(
+        name=str(fields.get("_name_or_path") or fields.get("model_type") or "model"),
+        kind="encoder-decoder",
+        layers=encoder + decoder,
+        decoder_layers=decoder,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=fields.size("head_dim", 0),
+        ffn=fields.need("ffn", "expected the inner width of the MLP"),
+        gated=is_gated(fields, family),
+        vocab=fields.need("vocab", "expected the number of tokens of the vocabulary"),
+        tied=tied,
+        positions=2 * count_positions(fields, family),
+    )
+    others = _block_vectors(fields, family, shape)
+    width, norm = shape.heads * shape.width_per_head, family.norm_vectors * hidden
+    across = norm + fields.flag(family.qkv_bias) * 3 * width + fields.flag(family.out_bias) * hidden
+    others += decoder * across
+    others += 2 * norm * (family.final_norm + family.embedding_norm)
+    others += 2 * fields.number("relative_attention_num_buckets", 0) * heads
+    return shape.model_copy(update={"other_parameters": others})

@@ -1,0 +1,233 @@
+"""What a probe measured of a machine, and what follows from it for work of any size. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import ConfigDict, ValidationError
+
+from yunlu.core.value import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import ArrayLike, NDArray
+
+Kind = Literal[
+    "product",
+    "convolution",
+    "convolution_back",
+    "attention",
+    "stream",
+    "function",
+    "random",
+    "update",
+]
+"""What operators are alike in: products, convolutions and attention (sized by FLOPs); sums and copies,
+functions such as exp, drawn numbers, and the optimiser's update (sized by bytes)."""
+
+VERSION = 1
+FOLDER = "probe"
+"""Below the settings' cache: one file for each host."""
+_SMALLEST = 1e-12
+
+
+class Figures(Value):
+    """Values that no one writes by hand: without the docstrings in a schema they load faster."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
+class Pace(Figures):
+    """How long one operator of a kind takes, by its size."""
+
+    kind: Kind
+    precision: str = "fp32"
+    threads: int
+    sizes: tuple[float, ...]
+    """FLOPs or bytes of one call, ascending."""
+    seconds: tuple[float, ...]
+    """The best of several trials of each."""
+    spread: float
+    """By how much the median trial is slower than the best, as a share; the median over sizes."""
+
+    def seconds_at(self, size: ArrayLike) -> NDArray[np.float64]:
+        """Between two sizes a power law; beyond the largest in proportion, below the smallest the same."""
+        asked = np.asarray(size, dtype=np.float64)
+        inside = np.clip(asked, self.sizes[0], self.sizes[-1])
+        found = np.exp(np.interp(np.log(inside), np.log(self.sizes), np.log(self.seconds)))
+        return found * np.maximum(asked / self.sizes[-1], 1.0)
+
+    @property
+    def best_rate(self) -> float:
+        """FLOPs or bytes per second at the size that does best."""
+        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
+
+    @property
+    def call_s(self) -> float:
+        """What even the smallest takes."""
+        return self.seconds[0]
+
+
+class MessageTime(Figures):
+    """An exchange between two workers takes ``message_s + bytes / bytes_per_s``."""
+
+    message_s: float
+    bytes_per_s: float
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    """What the two were fitted to."""
+
+
+class LinkFigures(Figures):
+    """What carries bytes between two workers of this machine."""
+
+    backend: Literal["gloo", "nccl"]
+    all_reduce: MessageTime
+    send: MessageTime
+    """From one to the other, one way."""
+
+
+class DiskFigures(Figures):
+    """A file written, flushed and read again where runs live."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    """Likely from memory where the system would not let go of the file."""
+
+
+class StartFigures(Figures):
+    """What a worker takes before it has read a single sample."""
+
+    torch_s: float
+    """Until Python has imported torch."""
+    worker_s: float
+    """Until all is imported that a worker needs."""
+    cpu_s: float
+    """Of this, computing: the rest waited for the disk or for others."""
+    resident_bytes: float
+
+
+class Probed(Figures):
+    """The figures of one machine, as one torch and so many threads see it."""
+
+    version: Literal[1] = VERSION
+    at: float
+    """Seconds since the epoch."""
+    took_s: float
+    is_quick: bool
+    """Only what a plan needs at once: no link, no disk, no start."""
+    host: str
+    kind: Literal["cpu", "cuda", "mps"]
+    device: str
+    devices: int = 1
+    """How many alike this machine has; a CPU is one."""
+    cores: int
+    memory_bytes: int
+    """Of one device."""
+    threads: int
+    """As many as torch takes by itself."""
+    torch: str
+    paces: tuple[Pace, ...]
+    memory_bytes_per_s: float
+    """Read and written by a sum of two large arrays into a third, all threads together."""
+    call_s: float
+    """One operator of a model that computes next to nothing, both passes, Python included."""
+    mixed: float = 1.0
+    """What operators took in a small model, over what they took alone."""
+    mixed_convolutions: float = 1.0
+    """The same of convolutions."""
+    link: LinkFigures | None = None
+    disk: DiskFigures | None = None
+    start: StartFigures | None = None
+
+    def pace(self, kind: Kind, *, threads: int, precision: str = "fp32") -> Pace | None:
+        """The one measured with as many threads, or else with the nearest number of them."""
+        alike = [each for each in self.paces if each.kind == kind and each.precision == precision]
+        return min(alike, key=lambda each: abs(each.threads - threads), default=None)
+
+    def products_per_s(self, precision: str) -> float | None:
+        """FLOP/s of large matrix products with whatever threads are best."""
+        rates = [
+            each.best_rate
+            for each in self.paces
+            if each.kind == "product" and each.precision == precision
+        ]
+        return max(rates, default=None)
+
+    def knows(self, threads: int) -> bool:
+        """Whether work of so many threads was measured; a GPU does not care."""
+        return self.kind != "cpu" or any(each.threads == threads for each in self.paces)
+
+    @property
+    def identity(self) -> tuple[str, str, str, int]:
+        """Another measurement of the same replaces this one."""
+        return self.kind, self.device, self.torch, self.threads
+
+    @property
+    def name(self) -> str:
+        """What calibration and catalog call the device: a processor by its name and cores."""
+        if self.kind == "cpu":
+            return f"{self.device} ({self.cores} cores)"
+        return self.device
+
+
+class _Stored(Figures):
+    probes: tuple[Probed, ...]
+
+
+def parse_probes(text: bytes | str) -> tuple[Probed, ...]:
+    """What a file holds; nothing where it is torn or of another version."""
+    try:
+        return _Stored.model_validate_json(text).probes
+    except ValidationError:
+        return ()
+
+
+def dump_probes(probes: Iterable[Probed]) -> bytes:
+    """A file's content."""
+    return _Stored(probes=tuple(probes)).model_dump_json(indent=1).encode()
+
+
+def with_probe(probes: Iterable[Probed], new: Probed) -> tuple[Probed, ...]:
+    """The new one among the others; a quick one never replaces a whole one."""
+    before = [each for each in probes if each.identity == new.identity]
+    if new.is_quick and any(not each.is_quick for each in before):
+        return tuple(probes)
+    return (*(each for each in probes if each.identity != new.identity), new)
+
+
+def choose_probe(
+    probes: Iterable[Probed], *, torch: str | None = None, threads: int | None = None
+) -> Probed | None:
+    """The one that fits best: of an accelerator rather than a processor, of the torch, whole, newest."""
+    return max(
+        probes,
+        key=lambda each: (
+            each.kind != "cpu",
+            torch is None or each.torch == torch,
+            not each.is_quick,
+            threads is None or each.threads == threads,
+            each.at,
+        ),
+        default=None,
+    )
+
+
+def fit_message_time(sizes: Iterable[float], seconds: Iterable[float]) -> MessageTime:
+    """Latency and bandwidth by least squares of the relative error, neither below zero."""
+    bytes_, spans = np.asarray(tuple(sizes)), np.asarray(tuple(seconds))
+    # Relative: else the largest message alone would decide, and latency be what is left over.
+    rows = np.stack([np.ones_like(bytes_), bytes_], axis=1) / spans[:, None]
+    (alpha, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(spans), rcond=None)
+    if alpha <= 0:
+        alpha, per_byte = 0.0, float((rows[:, 1] @ np.ones_like(spans)) / (rows[:, 1] @ rows[:, 1]))
+    if per_byte <= 0:
+        alpha, per_byte = float(rows[:, 0].sum() / (rows[:, 0] @ rows[:, 0])), 0.0
+    return MessageTime(
+        message_s=float(alpha),
+        bytes_per_s=1 / max(float(per_byte), _SMALLEST),
+        sizes=tuple(bytes_.tolist()),
+        seconds=tuple(spans.tolist()),
+    )

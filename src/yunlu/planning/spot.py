@@ -1,0 +1,22 @@
+"""What it costs that a cloud may take its machines back. Pure.
+
+The rates are assumptions, not measurements: clouds publish none by the hour. Those of the large clouds
+are of the order of the monthly and daily shares that they tell; where capacity is resold, more.
+"""
+
+from __future__ import annotations
+
+RATES_PER_HOUR = {"aws": 0.01, "gcp": 0.01, "azure": 0.01, "runpod": 0.03, "vast": 0.05}
+"""How often one node is taken back."""
+USUAL_RATE_PER_HOUR = 0.02
+RECOVERY_S = 420.0
+"""Until another node has taken its place and the last checkpoint is loaded."""
+START_S = 300.0
+"""From the order of a machine in a cloud to the first step: it is found, booted, filled."""
+START_HERE_S = 15.0
+
+
+def lost_share(cloud: str, *, nodes: float, checkpoint_s: float) -> float:
+    """Of each hour, what interruptions take: the way back, and half of what lies between checkpoints."""
+    rate = RATES_PER_HOUR.get(cloud, USUAL_RATE_PER_HOUR) * nodes
+    return rate * (RECOVERY_S + checkpoint_s / 2) / 3600.0

@@ -1,0 +1,141 @@
+"""Time two workers of this machine that exchange arrays, and one that only starts.
+
+``python -m yunlu.training.probing.links STORE`` is the second worker: it says how long it took to
+start, then answers until the first is done.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from yunlu.core.settings import worker_environment
+from yunlu.planning.probed import LinkFigures, StartFigures, fit_message_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+ROUNDS = 12
+_TIMEOUT_S = 60
+_DROPPED = 2
+"""The first rounds of each size connect and allocate."""
+
+
+def measure_start_and_link(
+    sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
+) -> tuple[StartFigures, LinkFigures]:
+    """Start a second worker, then exchange arrays with it."""
+    with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
+        store = str(Path(directory) / "store")
+        began_at = time.time()
+        command = [sys.executable, "-m", "yunlu.training.probing.links", store]
+        words = [*command, json.dumps(list(sizes)), str(rounds)]
+        with subprocess.Popen(  # noqa: S603 - our own module
+            words, stdout=subprocess.PIPE, text=True, env=worker_environment()
+        ) as child:
+            try:
+                assert child.stdout is not None
+                said: dict[str, float] = json.loads(child.stdout.readline() or "{}")
+                link = exchange(0, store, sizes, rounds)
+                child.wait(_TIMEOUT_S)
+            finally:
+                child.kill()
+        assert link is not None
+    start = StartFigures(
+        torch_s=said["torch_at"] - began_at,
+        worker_s=said["worker_at"] - began_at,
+        cpu_s=said["cpu_s"],
+        resident_bytes=said["resident_bytes"],
+    )
+    return start, link
+
+
+def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFigures | None:
+    """Both workers call this; the first gets the figures."""
+    is_gpu = torch.cuda.device_count() > 1
+    backend = "nccl" if is_gpu else "gloo"
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    try:
+        sums_s: list[float] = []
+        sends_s: list[float] = []
+        for size in sizes:
+            array = torch.zeros(max(size // 4, 1), device=device)
+            sums_s.append(_best(partial(dist.all_reduce, array), rounds, device))
+            # There and back again, of which one way is half.
+            there_s = _best(partial(_send_and_return, array, rank), rounds, device)
+            sends_s.append(there_s / 2)
+    finally:
+        dist.destroy_process_group()
+    if rank:
+        return None
+    return LinkFigures(
+        backend=backend,
+        all_reduce=fit_message_time(sizes, sums_s),
+        send=fit_message_time(sizes, sends_s),
+    )
+
+
+def _send_and_return(array: torch.Tensor, rank: int) -> None:
+    for sender in (0, 1):
+        if rank == sender:
+            dist.send(array, 1 - rank)
+        else:
+            dist.recv(array, 1 - rank)
+
+
+def _best(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
+    spans: list[float] = []
+    for _ in range(rounds + _DROPPED):
+        dist.barrier()
+        started_at = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spans.append(time.perf_counter() - started_at)
+    return min(spans[_DROPPED:])
+
+
+def main(store: str, sizes: str, rounds: str) -> int:
+    """The second worker."""
+    torch_at = time.time()
+    import_module("yunlu.training.worker")  # what every worker loads
+    worker_at = time.time()
+    import_module("torch.utils.tensorboard")
+    layer = torch.nn.Linear(64, 64)
+    layer(torch.randn(64, 64)).sum().backward()  # kernels take memory of their own
+    process = psutil.Process()
+    spent = process.cpu_times()
+    said = {
+        "torch_at": torch_at,
+        "worker_at": worker_at,
+        "cpu_s": spent.user + spent.system,
+        "resident_bytes": process.memory_info().rss,
+    }
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    exchange(1, store, json.loads(sizes), int(rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

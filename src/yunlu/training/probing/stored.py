@@ -1,0 +1,79 @@
+"""What was measured before: the machine's figures, and what runs have taught about them."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from yunlu.core.files import write_atomically
+from yunlu.core.settings import read_settings
+from yunlu.planning import calibration as learnt
+from yunlu.planning.probed import FOLDER, choose_probe, dump_probes, parse_probes, with_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from yunlu.catalog.machine import Machine
+    from yunlu.planning.calibration import Calibration
+    from yunlu.planning.probed import Probed
+
+
+_OWN_LOAD = 0.5
+"""What a worker that started some seconds ago is in that mean, and what any machine does besides."""
+
+
+def probe_file() -> Path:
+    """Where the figures of this host are kept."""
+    return read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
+
+
+def recall_probe(machine: Machine) -> Probed | None:
+    """What was measured of the best device with the torch and the threads at hand."""
+    device, threads = machine.best_device, torch.get_num_threads()
+    wanted = device.kind, device.name, torch.__version__
+    try:
+        probes = parse_probes(probe_file().read_bytes())
+    except OSError:
+        return None
+    alike = [each for each in probes if each.identity[:3] == wanted and each.knows(threads)]
+    return choose_probe(alike, threads=threads)
+
+
+def keep_probe(probed: Probed) -> None:
+    """Store it among those of other devices and versions; without a place for it, do nothing."""
+    path = probe_file()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path):
+            before = parse_probes(path.read_bytes()) if path.exists() else ()
+            write_atomically(path, dump_probes(with_probe(before, probed)))
+
+
+@contextmanager
+def _alone(path: Path) -> Generator[None]:
+    """Two that store at the same time must not lose what the other found."""
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def load_of_others(machine: Machine) -> float:
+    """How many cores others keep busy, by the system's mean of the last minute; a GPU is one's own."""
+    if machine.best_device.kind != "cpu":
+        return 0.0
+    return max(psutil.getloadavg()[0] - _OWN_LOAD, 0.0)
+
+
+def recall_calibration() -> Calibration:
+    """What runs have taught; nothing where there were none."""
+    try:
+        text = (read_settings().cache / learnt.FILE).read_bytes()
+    except OSError:
+        return learnt.Calibration()
+    return learnt.parse_calibration(text)

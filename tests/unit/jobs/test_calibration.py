@@ -1,0 +1,161 @@
+"""This machine in the catalog, and what finished runs teach about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.unit.planning.test_planner import job
+from tests.unit.planning.test_probed import planned, probe
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import calibration as known
+from yunlu.jobs.report import build_report, write_report
+from yunlu.planning.plan import Measured
+from yunlu.planning.probed import FOLDER, dump_probes
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("YUNLU_CACHE", str(cache))
+    return cache
+
+
+def store_probe(cache: Path, **changes: object) -> None:
+    folder = cache / FOLDER
+    folder.mkdir(parents=True)
+    fields = {"torch": metadata.version("torch"), **changes}
+    (folder / f"{socket.gethostname()}.json").write_bytes(dump_probes([probe(**fields)]))
+
+
+def finished_run(home: Path, name: str, *, slower: float = 1.5, state: str = "finished") -> RunDir:
+    """As a worker leaves it, with steps that took longer than foretold."""
+    path = home / name
+    path.mkdir(parents=True)
+    run, plan = RunDir(path), planned()
+    assert plan.foretold is not None
+    run.job.write_text(job().model_dump_json())
+    run.plan.write_text(plan.model_dump_json())
+    measured = Measured(
+        memory_bytes=plan.foretold.raw["memory_bytes"],
+        step_s=slower * plan.foretold.raw["step_s"],
+        samples_per_s=10.0,
+        total_s=60.0,
+        dollars=None,
+    )
+    for each in ("planning", "running"):
+        run.emit(EventKind.STATE, state=each)
+    run.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
+    run.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
+    run.emit(EventKind.STATE, state=state)
+    return run
+
+
+def test_a_machine_that_was_never_probed_is_no_offer() -> None:
+    assert known.this_machine() is None
+
+
+def test_a_torn_probe_is_as_none(own_cache: Path) -> None:
+    store_probe(own_cache)
+    path = own_cache / FOLDER / f"{socket.gethostname()}.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert known.stored_probe() is None
+
+
+def test_this_machine_is_a_device_and_an_offer_without_a_price(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_probe(own_cache)
+    found = known.this_machine()
+    assert found is not None
+    device, offer = found
+    assert (offer.cloud, offer.device, offer.devices) == ("here", device.name, 1)
+    assert offer.dollars_per_hour == 0.0
+    assert device.peak_flops == {"fp32": pytest.approx(4e9, rel=0.01)}
+    assert device.memory_bytes_per_s == 1e10
+    assert "yunlu probe" in device.source("peak_flops.fp32")
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "1.25")
+    assert known.offer_of(probe()).dollars_per_hour == 1.25
+
+
+def test_a_finished_run_teaches_once_however_often_its_report_is_written(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "home", "one")
+    write_report(run)
+    first = known.read_calibration()
+    assert {each.quantity for each in first.figures} == {"step_s", "memory_bytes"}
+    assert first.belief("test (4 cores)").factor > 1.1
+    write_report(run)
+    assert known.read_calibration() == first
+
+
+def test_runs_that_ended_without_a_report_are_found(own_home: Path) -> None:
+    for name in ("a", "b"):
+        finished_run(own_home, name)
+    finished_run(own_home, "failed", state="failed")
+    assert known.read_calibration().figures == ()
+    found = known.read_calibration(refresh=True)
+    assert {Path(each.run).name for each in found.figures} == {"a", "b"}
+
+
+def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_path: Path) -> None:
+    shrunk = finished_run(tmp_path, "shrunk")
+    shrunk.emit(EventKind.OUT_OF_MEMORY, step=1, micro_batch=1, message="")
+    old = finished_run(tmp_path, "old")
+    lines = [json.loads(line) for line in old.events.read_text().splitlines()]
+    for line in lines:
+        line["data"].pop("foretold", None)
+    old.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = finished_run(tmp_path, "other")
+    other.events.write_text(other.events.read_text().replace('"version": 1', '"version": 0'))
+    assert known.learn_from([shrunk, old, other]) == 0
+
+
+def test_what_deleted_runs_taught_can_be_dropped(tmp_path: Path) -> None:
+    runs = [finished_run(tmp_path, name) for name in ("kept", "gone")]
+    assert known.learn_from(runs) == 2
+    shutil.rmtree(runs[1].path)
+    assert known.forget_deleted() == 1
+    assert {Path(each.run).name for each in known.read_calibration().figures} == {"kept"}
+    assert known.forget_deleted() == 0
+
+
+def test_runs_that_end_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    runs = [finished_run(tmp_path, f"r{i}") for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda run: known.learn_from([run]), runs))
+    assert len({each.run for each in known.read_calibration().figures}) == 8
+
+
+def test_a_place_that_cannot_be_written_is_said_and_no_report_fails_for_it(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    run = finished_run(tmp_path, "one")
+    own_cache.write_text("a file where the folder should be")
+    with pytest.raises(StoreError, match="cannot be written"):
+        known.learn_from([run])
+    assert write_report(run).state == "finished"
+
+
+def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, "one", slower=1.05)
+    report = build_report(run)
+    step = report.comparison("step_s")
+    assert report.plan is not None
+    assert report.plan.foretold is not None
+    assert step.foretold == report.plan.foretold.step_s
+    assert step.predicted == report.plan.prediction.step_s
+    assert step.measured == pytest.approx(1.05 * report.plan.foretold.raw["step_s"])
+    assert step.interval == report.plan.foretold.intervals["step_s"]
+    assert step.inside is True
+    assert (
+        build_report(finished_run(tmp_path, "two", slower=9.0)).comparison("step_s").inside is False
+    )
+    unfinished = build_report(finished_run(tmp_path, "three", state="stopped"))
+    assert unfinished.comparison("total_s").inside is None

@@ -1,0 +1,320 @@
+"""From a job to its options: what is counted, what is assumed, what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from yunlu.catalog.catalog import CatalogError
+from yunlu.core.errors import DataError
+from yunlu.core.settings import read_settings
+from yunlu.jobs.amounts import block_length, count_amounts
+from yunlu.jobs.outlook import foresee, look_ahead
+from yunlu.jobs.outlook_plot import draw_outlook, find_front
+from yunlu.planning.calibration import Calibration, RunFigure
+from yunlu.planning.guess import name_work
+from yunlu.planning.options import PlanError
+from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
+from yunlu.spec.job import Job
+from yunlu.spec.load import load_job
+
+
+def make_job(**parts: Any) -> Job:
+    plain = {
+        "task": "language-modeling",
+        "model": "hf:meta-llama/Llama-3.2-1B",
+        "data": {"train": "nowhere.txt", "tokens": 100_000_000, "max_length": 1024},
+        "train": {"batch": 64, "epochs": 1},
+        "goal": {"gpu": ["A100-80GB", "L4"], "cloud": ["aws", "gcp", "lambda"], "max_devices": 8},
+    }
+    return Job.model_validate({**plain, **parts})
+
+
+def tabular(source: str, **data: Any) -> Job:
+    told = {"task": "tabular-classification", "model": "mlp", "data": {"train": source, **data}}
+    return Job.model_validate(told)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A machine that was probed: slow, but here."""
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
+    pace = Pace(kind="product", threads=2, sizes=(1e6, 1e9), seconds=(1e-4, 1e-2), spread=0.0)
+    figures = Probed(
+        at=time.time(),
+        took_s=1.0,
+        is_quick=True,
+        host=socket.gethostname(),
+        kind="cpu",
+        device="Old Faithful",
+        cores=2,
+        memory_bytes=8 * 2**30,
+        threads=2,
+        torch="2.13.0",
+        paces=(pace,),
+        memory_bytes_per_s=1e10,
+        call_s=1e-5,
+    )
+    path = read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(dump_probes([figures]))
+    return figures.name
+
+
+def test_options_are_within_what_the_goal_allows() -> None:
+    options = foresee(make_job(), top=5)
+    assert len(options) >= 2
+    for option in options:
+        hardware = option.hardware
+        assert hardware.device in {"A100-80GB", "L4"}
+        assert hardware.cloud in {"aws", "gcp", "lambda"}
+        assert hardware.devices <= 8
+        assert not hardware.spot
+        assert option.layout.world == hardware.devices
+        assert option.batch == 64
+        assert option.steps == round(100_000_000 / 1024 / 64)
+        assert option.tokens_per_s is not None
+    assert not options.problems
+
+
+def test_spot_machines_come_only_where_they_are_allowed() -> None:
+    goal = {"gpu": ["A100-80GB"], "spot": True, "objective": "cost", "max_devices": 8}
+    assert foresee(make_job(goal=goal)).best.hardware.spot
+
+
+def test_evaluation_and_start_up_are_in_the_time() -> None:
+    never = foresee(make_job(train={"batch": 64, "epochs": 1, "evaluate": "never"})).best
+    often = foresee(make_job()).best
+    assert often.total_parts["evaluation"] > never.total_parts["evaluation"] > 0
+    assert often.total_parts["start_up"] > 0
+
+
+def test_the_layout_of_the_job_is_kept() -> None:
+    options = foresee(make_job(layout="dp2 x tp2"))
+    assert {str(option.layout) for option in options} == {"dp2 x tp2"}
+    pinned = foresee(make_job(train={"batch": 64, "steps": 10, "recompute": "full",
+                                     "precision": "bf16", "micro_batch": 2}))  # fmt: skip
+    for option in pinned:
+        assert (option.recompute, option.precision, option.micro_batch) == ("full", "bf16", 2)
+
+
+def test_an_option_can_be_pinned_in_its_job(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(make_job().model_dump_json())
+    for option in foresee(make_job(), top=4):
+        changed = option.replace(tp=2) if option.hardware.devices_per_node > 1 else option
+        job = load_job(path, overrides=changed.overrides)
+        assert job.devices == changed.layout.world
+        again = foresee(job, top=1).best
+        assert again.layout.world == changed.layout.world
+        assert (again.layout.tp, again.layout.sequence) == (
+            changed.layout.tp,
+            changed.layout.tp > 1,
+        )
+        assert again.micro_batch == changed.micro_batch
+
+
+def test_what_yunlu_cannot_split_is_not_split() -> None:
+    lora = make_job(model={"name": "hf:meta-llama/Llama-3.2-1B", "adapter": "lora"})
+    for option in foresee(lora, top=5):
+        assert (option.layout.tp, option.layout.pp) == (1, 1)
+    released = {"batch": 8, "steps": 10, "gradient_release": True, "clip": None}
+    for option in foresee(make_job(train=released), top=5):
+        assert option.layout.is_single
+
+
+def test_an_open_batch_grows_up_to_what_still_teaches_and_the_rate_follows() -> None:
+    options = foresee(make_job(train={"epochs": 1}))
+    assert options.best.batch > 32
+    assert options.best.lr_scaling == "sqrt"
+    assert options.best.lr_factor == pytest.approx((options.best.batch / 32) ** 0.5)
+    goal = {"gpu": ["A100-80GB"], "max_batch": 64, "max_devices": 8}
+    assert foresee(make_job(train={"epochs": 1}, goal=goal)).best.batch <= 64
+    sgd = make_job(train={"epochs": 1, "optimizer": "sgd"})
+    assert foresee(sgd).best.lr_scaling == "linear"
+    assert foresee(make_job()).best.lr_factor == 1.0
+
+
+def test_steps_need_no_count_of_samples() -> None:
+    job = make_job(data={"train": "nowhere.txt", "max_length": 1024},
+                   train={"steps": 100, "batch": 64})  # fmt: skip
+    options = foresee(job)
+    assert options.best.steps == 100
+    assert any("data.samples" in note for note in options.notes)
+    with pytest.raises(DataError, match=r"data\.train") as caught:
+        foresee(make_job(data={"train": "nowhere.txt", "max_length": 1024}))
+    assert "data.samples or data.tokens" in (caught.value.hint or "")
+
+
+def test_a_budget_nothing_meets_comes_with_advice() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.05, "max_devices": 8}
+    options = foresee(make_job(goal=goal))
+    assert options.problems[0].startswith("goal.budget: nothing fits $0.05")
+    assert any(problem.startswith("To change: ") for problem in options.problems[1:])
+    assert options.best.dollars is not None
+    assert options.best.dollars.value > 0.05
+
+
+def test_a_deadline_may_be_met_with_more_devices() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "max_devices": 8}
+    slow = foresee(make_job(goal=goal | {"objective": "time"})).best.total_s.value
+    deadline = f"{round(slow * 0.8)}s"
+    options = foresee(make_job(goal=goal | {"deadline": deadline}))
+    assert options.problems[0].startswith("goal.deadline: ")
+    assert any("--max-devices 64" in problem for problem in options.problems)
+
+
+@pytest.mark.parametrize(
+    ("goal", "error", "said"),
+    [
+        ({"gpu": ["H1000"]}, CatalogError, "there is no device 'H1000'"),
+        ({"cloud": ["awss"]}, CatalogError, "did you mean 'aws'"),
+        ({"gpu": ["A100-80GB"], "cloud": ["aws"], "region": ["moon"]}, CatalogError, "'moon'"),
+        ({"cloud": ["here"]}, PlanError, "not been probed"),
+    ],
+)
+def test_hardware_that_does_not_exist_is_named_with_the_choices(
+    goal: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(error) as caught:
+        foresee(make_job(goal=goal))
+    assert said in str(caught.value)
+
+
+def test_a_micro_batch_that_cannot_divide_is_refused_with_those_that_can() -> None:
+    with pytest.raises(PlanError, match=r"train\.micro_batch: 3 does not divide") as caught:
+        foresee(make_job(train={"batch": 16, "steps": 5, "micro_batch": 3}))
+    assert "1, 2, 4, 8, 16" in (caught.value.hint or "")
+
+
+def test_a_model_too_large_for_what_is_allowed_says_what_would_help() -> None:
+    goal = {"gpu": ["L4"], "max_devices": 2}
+    with pytest.raises(PlanError, match="times its memory") as caught:
+        foresee(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal))
+    assert "model.adapter: lora" in (caught.value.hint or "")
+
+
+def test_what_needs_more_devices_than_usual_gets_them() -> None:
+    goal = {"gpu": ["L4"], "cloud": ["gcp"]}
+    options = foresee(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal), top=1)
+    assert options.best.hardware.devices > 64
+    assert any("cannot hold the model" in note for note in options.notes)
+
+
+def test_huawei_has_no_price_and_the_user_is_told_how_to_set_one() -> None:
+    options = foresee(make_job(goal={"cloud": ["huawei"], "max_devices": 8}))
+    assert all(option.dollars is None for option in options)
+    assert "price unknown" in options.best.reason
+    assert any("yunlu catalog add" in note for note in options.notes)
+
+
+def test_this_machine_is_an_option_once_it_is_probed(probed: str) -> None:
+    small = {
+        "data": {"train": "nowhere.txt", "samples": 100, "max_length": 16},
+        "model": {"name": "transformer", "args": {"width": 32, "layers": 1}},
+        "train": {"epochs": 1, "batch": 16},
+    }
+    small["data"]["tokenizer"] = "bytes"  # type: ignore[index]
+    best = foresee(make_job(**small, goal={})).best
+    assert (best.hardware.cloud, best.hardware.device) == ("here", probed)
+    assert best.dollars is not None
+    assert best.dollars.value == 0
+    assert "here" not in {each.hardware.cloud for each in foresee(make_job(**small))}
+    here = foresee(make_job(**small, goal={"cloud": "here"}))
+    assert len(here) == 1
+    assert not here.notes
+
+
+def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> None:
+    small = make_job(
+        data={"train": "nowhere.txt", "samples": 100, "max_length": 16, "tokenizer": "bytes"},
+        model={"name": "transformer", "args": {"width": 32, "layers": 1}},
+        train={"epochs": 1, "batch": 16},
+        goal={"cloud": "here"},
+    )
+    before = foresee(small).best
+    figures = [
+        RunFigure(
+            run="a-run",
+            at=1.0,
+            quantity=quantity,
+            device=probed,
+            stack="yunlu",
+            precision="fp32",
+            work=name_work(small),
+            predicted=1.0,
+            measured=measured,
+        )
+        for quantity, measured in (("step_s", 0.5), ("memory_bytes", 3e8))
+    ]
+    path = read_settings().cache / "calibration.json"
+    path.write_text(Calibration(figures=tuple(figures)).model_dump_json())
+    after = foresee(small).best
+    assert before.step_s.value != pytest.approx(0.5)
+    assert after.step_s.value == pytest.approx(0.5)
+    assert after.memory_bytes.value == pytest.approx(3e8)
+
+
+def test_samples_are_counted_at_a_glance(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n" + "1,2\n" * 100)
+    amounts = count_amounts(tabular(str(table)), seq=1)
+    assert (amounts.train, amounts.validation, amounts.test) == (80, 10, 10)
+    assert count_amounts(tabular(str(table), limit=7), seq=1).train == 7
+    lines = tmp_path / "t.jsonl"
+    lines.write_text("\n".join(json.dumps({"a": i}) for i in range(50)))
+    split = {"validation": 0, "test": 0}
+    assert count_amounts(tabular(str(lines), split=split), seq=1).train == 50
+    held = tmp_path / "v.jsonl"
+    held.write_text("{}\n" * 5)
+    both = count_amounts(tabular(str(lines), validation=str(held), test=str(held)), seq=1)
+    assert (both.train, both.validation, both.test) == (50, 5, 5)
+    np.save(tmp_path / "x.npy", np.zeros((30, 4)))
+    assert count_amounts(tabular(str(tmp_path / "x.npy"), split=split), seq=1).train == 30
+    folder = tmp_path / "images"
+    (folder / "cat").mkdir(parents=True)
+    for number in range(6):
+        (folder / "cat" / f"{number}.png").write_bytes(b"")
+    (folder / "README").write_text("pictures of a cat")
+    assert count_amounts(tabular(str(folder), split=split), seq=1).train == 6
+    assert count_amounts(tabular("sklearn:iris"), seq=1).train == 120
+    assert count_amounts(tabular("made:spoken-words"), seq=1).train == 448
+
+
+def test_a_text_is_counted_in_blocks_of_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("x" * 10_000)
+    job = make_job(data={"train": str(text), "tokenizer": "bytes", "split": {"test": 0}})
+    assert block_length(job) == 128
+    assert count_amounts(job, seq=128).train == 78 - 8
+    hinted = make_job(data={"train": "s3://bucket/x", "tokens": 1_000_000})
+    assert count_amounts(hinted, seq=1000).train == 1000
+    with pytest.raises(DataError, match="cannot be counted"):
+        count_amounts(make_job(data="s3://bucket/x"), seq=128)
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    dots = [(1.0, 9.0, "a"), (2.0, 5.0, "b"), (2.5, 6.0, "c"), (4.0, 1.0, "d"), (5.0, 1.0, "e")]
+    assert [name for _, _, name in find_front(dots)] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    outlook = look_ahead(make_job(), top=2, everything=True)
+    path = tmp_path / f"out.{suffix}"
+    draw_outlook(outlook, path, title="a <job>")
+    content = path.read_bytes()
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[suffix]
+    assert content.startswith(begins)
+    if suffix == "html":
+        assert b"a &lt;job&gt;" in content
+        assert str(outlook.options.best.hardware).encode() in content

@@ -1,0 +1,172 @@
+"""Rows of tables: read as far as they go, refused with a reason where they say too little."""
+
+from __future__ import annotations
+
+import pytest
+
+from yunlu.catalog.catalog import load_catalog
+from yunlu.planning.foretell.constants import STACKS
+from yunlu.planning.foretell.points import PRECISIONS
+from yunlu.planning.foretell.rows import (
+    foretell_rows,
+    measured_tokens_per_s,
+    precision_of,
+    read_rows,
+    stack_of,
+)
+
+CATALOG = load_catalog()
+ROW = {
+    "source_id": "vtrain_multi",
+    "model": "gpt-h3072-L30",
+    "params": "3551775744",
+    "layers": "30",
+    "hidden": "3072",
+    "heads": "32",
+    "kv_heads": "32",
+    "ffn": "12288",
+    "vocab": "50257",
+    "tied": "1",
+    "seq_len": "2048",
+    "global_batch": "512",
+    "micro_batch": "8",
+    "gpus": "64",
+    "gpu_type": "A100-80GB-SXM",
+    "precision": "fp16",
+    "dp": "64",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "sharding": "zero0",
+    "act_ckpt": "full",
+}
+
+
+def read(**changes: str):
+    return read_rows([{**ROW, **changes}], CATALOG)
+
+
+def test_a_full_row_becomes_one_point() -> None:
+    points = read().points
+    assert (points.dp[0], points.fsdp[0], points.zero[0]) == (64, 1, 0)
+    assert points.parameters[0] == pytest.approx(3.55e9, rel=0.01)
+    assert points.micros[0] == 1
+    assert STACKS[int(points.stack[0])] == "megatron-deepspeed"
+
+
+def test_fully_sharded_replicas_are_shards() -> None:
+    points = read(sharding="full_shard").points
+    assert (points.dp[0], points.fsdp[0], points.zero[0]) == (1, 64, 3)
+
+
+def test_hybrid_shards_stay_in_the_node() -> None:
+    points = read(sharding="hsdp").points
+    assert (points.dp[0], points.fsdp[0], points.zero[0]) == (8, 8, 3)
+
+
+def test_devices_follow_from_the_layout_where_they_are_not_told() -> None:
+    points = read(gpus="", dp="4", tp="8", pp="2").points
+    assert points.devices[0] == 64
+
+
+def test_replicas_follow_from_devices_where_they_are_not_told() -> None:
+    points = read(dp="", tp="8", pp="2").points
+    assert points.replicas[0] == 4
+
+
+def test_the_count_of_weights_tells_a_gated_mlp() -> None:
+    gated = read(
+        params="6738149376", layers="32", hidden="4096", ffn="11008", vocab="32000", tied="0"
+    )
+    assert gated.points.gated[0] == 1
+    assert read().points.gated[0] == 0
+
+
+def test_a_known_name_stands_for_missing_columns() -> None:
+    reading = read(model="Llama-3.1-8B pre-training", layers="", hidden="", params="", vocab="")
+    assert reading.points.hidden[0] == 4096
+    assert reading.points.vocab[0] == 128256
+
+
+def test_lora_trains_few_weights() -> None:
+    points = read(notes="LoRA r=16").points
+    assert points.trainable[0] < 0.05 * points.parameters[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu_type": ""}, "gpu_type is empty"),
+        ({"gpu_type": "Abacus"}, "not in the catalog"),
+        ({"layers": "", "model": "of my own"}, "not a known one"),
+        ({"seq_len": ""}, "seq_len is empty"),
+        ({"tp": "5"}, "does not divide"),
+        ({"precision": "ternary"}, "precision 'ternary'"),
+    ],
+)
+def test_a_row_that_says_too_little_says_what_is_missing(changes, reason) -> None:
+    reading = read(**changes)
+    assert len(reading.points) == 0
+    assert reason in reading.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("amp_bf16", "bf16"),
+        ("", "bf16"),
+        ("mxfp8", "fp8"),
+        ("nvfp4", "fp4"),
+        ("float16", "fp16"),
+        ("FP32", "fp32"),
+    ],
+)
+def test_names_of_precisions(text, name) -> None:
+    assert precision_of(text) == name
+    assert name in PRECISIONS
+
+
+def test_an_unknown_source_has_the_shared_constants() -> None:
+    assert stack_of({"source_id": "somebody"}) == "unknown"
+
+
+def test_cores_of_a_chip_are_devices_of_the_layout() -> None:
+    reading = read(gpu_type="Trainium1", gpus="512", dp="32", tp="32", pp="1", precision="bf16")
+    assert reading.points.devices[0] == 1024
+    assert reading.cores[0] == 2
+
+
+def test_a_power_cap_lowers_the_peak() -> None:
+    full, capped = (read(gpu_type=name).points.peak_flops[0] for name in ("H100", "H100-96GB-500W"))
+    assert 0.7 < capped / full < 0.95
+
+
+def test_measured_pace_comes_from_the_step_where_it_is_not_told() -> None:
+    (pace,) = measured_tokens_per_s([{**ROW, "step_time_s": "4", "tokens_per_s_per_gpu": ""}])
+    assert pace == 512 * 2048 / 4 / 64
+
+
+def test_foretold_rows_keep_their_order_and_their_reasons() -> None:
+    bad = {**ROW, "gpu_type": "Abacus"}
+    first, second, third = foretell_rows([ROW, bad, {**ROW, "seq_len": ""}], CATALOG)
+    assert first["reason"] is None
+    assert (
+        first["tokens_per_s_per_device_p10"]
+        < first["tokens_per_s_per_device"]
+        < first["tokens_per_s_per_device_p90"]
+    )
+    assert first["peak_memory_bytes_p10"] < first["peak_memory_bytes_p90"]
+    assert isinstance(first["fits"], bool)
+    assert "tokens_per_s_per_device" not in second
+    assert "catalog" in second["reason"]
+    assert third["assumed"] == "seq_len 4096"
+
+
+def test_a_published_row_is_foretold_within_its_interval() -> None:
+    (told,) = foretell_rows([ROW], CATALOG)
+    assert told["tokens_per_s_per_device_p10"] * 0.9 < 4593.86
+    assert told["tokens_per_s_per_device_p90"] * 1.1 > 4593.86
+
+
+def test_no_rows_no_answers() -> None:
+    assert foretell_rows([], CATALOG) == []

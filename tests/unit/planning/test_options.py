@@ -1,0 +1,246 @@
+"""Options: what ranks first, what limits do, and what a change by hand gives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planning.test_search import A100, T4, question, rules
+from yunlu.catalog.offer import Offer
+from yunlu.planning.choosing import Ask, choose_options, weigh
+from yunlu.planning.limits import Limits
+from yunlu.planning.options import Option, Options, PlanError
+from yunlu.planning.rigs import HERE, Price
+from yunlu.planning.spot import lost_share
+
+OFFERS = (
+    Offer(
+        "aws", "p4d", "A100", 4, dollars_per_hour=12.0, spot_dollars_per_hour=5.0, regions=("us",)
+    ),
+    Offer("lambda", "a100x4", "A100", 4, dollars_per_hour=8.0, regions=("eu",)),
+    Offer("aws", "g4dn", "T4", 1, dollars_per_hour=0.5, regions=("us",)),
+    Offer("huawei", "t4", "T4", 1),
+)
+RIGS = {"A100": 0, "T4": 1}
+
+
+def make_ask(*, spot: bool = False, offers: tuple[Offer, ...] = OFFERS, **changes: object) -> Ask:
+    prices = [Price(RIGS[offer.device], offer, spot=False) for offer in offers]
+    prices += [
+        Price(RIGS[offer.device], offer, spot=True)
+        for offer in offers
+        if spot and offer.spot_dollars_per_hour
+    ]
+    plain = Ask(
+        question=question(most_devices=16),
+        prices=tuple(prices),
+        objective="balanced",
+        counts_tokens=True,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def choose(ask: Ask, top: int = 3) -> Options:
+    return choose_options(ask, weigh(ask), top=top)
+
+
+def dollars(option: Option) -> float:
+    assert option.dollars is not None
+    return option.dollars.value
+
+
+def test_the_objective_decides() -> None:
+    cheap = choose(make_ask(objective="cost")).best
+    quick = choose(make_ask(objective="time")).best
+    between = choose(make_ask(objective="balanced")).best
+    assert dollars(cheap) <= dollars(between) <= dollars(quick)
+    assert quick.total_s.value <= between.total_s.value <= cheap.total_s.value
+    assert dollars(cheap) < dollars(quick)
+
+
+def test_the_best_few_have_the_cheapest_and_the_fastest_among_them_and_say_so() -> None:
+    options = choose(make_ask(), top=4)
+    reasons = [option.reason for option in options]
+    assert "best balance" in reasons[0]
+    assert any("cheapest" in reason for reason in reasons)
+    assert any("fastest" in reason for reason in reasons)
+    assert len({str(option.hardware) for option in options}) == len(options)
+    assert all(option.reason for option in options)
+
+
+def test_of_the_same_hardware_the_cheaper_offer_is_taken() -> None:
+    options = choose(make_ask(objective="time"))
+    assert options.best.hardware.cloud == "lambda"
+
+
+def test_figures_agree_with_each_other() -> None:
+    for option in choose(make_ask(spot=True), top=5):
+        hardware = option.hardware
+        assert option.layout.world == hardware.devices
+        assert option.layout.replicas * option.micro_batch * option.accumulation >= option.batch
+        assert sum(option.step_parts.values()) == pytest.approx(option.step_s.value)
+        assert sum(option.memory_parts.values()) == pytest.approx(option.memory_bytes.value)
+        assert sum(option.total_parts.values()) == pytest.approx(option.total_s.value)
+        assert option.memory_bytes.high <= hardware.memory_bytes
+        assert option.headroom == pytest.approx(
+            1 - option.memory_bytes.high / hardware.memory_bytes
+        )
+        assert option.samples_per_s.value == pytest.approx(option.batch / option.step_s.value)
+        hourly = hardware.dollars_per_hour
+        assert hourly is not None
+        assert dollars(option) == pytest.approx(hourly * option.total_s.value / 3600)
+        for name in (
+            "memory_bytes",
+            "step_s",
+            "samples_per_s",
+            "tokens_per_s",
+            "total_s",
+            "dollars",
+        ):
+            interval = getattr(option, name)
+            assert interval.low <= interval.value <= interval.high, name
+
+
+@settings(max_examples=20)
+@given(st.lists(st.floats(1.0, 200.0), min_size=2, max_size=2))
+def test_more_money_is_never_slower(budgets: list[float]) -> None:
+    less, more = sorted(budgets)
+    ask = make_ask(objective="time")
+    weighed = weigh(ask)
+    found = [
+        choose_options(replace(ask, limits=Limits(budget=budget)), weighed, top=1)
+        for budget in (less, more)
+    ]
+    for options, budget in zip(found, (less, more), strict=True):
+        assert bool(options.problems) == (dollars(options.best) > budget)
+    if not found[0].problems:
+        assert found[1].best.total_s.value <= found[0].best.total_s.value
+
+
+def test_a_budget_that_nothing_meets_gives_the_nearest_and_says_so() -> None:
+    options = choose(make_ask(limits=Limits(budget=0.01)))
+    (problem,) = options.problems
+    assert problem.startswith("goal.budget: nothing fits $0.01; the nearest")
+    assert dollars(options.best) == min(dollars(option) for option in options if option.dollars)
+
+
+def test_a_deadline_that_nothing_meets_gives_the_quickest() -> None:
+    options = choose(make_ask(limits=Limits(deadline_s=1.0)))
+    (problem,) = options.problems
+    assert problem.startswith("goal.deadline: nothing is done within 1.0 s")
+    quickest = choose(make_ask(objective="time")).best
+    assert options.best.total_s.value <= quickest.total_s.value
+
+
+def test_what_has_no_price_ranks_last_and_is_never_within_a_budget() -> None:
+    options = choose(make_ask(), top=20)
+    known = [option.dollars is not None for option in options]
+    assert known == sorted(known, reverse=True)
+    unpriced = make_ask(offers=OFFERS[3:])
+    (option,) = choose(unpriced, top=1)
+    assert option.dollars is None
+    assert "price unknown" in option.reason
+    assert choose(replace(unpriced, limits=Limits(budget=1e9))).problems
+
+
+def test_spot_is_cheaper_by_the_hour_but_takes_longer() -> None:
+    spot = choose(make_ask(spot=True, offers=OFFERS[:1], objective="cost")).best
+    assert spot.hardware.spot
+    firm = spot.replace(spot=False)
+    assert firm.total_s.value < spot.total_s.value
+    assert dollars(spot) < dollars(firm)
+    assert spot.total_parts["interruptions"] > 0
+    assert lost_share("aws", nodes=4, checkpoint_s=60) == pytest.approx(
+        4 * lost_share("aws", nodes=1, checkpoint_s=60)
+    )
+
+
+def test_this_machine_is_free_and_wins_small_work() -> None:
+    here = Offer(HERE, "this machine", "T4", 1, dollars_per_hour=0.0)
+    ask = make_ask(offers=(*OFFERS, here))
+    small = replace(ask.question, work=replace(ask.question.work, samples=64.0))
+    options = choose(replace(ask, question=small))
+    assert options.best.hardware.cloud == HERE
+    assert dollars(options.best) == 0
+
+
+def test_a_change_is_foretold_and_checked_afresh() -> None:
+    best = choose(make_ask(objective="time")).best
+    halved = best.replace(tp=2)
+    assert halved.layout.tp == 2
+    assert halved.layout.world == best.layout.world
+    assert halved.step_s != best.step_s
+    assert halved.hardware == best.hardware
+    full = halved.replace(recompute="full", micro_batch=1)
+    assert (full.recompute, full.micro_batch, full.layout.tp) == ("full", 1, 2)
+    assert full.memory_bytes.value < halved.memory_bytes.value
+    assert best.replace() == best.model_copy(update={"reason": ""})
+    fewer = best.replace(nodes=1)
+    assert fewer.hardware.devices == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "hint"),
+    [
+        ({"tp": 3}, "tp: 3 does not go", "tp may be 1, 2 or 4"),
+        ({"micro_batch": 3}, "micro_batch: 3 does not go", "micro_batch may be 1"),
+        ({"precision": "fp64"}, "precision: 'fp64' cannot be had", "it may be bf16"),
+        ({"recompute": "some"}, "recompute: 'some'", "it may be full, none or selective"),
+        ({"tpp": 2}, "no 'tpp' to replace", "did you mean 'tp'"),
+        ({"pp": 0}, "pp: expected a whole number above 0, got 0", ""),
+        ({"spot": 1}, "spot: expected True or False", ""),
+        ({"spot": True}, "lambda:a100x4 is not offered as spot", "spot may be False"),
+    ],
+)
+def test_an_impossible_change_names_the_field_and_the_choices(
+    changes: dict[str, object], said: str, hint: str
+) -> None:
+    best = choose(make_ask(objective="time")).best
+    with pytest.raises(PlanError) as caught:
+        best.replace(**changes)
+    assert said in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_change_that_does_not_fit_memory_is_refused() -> None:
+    tight = replace(A100, memory_bytes=3.2e9)
+    ask = make_ask(offers=OFFERS[:2])
+    ask = replace(ask, question=replace(ask.question, rigs=(tight, T4)))
+    options = choose(ask)
+    with pytest.raises(PlanError, match="times its memory"):
+        options.replace(
+            dp=options.best.hardware.devices, tp=1, pp=1, recompute="none", micro_batch=1
+        )
+
+
+def test_nothing_that_fits_is_an_error_that_says_what_to_change() -> None:
+    ask = make_ask()
+    tiny = tuple(replace(rig, memory_bytes=1e6) for rig in ask.question.rigs)
+    with pytest.raises(PlanError, match="fits none of the hardware") as caught:
+        choose(replace(ask, question=replace(ask.question, rigs=tiny)))
+    assert "--max-devices" in (caught.value.hint or "")
+    none = replace(ask.question, rules={"bf16": rules(batches=(1,), pinned={"dp": 3})})
+    with pytest.raises(PlanError, match="No layout fits what the job says"):
+        choose(replace(ask, question=none))
+
+
+def test_options_survive_json() -> None:
+    options = choose(make_ask())
+    again = Options.model_validate_json(options.to_json())
+    assert again == options
+    assert json.loads(options.to_json())["options"][0]["hardware"]["cloud"]
+    assert [option.hardware for option in options] == [option.hardware for option in again.options]
+    with pytest.raises(TypeError, match="plan it again"):
+        again.best.replace(tp=2)
+
+
+def test_they_explain_themselves() -> None:
+    options = choose(make_ask())
+    words = options.explain()
+    for part in ("activations", "optimizer", "computing", "a step", "in all", "start up"):
+        assert part in words
+    assert words.count("memory of a device") == len(options)

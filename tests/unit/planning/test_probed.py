@@ -1,0 +1,265 @@
+"""A probe's figures, what follows from them for operators of any size, and the guess made of both."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.planning.test_planner import job, machine, profile
+from yunlu.planning.calibration import Calibration, RunFigure, learn
+from yunlu.planning.foretell.local import (
+    Operators,
+    Pass,
+    Work,
+    enlarge,
+    operators_s,
+    pass_s,
+    update_operators,
+)
+from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
+from yunlu.planning.plan import Plan
+from yunlu.planning.planner import make_plan
+from yunlu.planning.probed import (
+    LinkFigures,
+    Pace,
+    Probed,
+    choose_probe,
+    dump_probes,
+    fit_message_time,
+    parse_probes,
+    with_probe,
+)
+
+
+def pace(
+    kind: str = "product", threads: int = 1, *, rate: float = 1e9, call_s: float = 1e-6
+) -> Pace:
+    sizes = (1e3, 1e6, 1e9)
+    seconds = tuple(call_s + size / rate for size in sizes)
+    fields = {"kind": kind, "threads": threads, "sizes": sizes, "seconds": seconds, "spread": 0.1}
+    return Pace.model_validate(fields)
+
+
+def probe(**changes: object) -> Probed:
+    fields: dict[str, object] = {
+        "at": 1.0, "took_s": 20.0, "is_quick": False, "host": "here", "kind": "cpu",
+        "device": "test", "cores": 4, "memory_bytes": 1 << 34, "threads": 4, "torch": "2",
+        "paces": (pace(), pace("product", 4, rate=4e9), pace("stream", rate=1e10)),
+        "memory_bytes_per_s": 1e10, "call_s": 1e-5,
+    }  # fmt: skip
+    return Probed.model_validate(fields | changes)
+
+
+WORK = Work(
+    passed=Pass(
+        samples=32,
+        operators=(
+            Operators(kind="product", calls=10, size=1e7),
+            Operators(kind="stream", calls=20, size=1e5),
+            Operators(kind="stream", calls=5, size=0.0),
+        ),
+    ),
+    update=update_operators("fused", gradient_bytes=4e6, state_bytes=8e6, tensors=12),
+    gradient_bytes=4e6,
+    trained_tensors=12,
+)
+
+
+@given(st.floats(1.0, 1e12), st.floats(1.0, 10.0))
+def test_more_never_takes_less_time(size: float, times: float) -> None:
+    curve = pace()
+    assert curve.seconds_at(size * times) >= curve.seconds_at(size) * (1 - 1e-12)
+
+
+def test_measured_sizes_are_given_back_and_larger_ones_grow_in_proportion() -> None:
+    curve = pace()
+    np.testing.assert_allclose(curve.seconds_at(np.array(curve.sizes)), curve.seconds, rtol=1e-12)
+    assert curve.seconds_at(5e9) == pytest.approx(5 * curve.seconds[-1])
+    assert curve.seconds_at(1.0) == pytest.approx(curve.call_s)
+
+
+def test_a_probe_is_read_back_and_a_torn_file_holds_none() -> None:
+    stored = dump_probes([probe()])
+    assert parse_probes(stored) == (probe(),)
+    assert parse_probes(stored[:-9]) == ()
+    assert parse_probes(stored.replace(b'"version": 1', b'"version": 2')) == ()
+
+
+def test_a_new_probe_replaces_its_like_but_a_quick_one_never_a_whole_one() -> None:
+    old, new = probe(at=1.0), probe(at=2.0)
+    quick, other = probe(at=3.0, is_quick=True), probe(torch="3")
+    assert with_probe([old, other], new) == (other, new)
+    assert with_probe([old], quick) == (old,)
+    assert with_probe([quick], old) == (old,)
+
+
+def test_the_probe_of_the_installed_torch_and_an_accelerator_come_first() -> None:
+    old, new = probe(at=1.0), probe(torch="3", at=2.0)
+    gpu = probe(kind="cuda", device="T4", at=0.0)
+    assert choose_probe([old, new], torch="2") == old
+    assert choose_probe([old, new]) == new
+    assert choose_probe([old, gpu, new], torch="2") == gpu
+    assert choose_probe([]) is None
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+def test_latency_and_bandwidth_are_found_again(message_s: float, bytes_per_s: float) -> None:
+    sizes = [1e3, 1e5, 1e6, 1e7, 1e8]
+    found = fit_message_time(sizes, [message_s + size / bytes_per_s for size in sizes])
+    for size in sizes:
+        expected = message_s + size / bytes_per_s
+        assert found.message_s + size / found.bytes_per_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_neither_latency_nor_bandwidth_falls_below_zero() -> None:
+    falling = fit_message_time([1e3, 1e6], [2e-3, 1e-3])
+    assert falling.message_s > 0
+    assert falling.bytes_per_s > 0
+    steep = fit_message_time([1e3, 1e4, 1e5], [1e-9, 1e-5, 1e-3])
+    assert steep.message_s == 0
+
+
+def test_operators_cost_their_calls_and_what_their_curve_says() -> None:
+    probed = probe()
+    one = Operators(kind="product", calls=3, size=1e9)
+    expected = 3 * (probed.call_s + probed.paces[0].seconds[-1] - probed.paces[0].call_s)
+    assert operators_s((one,), probed, threads=1) == pytest.approx(expected)
+    assert operators_s((one,), probed, threads=4) < expected / 3
+    views = Operators(kind="stream", calls=7, size=0.0)
+    assert operators_s((views,), probed, threads=1) == pytest.approx(7 * probed.call_s)
+
+
+def test_an_accelerator_works_while_it_is_called() -> None:
+    gpu = probe(kind="cuda")
+    large, many = (
+        Operators(kind="product", calls=1, size=1e9),
+        Operators(kind="stream", calls=1000, size=0.0),
+    )
+    alone = operators_s((large,), gpu, threads=1), operators_s((many,), gpu, threads=1)
+    assert operators_s((large, many), gpu, threads=1) < sum(alone)
+    assert operators_s((large, many), gpu, threads=1) >= max(alone)
+
+
+def test_what_was_not_measured_is_taken_for_its_nearest_like() -> None:
+    probed = probe()
+    for kind, like in (("convolution_back", "product"), ("random", "stream")):
+        asked = (Operators(kind=kind, calls=1, size=1e8),)
+        same = (Operators(kind=like, calls=1, size=1e8),)
+        found = operators_s(asked, probed, threads=1, precision="fp8")
+        assert found == operators_s(same, probed, threads=1)
+
+
+def test_a_mixed_model_slows_convolutions_and_others_apart() -> None:
+    both = (
+        Operators(kind="product", calls=1, size=1e9),
+        Operators(kind="convolution", calls=1, size=1e9),
+    )
+    alone = operators_s(both, probe(), threads=1)
+    slower = operators_s(both, probe(mixed_convolutions=3.0), threads=1)
+    assert slower == pytest.approx(2 * alone, rel=0.01)
+
+
+def test_more_samples_make_operators_larger_not_more() -> None:
+    larger = enlarge(WORK.passed.operators, 4.0)
+    assert [each.calls for each in larger] == [10, 20, 5]
+    assert Pass(samples=128, operators=larger).flops == 4 * WORK.passed.flops
+
+
+def test_an_update_moves_the_gradient_once_and_all_else_twice() -> None:
+    fused = update_operators("fused", gradient_bytes=4.0, state_bytes=8.0, tensors=3)
+    assert (fused.calls, fused.size) == (1, 28.0)
+    single = update_operators("single", gradient_bytes=4.0, state_bytes=8.0, tensors=3)
+    assert (
+        single.calls
+        > update_operators("foreach", gradient_bytes=4.0, state_bytes=8.0, tensors=3).calls
+    )
+
+
+def planned(calibration: Calibration | None = None, *, busy: float = 1.0, **train: object) -> Plan:
+    asked, measured = job(**train), profile()
+    taught = calibration or Calibration()
+    guess = make_guess(measured, WORK, probe(), taught, name=name_work(asked), busy=busy)
+    return make_plan(asked, machine(dollars_per_hour=2.0), measured, guess)
+
+
+def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
+    plan = planned()
+    foretold = plan.foretold
+    assert foretold is not None
+    slow = make_plan(
+        job(), machine(), profile(probe_s=5.0, update_s=5.0, load_s_per_sample=5.0),
+        make_guess(profile(probe_s=5.0), WORK, probe(), Calibration(), name=foretold.work),
+    )  # fmt: skip
+    assert slow.foretold is not None
+    assert slow.foretold.step_s == pytest.approx(foretold.step_s)
+    assert slow.prediction.step_s > 100 * plan.prediction.step_s
+    passes_s = pass_s(WORK.passed, probe(), threads=2)
+    assert passes_s < foretold.step_s < 2 * passes_s
+    for quantity, (low, high) in foretold.intervals.items():
+        assert low < getattr(foretold, quantity) < high
+    assert set(foretold.intervals) == {
+        "memory_bytes",
+        "step_s",
+        "samples_per_s",
+        "total_s",
+        "dollars",
+    }
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_without_a_guess_nothing_is_foretold_and_old_plans_are_read() -> None:
+    plan = make_plan(job(), machine(), profile())
+    assert plan.foretold is None
+    written = plan.model_dump(mode="json")
+    del written["foretold"]
+    assert Plan.model_validate(written).foretold is None
+
+
+def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_with() -> None:
+    before = planned().foretold
+    assert before is not None
+    figures = [
+        RunFigure(
+            run=f"r{i}", at=0.0, device=before.device, stack=before.stack, precision="fp32",
+            work=before.work, predicted=1.0, measured=1.5,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    after = planned(learn(Calibration(), figures)).foretold
+    assert after is not None
+    assert after.raw == before.raw
+    assert after.step_s == pytest.approx(1.5 * before.step_s, rel=0.05)
+    assert after.runs == 8
+    (low, high), (wide_low, wide_high) = after.intervals["step_s"], before.intervals["step_s"]
+    assert high / low < wide_high / wide_low
+
+
+def test_others_on_the_machine_slow_the_run_down_and_make_it_less_sure() -> None:
+    assert crowding(0.0, cores=2, threads=2) == 1.0
+    assert crowding(5.0, cores=2, threads=1) == 3.0
+    quiet, busy = planned().foretold, planned(busy=3.0).foretold
+    assert quiet is not None
+    assert busy is not None
+    assert busy.step_s == pytest.approx(3 * quiet.step_s)
+    assert math.log(busy.intervals["step_s"][1] / busy.step_s) > math.log(
+        quiet.intervals["step_s"][1] / quiet.step_s
+    )
+
+
+def test_the_probed_link_is_what_replicas_are_planned_with() -> None:
+    slow = fit_message_time([1e3, 1e6], [1.0, 1.1])
+    probed = probe(link=LinkFigures(backend="gloo", all_reduce=slow, send=slow))
+    asked = job().model_copy(update={"devices": 2})
+    usual = make_plan(asked, machine(), measured_with(profile(), None, probe()))
+    found = make_plan(asked, machine(), measured_with(profile(), None, probed))
+    assert not found.layout.is_single
+    assert found.prediction.step_s > usual.prediction.step_s + 1
+
+
+def test_works_are_told_apart_by_model_data_and_batch_not_by_length() -> None:
+    assert name_work(job(epochs=1)) == name_work(job(epochs=9))
+    assert name_work(job(batch=8)) != name_work(job(batch=16))

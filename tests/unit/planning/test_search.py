@@ -1,0 +1,205 @@
+"""The search against a plain loop over the same space, and what must hold of whatever it finds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yunlu.planning.arithmetic import columns_of, stages, tensor_ways
+from yunlu.planning.foretell.points import PRECISIONS, Points, make_points
+from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.grid import LAYOUT_COLUMNS, Rules, divisors, lay_out
+from yunlu.planning.search import Question, Rig, Work, hold, node_counts, run_seconds, search
+from yunlu.planning.shape import ModelShape
+
+SHAPE = ModelShape(
+    name="small",
+    kind="decoder",
+    layers=6,
+    hidden=1024,
+    heads=8,
+    kv_heads=4,
+    ffn=4096,
+    vocab=32000,
+)
+SEQ = 2048
+A100 = Rig(
+    device="A100",
+    devices=4,
+    domain=4,
+    memory_bytes=40 * 2**30,
+    memory_bytes_per_s=1.5e12,
+    link_bytes_per_s=300e9,
+    network_bytes_per_s=12e9,
+    peak_flops={"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+)
+T4 = Rig(
+    device="T4",
+    devices=1,
+    domain=1,
+    memory_bytes=15 * 2**30,
+    memory_bytes_per_s=0.3e12,
+    link_bytes_per_s=12e9,
+    network_bytes_per_s=3e9,
+    peak_flops={"fp16": 65e12, "fp32": 8e12},
+)
+
+
+def work(samples: float = 1e5) -> Work:
+    return Work(samples=samples, seq=SEQ, columns=columns_of(SHAPE, SEQ), stack=1)
+
+
+def rules(**changes: object) -> Rules:
+    plain = Rules(batches=(16,), tensor_ways=tensor_ways(SHAPE), stages=stages(SHAPE))
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def question(**changes: object) -> Question:
+    bound = rules(barred=frozenset({"fsdp", "tp", "pp"}), zero1=(False,))
+    allowed = {"bf16": rules(), "fp16": bound, "tf32": rules(), "fp32": rules()}
+    plain = Question(work=work(), rigs=(A100, T4), rules=allowed, most_devices=8)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def one_point(rig: Rig, precision: str, devices: int, **layout: float) -> Points:
+    return make_points(
+        1,
+        **columns_of(SHAPE, SEQ),
+        seq=SEQ,
+        devices=devices,
+        cp=1,
+        ep=1,
+        stack=1,
+        precision=PRECISIONS.index(precision),
+        peak_flops=rig.peak_flops[precision],
+        memory_bytes=rig.memory_bytes,
+        memory_bytes_per_s=rig.memory_bytes_per_s,
+        link_bytes_per_s=rig.link_bytes_per_s,
+        node_devices=rig.domain,
+        network_bytes_per_s=rig.network_bytes_per_s,
+        reachable=rig.reachable,
+        **layout,
+    )
+
+
+def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
+    """The least time of any layout that fits, each foretold on its own."""
+    devices, least = nodes * rig.devices, np.inf
+    for precision, rule in asked.rules.items():
+        if precision not in rig.peak_flops:
+            continue
+        for tp, pp, fsdp in itertools.product(divisors(devices), repeat=3):
+            if devices % (tp * pp * fsdp) or tp not in rule.tensor_ways or rig.domain % tp:
+                continue
+            dp = devices // (tp * pp * fsdp)
+            cut = {"fsdp": fsdp, "tp": tp, "pp": pp}
+            if pp > rule.stages or dp * fsdp > 16 or any(cut[axis] > 1 for axis in rule.barred):
+                continue
+            micros = [1, 2, 4, 8, 16]
+            zeros = [3] if fsdp > 1 else [0, 1] if dp > 1 and True in rule.zero1 else [0]
+            virtuals = [each for each in (1, 2) if each * pp <= rule.stages] if pp > 1 else [1]
+            for micro, recompute, zero, virtual in itertools.product(
+                micros, range(3), zeros, virtuals
+            ):
+                if micro > 16 // (dp * fsdp):
+                    continue
+                point = one_point(
+                    rig, precision, devices, dp=dp, **cut, zero=zero, virtual=virtual, batch=16,
+                    micro_batch=micro, recompute=recompute, sequence=float(tp > 1),
+                )  # fmt: skip
+                if hold(point, asked.work).high[0] > asked.memory_share * rig.memory_bytes:
+                    continue
+                run_s = run_seconds(asked.work, point, step_time(point).total_s)
+                least = min(least, float(run_s[0]))
+    return least
+
+
+def test_the_search_finds_what_a_plain_loop_finds() -> None:
+    asked = question()
+    found = search(asked)
+    run_s = run_seconds(asked.work, found.points, step_time(found.points).total_s)
+    told = {
+        (int(rig), int(nodes)): float(seconds)
+        for rig, nodes, seconds in zip(found.rig, found.nodes, run_s, strict=True)
+    }
+    for place, rig in enumerate(asked.rigs):
+        # Three machines cannot share sixteen samples evenly: there the search looks at fewer layouts.
+        for nodes in [each for each in node_counts(rig, asked) if each % 3]:
+            least = best_by_loop(asked, rig, nodes)
+            assert told.get((place, nodes), np.inf) == pytest.approx(least, rel=1e-12)
+    assert len(told) >= 4
+
+
+@settings(max_examples=30)
+@given(
+    devices=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]),
+    domain=st.sampled_from([1, 2, 4, 8]),
+    batch=st.integers(1, 100),
+)
+def test_every_layout_uses_all_devices_and_gives_each_replica_work(
+    devices: int, domain: int, batch: int
+) -> None:
+    grid = lay_out(devices, min(domain, devices), rules(batches=(batch,)))
+    assert set(grid) == set(LAYOUT_COLUMNS)
+    assert np.all(grid["dp"] * grid["fsdp"] * grid["tp"] * grid["pp"] == devices)
+    replicas = grid["dp"] * grid["fsdp"]
+    assert np.all(replicas <= batch)
+    assert np.all(grid["micro_batch"] <= np.ceil(batch / replicas))
+    assert np.all(min(domain, devices) % grid["tp"] == 0)
+    assert np.all(SHAPE.kv_heads % grid["tp"] == 0)
+    assert np.all(grid["pp"] * grid["virtual"] <= SHAPE.layers)
+    assert np.all((grid["zero"] == 3) == (grid["fsdp"] > 1))
+    rows = np.stack([grid[name] for name in LAYOUT_COLUMNS], axis=1)
+    assert len(np.unique(rows, axis=0)) == len(rows), "each layout stands once"
+
+
+def test_what_is_found_fits_with_room_for_the_high_end() -> None:
+    asked = question(most_devices=16)
+    found = search(asked)
+    held = hold(found.points, asked.work).high
+    assert np.all(held <= asked.memory_share * found.points.memory_bytes)
+    assert np.all(found.points.devices <= 16)
+
+
+def test_pins_are_kept() -> None:
+    pinned = rules(pinned={"tp": 2, "pp": 1}, recompute=(2,), micro_batch=2)
+    found = search(question(rules={"bf16": pinned}, nodes=2))
+    (tp,), (recompute,) = found.points.tp, found.points.recompute
+    assert (tp, recompute, found.points.micro_batch[0], found.nodes[0]) == (2, 2, 2, 2)
+
+
+def test_a_micro_batch_that_is_said_divides_every_share() -> None:
+    grid = lay_out(4, 4, rules(batches=(24,), micro_batch=3))
+    assert len(grid["dp"])
+    assert np.all(24 % (grid["dp"] * grid["fsdp"] * 3) == 0)
+    assert not len(lay_out(4, 4, rules(batches=(16,), micro_batch=5))["dp"])
+
+
+def test_where_nothing_fits_the_nearest_is_told() -> None:
+    tiny = replace(A100, memory_bytes=1e6)
+    found = search(question(rigs=(tiny,)))
+    assert not len(found)
+    assert found.tightest is not None
+    rig, devices, excess = found.tightest
+    assert (rig, devices) == (0, 8)
+    assert excess > 1
+
+
+def test_a_device_is_not_asked_for_a_precision_it_has_not() -> None:
+    found = search(question(rigs=(T4,)))
+    names = {PRECISIONS[int(code)] for code in found.points.precision}
+    assert names <= {"fp16", "fp32"}
+    assert np.all(found.points.dp[found.points.precision == PRECISIONS.index("fp16")] >= 1)
+
+
+def test_nodes_are_counted_in_full_machines() -> None:
+    asked = question(most_devices=24)
+    assert node_counts(A100, asked) == [1, 2, 3, 4, 6]
+    assert node_counts(replace(A100, devices=3), asked) == [1], "left-overs are had once"
+    assert node_counts(replace(A100, most_nodes=1), asked) == [1]
+    assert node_counts(A100, replace(asked, least_devices=16)) == [4, 6]

@@ -1,0 +1,197 @@
+"""The measuring itself, on sizes that take no time; what it counts is checked, not how fast it is."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.unit.planning.test_probed import pace, probe
+from yunlu.planning.probed import parse_probes
+from yunlu.training.probe import probe_machine
+from yunlu.training.probing import measure, stored
+from yunlu.training.probing.counting import count_operators
+from yunlu.training.probing.disk import measure_disk
+from yunlu.training.probing.known import known_probe
+from yunlu.training.probing.models import measure_call, measure_mixed
+from yunlu.training.probing.paces import (
+    Bench,
+    attention_size,
+    bench_for,
+    measure_attention,
+    measure_bandwidth,
+    measure_convolutions,
+    measure_moves,
+    measure_products,
+    with_threads,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BRIEF = Bench(budget_s=1e-4, trials=2)
+
+
+def counted(run: Any) -> dict[tuple[str, float], int]:
+    return {(each.kind, each.size): each.calls for each in count_operators(run)}
+
+
+def test_products_are_counted_by_their_flops_forward_and_backward() -> None:
+    layer, inputs = nn.Linear(3, 5, bias=False), torch.randn(7, 3, requires_grad=True)
+    found = counted(lambda: layer(inputs).sum().backward())
+    assert found["product", 2.0 * 7 * 3 * 5] == 3
+
+
+def test_views_cost_a_call_sums_what_they_read_and_write() -> None:
+    numbers = torch.ones(10, 4)
+    assert counted(lambda: numbers.view(40)) == {("stream", 0.0): 1}
+    assert counted(lambda: numbers + numbers) == {("stream", 480.0): 1}
+    spread = torch.ones(1).expand(1000)
+    assert counted(lambda: numbers[0].sum() + spread.sum())["stream", 8.0] >= 1
+
+
+def test_functions_drawn_numbers_convolutions_and_attention_are_told_apart() -> None:
+    images = torch.randn(2, 3, 8, 8, requires_grad=True)
+    weights = torch.randn(4, 3, 3, 3, requires_grad=True)
+    found = counted(lambda: functional.conv2d(images, weights).sum().backward())
+    kinds = {kind: size for kind, size in found if size}
+    assert kinds["convolution"] == 2.0 * 2 * 4 * 36 * 27
+    assert kinds["convolution_back"] == 2 * kinds["convolution"]
+    kinds = {kind for kind, _ in counted(lambda: functional.dropout(functional.gelu(images)))}
+    assert {"function", "random"} <= kinds
+    query = torch.randn(2, 2, 6, 8, requires_grad=True)
+    asked = lambda: functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    found = counted(asked)
+    assert found["attention", attention_size((2, 2, 6, 8), 6, products=2)] == 1
+    assert found["attention", attention_size((2, 2, 6, 8), 6, products=5)] == 1
+
+
+def test_counting_changes_no_result() -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 4)
+    model(inputs).sum().backward()
+    expected = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    count_operators(lambda: model(inputs).sum().backward())
+    for weight, before in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(weight.grad, before)
+
+
+def test_the_best_of_the_trials_counts_and_the_spread_is_that_of_the_median() -> None:
+    ticks = itertools.accumulate([0, 9, 0, 2, 0, 1, 0, 4, 0, 2, 0, 2])
+    bench = Bench(budget_s=100.0, trials=5, clock=lambda: float(next(ticks)))
+    best, spread = bench.time(lambda: None)
+    assert best == 1.0
+    assert spread == 1.0
+
+
+def test_a_long_first_trial_is_not_repeated() -> None:
+    ticks = itertools.accumulate([0, 9])
+    calls = itertools.count()
+    bench = Bench(budget_s=1.0, trials=5, clock=lambda: float(next(ticks)))
+    assert bench.time(lambda: next(calls)) == (9.0, 0.0)
+    assert next(calls) == 1
+
+
+def test_one_thread_is_timed_by_its_own_clock_and_threads_are_put_back() -> None:
+    assert bench_for("cpu", 1).clock is not bench_for("cpu", 2).clock
+    before = torch.get_num_threads()
+    with with_threads(1):
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_products_give_a_pace_that_never_falls(precision: str) -> None:
+    found = measure_products(BRIEF, precision, (2, 4, 8))
+    assert found.sizes == (16.0, 128.0, 1024.0)
+    assert list(found.seconds) == sorted(found.seconds)
+    assert all(each > 0 for each in found.seconds)
+
+
+def test_every_kind_can_be_measured() -> None:
+    for kind in ("stream", "function", "random", "update"):
+        found = measure_moves(BRIEF, kind, (336, 3360))
+        assert found.kind == kind
+        assert found.sizes[1] == pytest.approx(10 * found.sizes[0])
+    forward, backward = measure_convolutions(BRIEF, ((1, 4, 1), (2, 4, 2)))
+    assert [2 * size for size in forward.sizes] == list(backward.sizes)
+    assert measure_attention(BRIEF, ((1, 1, 2, 2),)).sizes == (
+        attention_size((1, 1, 2, 2), 2, products=2),
+    )
+    rate, _ = measure_bandwidth(BRIEF, 1 << 12)
+    assert rate > 0
+
+
+def test_models_tell_what_calls_cost_and_how_much_slower_company_makes() -> None:
+    assert measure_call(BRIEF) > 0
+    hopeless = pace(rate=1e18), pace("stream", rate=1e18)
+    slow = measure_mixed(probe(paces=hopeless, call_s=1e-9), BRIEF, trials=1)
+    assert slow.mixed > 1
+    idle = measure_mixed(probe(call_s=1.0), BRIEF, trials=1)
+    assert (idle.mixed, idle.mixed_convolutions) == (1.0, 1.0)
+
+
+def test_a_scratch_file_is_written_read_and_gone(tmp_path: Path) -> None:
+    found = measure_disk(tmp_path / "new", 1 << 16, trials=1)
+    assert found.write_bytes_per_s > 0
+    assert found.read_bytes_per_s > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_quick_look_is_taken_once_and_kept(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = probe_machine()
+    assert stored.recall_probe(machine) is None
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    found = known_probe(machine)
+    assert torch.equal(torch.rand(3), expected)
+    assert found.is_quick
+    assert found.link is None
+    kinds = {each.kind for each in found.paces}
+    assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
+
+    def refuse(**_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measure, "measure_machine", refuse)
+    assert known_probe(machine) == found
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    with pytest.raises(AssertionError, match="measured again"):
+        known_probe(machine)
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cache: Path) -> None:
+    own_cache.write_text("a file where the folder should be")
+    stored.keep_probe(probe())
+    assert stored.recall_probe(probe_machine()) is None
+    assert stored.recall_calibration().figures == ()
+
+
+def test_figures_of_one_host_are_kept_side_by_side(own_cache: Path) -> None:
+    stored.keep_probe(probe(torch="1"))
+    stored.keep_probe(probe(torch="2"))
+    kept = parse_probes((own_cache / "probe" / f"{socket.gethostname()}.json").read_bytes())
+    assert [each.torch for each in kept] == ["1", "2"]
+
+
+def test_a_gpu_belongs_to_its_run_alone() -> None:
+    machine = probe_machine()
+    gpu = machine.devices[0].model_copy(update={"kind": "cuda"})
+    alone = machine.model_copy(update={"devices": (*machine.devices, gpu)})
+    assert stored.load_of_others(alone) == 0.0
+    assert stored.load_of_others(machine) >= 0.0

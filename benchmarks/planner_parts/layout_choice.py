@@ -20,9 +20,9 @@ from benchmarks.planner_parts.memory_protocols import (
     leave_model_out,
     sweep_groups,
 )
+from yunlu.planning.choice.probing import Predictions, next_probe
 from yunlu.planning.foretell.memory import cannot_run, peak_memory
 from yunlu.planning.foretell.step_time import step_time
-from yunlu.planning.probing import Predictions, next_probe
 
 if TYPE_CHECKING:
     from pathlib import Path

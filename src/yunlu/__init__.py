@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yunlu.client import Run, finetune, load_run, plan, resume, runs, train, validate
     from yunlu.core.errors import YunluError
-    from yunlu.planning.options import Option, Options
+    from yunlu.planning.choice.options import Option, Options
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
 
@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
     "Job": "yunlu.spec.job",
-    "Option": "yunlu.planning.options",
-    "Options": "yunlu.planning.options",
+    "Option": "yunlu.planning.choice.options",
+    "Options": "yunlu.planning.choice.options",
     "Run": "yunlu.client",
     "YunluError": "yunlu.core.errors",
     "finetune": "yunlu.client",

@@ -27,7 +27,7 @@ from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.options import Options
+    from yunlu.planning.choice.options import Options
     from yunlu.spec.goal import GoalSpec
 
 _LIVE_TASK = "yunlu.training.tasks.objects"

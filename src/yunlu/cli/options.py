@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.planning.options import Interval, Option, Options
+    from yunlu.planning.choice.options import Interval, Option, Options
 
 
 _GIB = 2**30

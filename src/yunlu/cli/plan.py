@@ -20,7 +20,7 @@ from yunlu.jobs import service
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import Event
-    from yunlu.planning.options import Options
+    from yunlu.planning.choice.options import Options
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
 

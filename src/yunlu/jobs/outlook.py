@@ -12,17 +12,17 @@ from yunlu.jobs.amounts import Amounts, block_length, count_amounts
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.shapes import find_shape
 from yunlu.jobs.supply import correct_here, find_supply
-from yunlu.planning.arithmetic import columns_of, stages, tensor_ways
-from yunlu.planning.choosing import Ask, choose_options, list_candidates, weigh
+from yunlu.planning.choice.choosing import Ask, choose_options, list_candidates, weigh
+from yunlu.planning.choice.grid import Rules
+from yunlu.planning.choice.limits import Limits
+from yunlu.planning.choice.options import Options, PlanError
+from yunlu.planning.choice.search import Question, Work
 from yunlu.planning.conflicts import find_clashes
 from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.memory import StateBytes
 from yunlu.planning.foretell.points import RECOMPUTE
-from yunlu.planning.grid import Rules
-from yunlu.planning.limits import Limits
-from yunlu.planning.options import Options, PlanError
+from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
-from yunlu.planning.search import Question, Work
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.spec.goal import read_span_s
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from yunlu.catalog.catalog import Catalog
     from yunlu.jobs.shapes import FoundShape
     from yunlu.planning.large_batch import Rule
-    from yunlu.planning.shape import ModelShape
+    from yunlu.planning.models.shape import ModelShape
     from yunlu.spec.job import Job
 
 USUAL_DEVICES = 64

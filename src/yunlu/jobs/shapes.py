@@ -18,17 +18,17 @@ from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
-from yunlu.planning.hf_config import can_describe, shape_from_config
-from yunlu.planning.known_models import find_config
-from yunlu.planning.own_models import own_adapter, own_transformer
-from yunlu.planning.shape import ModelShape
+from yunlu.planning.models.hf_config import can_describe, shape_from_config
+from yunlu.planning.models.known_models import find_config
+from yunlu.planning.models.own_models import own_adapter, own_transformer
+from yunlu.planning.models.shape import ModelShape
 from yunlu.pool.local import require_training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.planning.hf_config import Head
-    from yunlu.planning.own_models import Own
+    from yunlu.planning.models.hf_config import Head
+    from yunlu.planning.models.own_models import Own
     from yunlu.spec.job import Job
 
 _MEASURE = (sys.executable, "-m", "yunlu.training.measure_shape")

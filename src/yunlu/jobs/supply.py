@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from yunlu.catalog.catalog import Catalog
 from yunlu.jobs.calibration import read_calibration, this_machine
+from yunlu.planning.choice.options import PlanError
+from yunlu.planning.choice.rigs import HERE, Price, gather_rigs
+from yunlu.planning.choice.search import Question, Rig, foretell_steps, hold, search
 from yunlu.planning.guess import name_work
-from yunlu.planning.options import PlanError
-from yunlu.planning.rigs import HERE, Price, gather_rigs
-from yunlu.planning.search import Question, Rig, foretell_steps, hold, search
 
 if TYPE_CHECKING:
     from yunlu.catalog.offer import Offer

@@ -27,9 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from yunlu.core.errors import ModelError, YunluError, missing_part
 from yunlu.core.value import Value
-from yunlu.planning.hf_config import shape_from_config
-from yunlu.planning.own_models import Own, own_adapter, own_transformer
-from yunlu.planning.shape import ModelShape
+from yunlu.planning.models.hf_config import shape_from_config
+from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
+from yunlu.planning.models.shape import ModelShape
 from yunlu.spec.job import Job
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.models.adapter import add_adapter

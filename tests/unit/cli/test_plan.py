@@ -11,7 +11,7 @@ import pytest
 
 import yunlu
 from yunlu.cli.main import main
-from yunlu.planning.options import Options
+from yunlu.planning.choice.options import Options
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 JOB = """\

@@ -18,8 +18,8 @@ from yunlu.jobs.amounts import block_length, count_amounts
 from yunlu.jobs.outlook import foresee, look_ahead
 from yunlu.jobs.outlook_plot import draw_outlook, find_front
 from yunlu.planning.calibration import Calibration, RunFigure
+from yunlu.planning.choice.options import PlanError
 from yunlu.planning.guess import name_work
-from yunlu.planning.options import PlanError
 from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.arithmetic import adapter_parameters, parameters
-from yunlu.planning.hf_config import can_describe, shape_from_config
-from yunlu.planning.shape import Adapter
+from yunlu.planning.models.arithmetic import adapter_parameters, parameters
+from yunlu.planning.models.hf_config import can_describe, shape_from_config
+from yunlu.planning.models.shape import Adapter
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 512,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
 from yunlu.catalog.offer import Offer
-from yunlu.planning.choosing import Ask, choose_options, weigh
-from yunlu.planning.limits import Limits
-from yunlu.planning.options import Option, Options, PlanError
-from yunlu.planning.rigs import HERE, Price
-from yunlu.planning.spot import lost_share
+from yunlu.planning.choice.choosing import Ask, choose_options, weigh
+from yunlu.planning.choice.limits import Limits
+from yunlu.planning.choice.options import Option, Options, PlanError
+from yunlu.planning.choice.rigs import HERE, Price
+from yunlu.planning.choice.spot import lost_share
 
 OFFERS = (
     Offer(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.unit.planning.foretell.test_memory import EIGHT_B
+from yunlu.planning.choice.probing import Predictions, chance_to_run, expected_speed, next_probe
 from yunlu.planning.foretell.points import Points, make_points
-from yunlu.planning.probing import Predictions, chance_to_run, expected_speed, next_probe
 
 
 def candidates(**columns: Any) -> Points:

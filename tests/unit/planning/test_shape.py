@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.arithmetic import (
+from yunlu.planning.foretell.points import Points, concatenate, make_points
+from yunlu.planning.models.arithmetic import (
     active_parameters,
     adapter_parameters,
     attention_flops_per_token,
@@ -22,8 +23,7 @@ from yunlu.planning.arithmetic import (
     trainable,
     visible,
 )
-from yunlu.planning.foretell.points import Points, concatenate, make_points
-from yunlu.planning.shape import Adapter, Experts, Latent, ModelShape
+from yunlu.planning.models.shape import Adapter, Experts, Latent, ModelShape
 
 LLAMA3_8B = ModelShape(
     name="llama3-8b",

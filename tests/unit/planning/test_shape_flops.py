@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, ViTConfig
 from transformers import ViTForImageClassification as Vit
 
-from yunlu.planning.arithmetic import flops_per_sample, flops_per_token
-from yunlu.planning.hf_config import shape_from_config
-from yunlu.planning.shape import Adapter
+from yunlu.planning.models.arithmetic import flops_per_sample, flops_per_token
+from yunlu.planning.models.hf_config import shape_from_config
+from yunlu.planning.models.shape import Adapter
 
 SEQ, BATCH = 48, 2
 SIZES: dict[str, Any] = {

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from yunlu.planning.arithmetic import active_parameters, parameters
-from yunlu.planning.known_models import find_model, list_models
+from yunlu.planning.models.arithmetic import active_parameters, parameters
+from yunlu.planning.models.known_models import find_model, list_models
 
 PUBLISHED = {  # billions of weights, as the models' cards and papers say
     "meta-llama/Llama-3.1-8B": 8.03,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.arithmetic import flops_per_sample, parameters, stages, tensor_ways
-from yunlu.planning.own_models import own_transformer
+from yunlu.planning.models.arithmetic import flops_per_sample, parameters, stages, tensor_ways
+from yunlu.planning.models.own_models import own_transformer
 from yunlu.spec.job import Job
 from yunlu.training.measure_shape import describe, main, measure_job, measure_model
 from yunlu.training.models.seq2seq import Seq2SeqTransformer

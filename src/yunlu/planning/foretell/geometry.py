@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from yunlu.planning.arithmetic import parameters
-from yunlu.planning.known_models import find_model
-from yunlu.planning.shape import Adapter, ModelShape
+from yunlu.planning.models.arithmetic import parameters
+from yunlu.planning.models.known_models import find_model
+from yunlu.planning.models.shape import Adapter, ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

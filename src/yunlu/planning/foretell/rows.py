@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import YunluError
-from yunlu.planning.arithmetic import columns_of
 from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.correction import correct
 from yunlu.planning.foretell.geometry import UnreadableRowError, number, read_shape
@@ -17,6 +16,7 @@ from yunlu.planning.foretell.intervals import spread_factors
 from yunlu.planning.foretell.memory import fits, peak_memory
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE, Column, Points
 from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.models.arithmetic import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

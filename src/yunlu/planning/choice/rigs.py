@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunlu.planning.search import Rig
+from yunlu.planning.choice.search import Rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.arithmetic import parameters
-from yunlu.planning.hf_families import Family, find_family
-from yunlu.planning.hf_fields import Fields
-from yunlu.planning.hf_parts import (
+from yunlu.planning.models.arithmetic import parameters
+from yunlu.planning.models.hf_families import Family, find_family
+from yunlu.planning.models.hf_fields import Fields
+from yunlu.planning.models.hf_parts import (
     count_kv_heads,
     count_mixer_vectors,
     count_positions,
@@ -20,7 +20,7 @@ from yunlu.planning.hf_parts import (
     find_windows,
     is_gated,
 )
-from yunlu.planning.shape import ModelShape
+from yunlu.planning.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

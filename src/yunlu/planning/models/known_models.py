@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from yunlu.planning.hf_config import shape_from_config
+from yunlu.planning.models.hf_config import shape_from_config
 
 if TYPE_CHECKING:
-    from yunlu.planning.hf_config import Head
-    from yunlu.planning.shape import ModelShape
+    from yunlu.planning.models.hf_config import Head
+    from yunlu.planning.models.shape import ModelShape
 
 _FIELDS = {
     "layers": "num_hidden_layers",

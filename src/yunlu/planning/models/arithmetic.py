@@ -16,7 +16,7 @@ from yunlu.core.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.planning.shape import ModelShape
+    from yunlu.planning.models.shape import ModelShape
 
 
 # NF4 keeps a scale for 64 numbers, itself in 8 bits with one FP32 for 256 of them (Dettmers et al.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.units import show_bytes, show_count, show_duration
 
 if TYPE_CHECKING:
-    from yunlu.planning.options import Interval, Option
+    from yunlu.planning.choice.options import Interval, Option
 
 _STEP_WORDS = {
     "compute": "computing",

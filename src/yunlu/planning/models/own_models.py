@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.shape import Adapter, ModelShape
+from yunlu.planning.models.shape import Adapter, ModelShape
 
 if TYPE_CHECKING:
     from yunlu.spec.job import AdapterSpec

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 
 from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
-from yunlu.planning.explain_options import explain_option
+from yunlu.planning.choice.explain import explain_option
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import PrecisionName, Recompute
 from yunlu.spec.goal import Objective

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import did_you_mean
+from yunlu.planning.choice.grid import lay_out
+from yunlu.planning.choice.options import Option, PlanError
 from yunlu.planning.foretell.points import RECOMPUTE
-from yunlu.planning.grid import lay_out
-from yunlu.planning.options import Option, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from yunlu.planning.grid import Rules
-    from yunlu.planning.rigs import Price
-    from yunlu.planning.search import Question, Rig
+    from yunlu.planning.choice.grid import Rules
+    from yunlu.planning.choice.rigs import Price
+    from yunlu.planning.choice.search import Question, Rig
 
 _AXES = ("dp", "fsdp", "tp", "pp")
 _COUNTS = (*_AXES, "batch", "micro_batch", "nodes")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.shape import Experts, Latent
+from yunlu.planning.models.shape import Experts, Latent
 
 if TYPE_CHECKING:
-    from yunlu.planning.hf_families import Family
-    from yunlu.planning.hf_fields import Fields
+    from yunlu.planning.models.hf_families import Family
+    from yunlu.planning.models.hf_fields import Fields
 
 
 def count_kv_heads(fields: Fields, heads: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.planning.explain_options import compare, main_wait
+from yunlu.planning.choice.explain import compare, main_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.limits import Limits
-    from yunlu.planning.options import Option
+    from yunlu.planning.choice.limits import Limits
+    from yunlu.planning.choice.options import Option
     from yunlu.spec.goal import Objective
 
 _TIGHT = 0.05

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from yunlu.planning.choice.grid import LAYOUT_COLUMNS, Rules, lay_out
 from yunlu.planning.foretell.correction import correct
 from yunlu.planning.foretell.memory import peak_memory
 from yunlu.planning.foretell.points import PRECISIONS, Points, make_points
 from yunlu.planning.foretell.step_time import step_time
-from yunlu.planning.grid import LAYOUT_COLUMNS, Rules, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from yunlu.planning.choice.limits import Limits, tell_excess
+from yunlu.planning.choice.options import Hardware, Interval, Option, Options, PlanError
+from yunlu.planning.choice.reasons import give_reasons
+from yunlu.planning.choice.replacing import narrow
+from yunlu.planning.choice.rigs import HERE, Price
+from yunlu.planning.choice.search import Found, Question, foretell_steps, hold, run_seconds, search
+from yunlu.planning.choice.spot import START_HERE_S, START_S, lost_share
+from yunlu.planning.choice.spread import memory_factors, time_factors
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE
 from yunlu.planning.large_batch import Rule, scale_rate
 from yunlu.planning.layout import Layout
-from yunlu.planning.limits import Limits, tell_excess
-from yunlu.planning.options import Hardware, Interval, Option, Options, PlanError
-from yunlu.planning.reasons import give_reasons
-from yunlu.planning.replacing import narrow
-from yunlu.planning.rigs import HERE, Price
-from yunlu.planning.search import Found, Question, foretell_steps, hold, run_seconds, search
-from yunlu.planning.spot import START_HERE_S, START_S, lost_share
-from yunlu.planning.spread import memory_factors, time_factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ import numpy as np
 from yunlu.core.units import show_duration
 
 if TYPE_CHECKING:
+    from yunlu.planning.choice.options import Option
     from yunlu.planning.foretell.points import Column
-    from yunlu.planning.options import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

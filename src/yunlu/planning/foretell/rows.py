@@ -13,7 +13,7 @@ from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.correction import correct
 from yunlu.planning.foretell.geometry import UnreadableRowError, number, read_shape
 from yunlu.planning.foretell.intervals import spread_factors
-from yunlu.planning.foretell.memory import fits, peak_memory
+from yunlu.planning.foretell.memory import fits, peak_memory, reported_memory
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE, Column, Points
 from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.models.arithmetic import columns_of
@@ -80,10 +80,10 @@ def foretell_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]
     with np.errstate(all="ignore"):
         time = step_time(points)
         step_s = time.total_s * correct(points, time)
-        memory = peak_memory(points, habits=True)
+        memory = reported_memory(points)
+        enough = fits(points, peak_memory(points))
     pace = points.batch * points.seq / (step_s * points.devices) * cores
     low, high = spread_factors(points)
-    enough = fits(points, memory)
     for place, position in enumerate(reading.index):
         answers[position] |= {
             "tokens_per_s_per_device": float(pace[place]),
@@ -93,12 +93,18 @@ def foretell_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]
             "peak_memory_bytes": float(memory.total[place] * cores[place]),
             "peak_memory_bytes_p10": float(memory.low[place] * cores[place]),
             "peak_memory_bytes_p90": float(memory.high[place] * cores[place]),
+            # As the evidence counts it: nanotron divides by 2^30, the others by 10^9.
+            "peak_mem_gb": float(memory.total[place] * cores[place]) / _gigabyte(every[position]),
             "fits": bool(enough[place]),
             "stack": STACKS[int(points.stack[place])],
         }
         if number(every[position], "seq_len") is None and points.seq[place] == _GUESSED_SEQ:
             answers[position]["assumed"] = f"seq_len {_GUESSED_SEQ:g}"
     return answers
+
+
+def _gigabyte(row: Row) -> float:
+    return 2.0**30 if stack_of(row) == "nanotron" else 1e9
 
 
 def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> Reading:

@@ -77,7 +77,7 @@ class Contact:
         except OSError:
             return False
         self.crew, self.connection = crew, connection
-        self._unpacker, self._heard_at = Unpacker(), now
+        self._unpacker, self._heard_at = Unpacker(), time.monotonic()
         return True
 
     def send(self, message: Value) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,55 @@ settings.register_profile("yunlu", deadline=None, derandomize="CI" in os.environ
 settings.load_profile("yunlu")
 
 
+@pytest.fixture(scope="session")
+def measured_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What no test should pay for: a probe of this processor, canned, and the speeds of precisions."""
+    from yunlu.planning.probed import FOLDER, Kind, Pace, Probed, dump_probes, file_names
+    from yunlu.training.probe import cpu_name
+
+    sizes, cores = (1e3, 1e6, 1e9), os.cpu_count() or 1
+    rates: dict[Kind, float] = {"product": 1e10, "stream": 5e9}
+    paces = tuple(
+        Pace(kind=kind, threads=threads, sizes=sizes, spread=0.1,
+             seconds=tuple(1e-6 + size / rate for size in sizes))
+        for kind, rate in rates.items()
+        for threads in range(1, cores + 1)
+    )  # fmt: skip
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        version = ""
+    canned = Probed(
+        at=0.0, took_s=1.0, is_quick=True, host="canned", kind="cpu", device=cpu_name(),
+        cores=cores, memory_bytes=1 << 33, threads=1, torch=version, paces=paces,
+        memory_bytes_per_s=5e9, call_s=1e-5,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("measured-once")
+    for folder in ("precisions", FOLDER):
+        (place / folder).mkdir()
+    (place / FOLDER / file_names(canned.device, "")[0]).write_bytes(dump_probes([canned]))
+    return place
+
+
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "home"
+def own_home(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    measured_once: Path,
+) -> Path:
+    home, cache = tmp_path / "home", tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("YUNLU_HOME", str(home))
     monkeypatch.setenv("YUNLU_LANG", "en")
-    # Made data is kept between tests and runs: speaking it takes half a minute.
-    monkeypatch.setenv("YUNLU_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "yunlu"))
+    monkeypatch.setenv("YUNLU_CACHE", str(cache))
+    # Made data is kept between tests and runs: speaking it takes half a minute. Lessons are not.
+    made = Path(__file__).parents[1] / ".pytest_cache" / "yunlu" / "made"
+    made.mkdir(parents=True, exist_ok=True)
+    (cache / "made").symlink_to(made)
+    (cache / "precisions").symlink_to(measured_once / "precisions")
+    (cache / "probe").mkdir()
+    for file in (measured_once / "probe").iterdir():
+        (cache / "probe" / file.name).symlink_to(file)  # storing another replaces the link
     return home
 
 

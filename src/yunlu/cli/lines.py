@@ -147,7 +147,7 @@ def _trace_rows(event: Event) -> RenderableType | None:
 
 
 def plan_block(plan: Plan) -> RenderableType:
-    """The table of choices, what was tried for them, and what they foretell."""
+    """The table of choices, what was tried for them, and what is predicted after it."""
     table = plain_table()
     table.add_column("choice", style="bold", no_wrap=True)
     table.add_column("value", style=ACCENT, overflow="fold", ratio=2)
@@ -155,8 +155,8 @@ def plan_block(plan: Plan) -> RenderableType:
     for choice in plan.choices:
         style = "bold" if choice.pinned else "dim"
         table.add_row(choice.name, choice.value, Text(choice.reason, style=style))
-    foretold = event_row("foretold", prediction_line(plan.prediction))
-    return Group("", indented(table), "", *_trial_rows(plan), foretold)
+    predicted = event_row("predicted", prediction_line(plan.prediction))
+    return Group("", indented(table), "", *_trial_rows(plan), predicted)
 
 
 def _trial_rows(plan: Plan) -> list[RenderableType]:
@@ -178,15 +178,15 @@ def _trial_rows(plan: Plan) -> list[RenderableType]:
     return rows
 
 
-def prediction_line(foretold: Prediction) -> Text:
+def prediction_line(predicted: Prediction) -> Text:
     """Memory, step time, pace, total time, cost."""
-    dollars = foretold.dollars
+    dollars = predicted.dollars
     return _joined(
         [
-            show_bytes(foretold.memory_bytes),
-            f"{show_duration(foretold.step_s)} a step",
-            f"{show_count(foretold.samples_per_s)} samples/s",
-            f"{show_duration(foretold.total_s)} in all",
+            show_bytes(predicted.memory_bytes),
+            f"{show_duration(predicted.step_s)} a step",
+            f"{show_count(predicted.samples_per_s)} samples/s",
+            f"{show_duration(predicted.total_s)} in all",
             "no price set" if dollars is None else f"${dollars:.2f}",
         ]
     )

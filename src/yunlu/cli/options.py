@@ -76,14 +76,22 @@ def show_dollars(dollars: float) -> str:
     return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
+def share_out(option: Option) -> str:
+    """A batch as replicas x micro-batch x passes, and what the last pass has where it is not full."""
+    batch, each = option.batch, option.layout.replicas * option.micro_batch
+    full, left = divmod(batch, each)
+    share = f"{option.layout.replicas} x {option.micro_batch}"
+    if not full:
+        return f"{batch} < {share}"
+    return f"{batch} = {share} x {full}" + (f" + {left}" if left else "")
+
+
 _TEXTS: dict[str, Callable[[Option], str]] = {
     "hardware": lambda option: (
         f"{option.hardware} ({option.hardware.devices} x {option.hardware.device})"
     ),
     "layout": lambda option: str(option.layout),
-    "batch": lambda option: (
-        f"{option.batch} = {option.layout.replicas} x {option.micro_batch} x {option.accumulation}"
-    ),
+    "batch": share_out,
     "recompute": lambda option: option.recompute,
     "precision": lambda option: option.precision,
     "steps": lambda option: f"{option.steps:,}",
@@ -130,8 +138,7 @@ def _about(option: Option) -> list[str]:
 def _how(option: Option) -> tuple[str, str]:
     layout = str(option.layout) + (", zero1" if option.layout.zero1 else "")
     again = "" if option.recompute == "none" else f", recompute {option.recompute}"
-    share = f"{option.layout.replicas} x {option.micro_batch} x {option.accumulation}"
-    return layout, f"batch {option.batch} = {share}\n{option.precision}{again}"
+    return layout, f"batch {share_out(option)}\n{option.precision}{again}"
 
 
 def _spans(interval: Interval) -> tuple[str, str]:

@@ -19,18 +19,21 @@ from yunlu.core.rundir import EventKind
 from yunlu.jobs import service
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from yunlu.core.rundir import Event
     from yunlu.planning.choice.options import Options
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
 
 _PREDICT = "predict"
+_USUAL_TOP = 3
 
 
 def plan(
     *jobs: str,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
-    top: int = 3,
+    top: Annotated[int | None, Parameter(show_default=False)] = None,
     objective: Annotated[str | None, Parameter(show_default=False)] = None,
     budget: Annotated[float | None, Parameter(show_default=False)] = None,
     deadline: Annotated[str | None, Parameter(show_default=False)] = None,
@@ -55,7 +58,7 @@ def plan(
         jobs: The job file: YAML, or Python (jobs.py:name); two of them with --compare; or predict
             ROWS.csv, which foretells the rows of a table.
         overrides: Change the job: --set train.batch=64; may be repeated.
-        top: How many options to show.
+        top: How many options to show; 3 unless told otherwise.
         objective: What to make small: cost, time, or both (balanced).
         budget: The most it may cost, in dollars.
         deadline: The longest it may take: 90min, 36h, 2d.
@@ -71,8 +74,6 @@ def plan(
         measure: Let a worker measure the job on this machine, without training it.
         json: Print the answer as JSON.
     """
-    if jobs[:1] == (_PREDICT,):
-        return _predict(jobs[1:], json=json)
     said = {
         "objective": objective,
         "budget": budget,
@@ -83,6 +84,16 @@ def plan(
         "spot": spot or None,
         "max_devices": max_devices,
     }
+    shown = {"top": top, "explain": explain or None, "plot": plot}
+    if jobs[:1] == (_PREDICT,):
+        job_says = {"set": overrides or None, "devices": devices}
+        ways = {"compare": compare or None, "measure": measure or None}
+        _refuse("plan predict", "it foretells rows as they are", said | shown | job_says | ways)
+        return _predict(jobs[1:], json=json)
+    if compare:
+        _refuse("--compare", "it shows the best of each job", shown | {"measure": measure or None})
+    if measure:
+        _refuse("--measure", "it settles one plan on this machine", said | shown)
     changes = [
         f"goal.{name}={json_module.dumps(value)}"
         for name, value in said.items()
@@ -97,7 +108,16 @@ def plan(
         return _measure(asked[0], json=json)
     if compare:
         return _compare(jobs, asked, json=json)
-    return _foresee(asked[0], top=top, explain=explain, plot=plot, json=json)
+    most = _USUAL_TOP if top is None else top
+    return _foresee(asked[0], top=most, explain=explain, plot=plot, json=json)
+
+
+def _refuse(way: str, why: str, said: Mapping[str, object]) -> None:
+    """What was said would change nothing: better told than left out without a word."""
+    useless = [f"--{name.replace('_', '-')}" for name, value in said.items() if value is not None]
+    if useless:
+        names, verb = ", ".join(useless), "does" if len(useless) == 1 else "do"
+        raise JobError(f"{names} {verb} not go with {way}: {why}.", hint=f"leave out {names}")
 
 
 def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool) -> int:

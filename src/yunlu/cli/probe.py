@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from yunlu.planning.probed import Pace
 
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure")
+_LAST_WORDS_S = 2.0
 _WORDS = {
     "product": "matrix products",
     "convolution": "convolutions",
@@ -54,6 +55,7 @@ def probe(
     show: bool = False,
     afresh: bool = False,
     forget: bool = False,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
     json_: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
     """Measure this machine in under a minute: arithmetic, memory, links, disk, start.
@@ -64,16 +66,21 @@ def probe(
         show: Show what is stored, and what runs have taught; measure nothing.
         afresh: Measure again, though there are figures.
         forget: Drop what deleted runs have taught about this machine.
+        all_: With --forget: drop every lesson and every probe.
         json_: Print the figures as JSON.
     """
     console = make_console()
+    if all_ and not forget:
+        raise ProbeError("--all says what to forget", hint="yunlu probe --forget --all")
     if forget:
-        _say_forgotten(known.forget_deleted(), console, json_=json_)
+        count = known.forget_all() if all_ else known.forget_deleted()
+        _say_forgotten(count, console, all_=all_, json_=json_)
         return 0
     probed = known.stored_probe()
     if show and probed is None:
         raise ProbeError("this machine was never probed", hint="yunlu probe")
-    if not show and (afresh or probed is None or probed.is_quick):
+    is_known = probed is not None and not probed.is_quick and known.knows_threads(probed)
+    if not show and (afresh or not is_known):
         require_training()
         # On the way to a file or a pipe, standard output carries the answer alone.
         probed = measure(Console(stderr=True, highlight=False))
@@ -107,6 +114,7 @@ def _listen() -> Iterator[dict[str, Any]]:
     """What the measuring process says, line by line; torch is imported there, not here."""
     with subprocess.Popen(  # noqa: S603 - our own module
         _PROGRAM,
+        stdin=subprocess.PIPE,  # should we be killed, it is closed, and the other one ends
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,14 +132,20 @@ def _listen() -> Iterator[dict[str, Any]]:
                 hint="yunlu doctor tells what is missing",
             )
         finally:
-            process.kill()
+            process.terminate()
+            try:
+                process.wait(_LAST_WORDS_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def _say_forgotten(count: int, console: Console, *, json_: bool) -> None:
+def _say_forgotten(count: int, console: Console, *, all_: bool, json_: bool) -> None:
     if json_:
         print(json.dumps({"forgotten": count}))
     else:
-        console.print(f" {count} deleted run{'s' if count != 1 else ''} forgotten")
+        what = f"run{'s' if count != 1 else ''}"
+        words = f"{what} and every probe" if all_ else f"deleted {what}"
+        console.print(f" {count} {words} forgotten")
 
 
 def _page(probed: Probed, taught: Calibration) -> RenderableType:

@@ -30,9 +30,9 @@ def ask_job(
         asked = load_job(job, overrides=overrides)
         if not said and not options:
             return asked
-        mapping = asked.model_dump(mode="json")
+        mapping = asked.model_dump(mode="json", exclude_unset=True)
     else:
-        mapping = {} if job is None else job.model_dump(mode="json")
+        mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
         if overrides:
             raise JobError("overrides go with a job file; say the values as arguments instead")
     mapping |= said

@@ -7,12 +7,16 @@ directory of one project.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import os
+import platform
 import socket
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from pydantic import ValidationError
 
 from yunlu.catalog.device import DeviceModel
@@ -20,12 +24,19 @@ from yunlu.catalog.offer import Offer
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.settings import read_settings
+from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.states import RunState
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration, RunFigure
 from yunlu.planning.plan import Measured, Plan
-from yunlu.planning.probed import FOLDER, choose_probe, parse_probes
+from yunlu.planning.probed import (
+    FOLDER,
+    choose_probe,
+    file_names,
+    is_same_version,
+    parse_probes,
+    read_processor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -38,17 +49,43 @@ HERE = "here"
 
 
 def stored_probe() -> Probed | None:
-    """The newest figures of this host that fit the torch that is installed; None before any probe."""
-    path = read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
-    try:
-        probes = parse_probes(path.read_bytes())
-    except OSError:
-        return None
-    try:
+    """The figures of this machine with the torch that is installed; None before any probe of it.
+
+    Of several, those come first that know the threads a run would take.
+    """
+    probes: list[Probed] = []
+    for path in _probe_files():
+        with suppress(OSError):
+            probes += parse_probes(path.read_bytes())
+    with suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return choose_probe(probes, torch=torch)
+        probes = [each for each in probes if is_same_version(each.torch, torch)]
+    return choose_probe([each for each in probes if knows_threads(each)] or probes)
+
+
+def knows_threads(probed: Probed) -> bool:
+    """Whether it was measured with as many threads as torch takes here."""
+    asked = worker_environment().get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdecimal() and int(asked) > 0:
+        return probed.knows(int(asked))
+    # Only torch knows whether it takes a core's second thread, too; fewer were asked for.
+    return probed.kind != "cpu" or probed.threads in _usual_threads()
+
+
+def _usual_threads() -> set[int]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    counts = {allowed, psutil.cpu_count(), psutil.cpu_count(logical=False)}
+    return {count for count in counts if count}
+
+
+def _probe_files() -> list[Path]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    processor = read_processor(text) or platform.processor() or platform.machine()
+    folder = read_settings().cache / FOLDER
+    return [folder / name for name in file_names(processor, socket.gethostname())]
 
 
 def this_machine() -> tuple[DeviceModel, Offer] | None:
@@ -103,17 +140,25 @@ def offer_of(probed: Probed) -> Offer:
 def read_calibration(*, refresh: bool = False) -> Calibration:
     """What runs have taught; ``refresh`` looks for runs that ended without a report."""
     if refresh:
-        learn_from(_finished_runs())
+        with suppress(StoreError):  # what is known can be shown where nothing can be added
+            learn_from(_finished_runs())
     try:
-        return learnt.parse_calibration(_file().read_bytes())
+        found = learnt.parse_calibration(_file().read_bytes())
     except OSError:
         return Calibration()
+    return Calibration(figures=tuple(map(_without_place, found.figures)))
+
+
+def _without_place(figure: RunFigure) -> RunFigure:
+    """As it is named now; an earlier version wrote where the run lay."""
+    path = Path(figure.run)
+    return figure.model_copy(update={"run": name_run(path)}) if path.is_absolute() else figure
 
 
 def learn_from(runs: Iterable[RunDir]) -> int:
     """Add what these runs measured; how many were new. A run counts once, however often it is read."""
     known = {each.run for each in read_calibration().figures}
-    fresh = [run for run in runs if str(run.path.absolute()) not in known]
+    fresh = [run for run in runs if name_run(run.path) not in known]
     figures = [figure for run in fresh for figure in figures_of(run)]
     if not figures:
         return 0
@@ -123,13 +168,43 @@ def learn_from(runs: Iterable[RunDir]) -> int:
 
 
 def forget_deleted() -> int:
-    """Drop what runs have taught that are no longer there; how many they were."""
+    """Drop what runs of this home have taught that are no longer there; how many they were."""
+    home = read_settings().home
+    there = {name_run(path.parent) for path in home.glob("*/job.json")} if home.is_dir() else set()
+
+    def find_gone() -> set[str]:
+        ours = {each.run for each in read_calibration().figures if each.run.startswith(_hash(home))}
+        return ours - there
+
+    if not find_gone():
+        return 0
     with _alone():
-        before = read_calibration()
-        gone = {each.run for each in before.figures if not (Path(each.run) / "job.json").exists()}
-        if gone:
-            _write(learnt.forget(before, gone))
+        gone = find_gone()
+        _write(learnt.forget(read_calibration(), gone))
     return len(gone)
+
+
+def forget_all() -> int:
+    """Drop every lesson and every probe; how many runs had taught."""
+    taught = {each.run for each in read_calibration().figures}
+    folder = read_settings().cache / FOLDER
+    try:
+        for path in (_file(), *(folder.glob("*.json") if folder.is_dir() else ())):
+            path.unlink(missing_ok=True)
+    except NotADirectoryError:
+        return 0  # no cache, so nothing in it
+    except OSError as error:
+        raise StoreError(f"{error.filename} cannot be deleted: {error.strerror}.") from error
+    return len(taught)
+
+
+def name_run(path: Path) -> str:
+    """Tells a run and its home from others; a cache that is shown around names no directory."""
+    return f"{_hash(path.parent)}-{_hash(path)}"
+
+
+def _hash(path: Path) -> str:
+    return hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
 
 
 def figures_of(run: RunDir) -> list[RunFigure]:
@@ -142,7 +217,7 @@ def figures_of(run: RunDir) -> list[RunFigure]:
         return []
     return [
         RunFigure(
-            run=str(run.path.absolute()),
+            run=name_run(run.path),
             at=ended_at,
             quantity=quantity,
             device=foretold.device,
@@ -151,6 +226,7 @@ def figures_of(run: RunDir) -> list[RunFigure]:
             work=foretold.work,
             predicted=foretold.raw[quantity],
             measured=getattr(measured, quantity),
+            busy=foretold.busy if quantity == "step_s" else 1.0,
         )
         for quantity in learnt.SPREADS
         if foretold.raw.get(quantity) and getattr(measured, quantity)

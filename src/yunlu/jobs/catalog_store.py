@@ -10,6 +10,7 @@ import csv
 import fcntl
 import io
 import json
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.catalog.device import DeviceModel
+
+_RESERVED = {OWN_CLOUD: "your own machines are", "here": "this machine is"}
+"""Clouds that nobody's prices can be imported for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +96,8 @@ def remove(name: str) -> str:
             _check_needed(added, left)
             _write_added(left)
             return name
-        table = home() / f"{CLOUD_TABLE}{name.lower()}.csv"
-        if table.exists():
-            table.unlink()
+        if name.lower() in imported_clouds():
+            (home() / f"{CLOUD_TABLE}{name.lower()}.csv").unlink()
             _write_added(added)
             return f"the imported prices of {name.lower()}"
     known = [*added.names, *imported_clouds()]
@@ -113,13 +116,16 @@ def imported_clouds() -> tuple[str, ...]:
 def update(path: Path, *, cloud: str | None = None) -> list[Table]:
     """Import a SkyPilot catalog: one ``vms.csv``, or a tree of ``CLOUD/vms.csv``; all or none."""
     catalog = load_catalog((home(),) if home().is_dir() else ())
-    tables = [_read_table(file, cloud, catalog) for file in _find_tables(path)]
+    files = _find_tables(path)
+    if cloud is not None and len(files) > 1:
+        raise CatalogError(
+            f"--cloud names one cloud, and {path} holds the tables of {len(files)}.",
+            hint="name one vms.csv, or leave out --cloud",
+        )
+    tables = [_read_table(file, cloud, catalog) for file in files]
     useful = [table for table in tables if table.imported.offers]
     if not useful:
-        raise CatalogError(
-            f"{path} has no offer of a device the catalog knows; nothing was changed.",
-            hint="yunlu catalog --devices lists the devices",
-        )
+        raise _nothing_useful(path, tables)
     with _locked() as place:
         for table in useful:
             text = write_offers(table.imported.offers)
@@ -151,7 +157,7 @@ def _find_tables(path: Path) -> list[Path]:
         raise CatalogError(
             f"{path} holds no vms.csv.", hint="name the directory of a version: catalogs/v8"
         )
-    clouds = [file.parent.name for file in found]
+    clouds = [file.parent.name.lower() for file in found]
     if twice := sorted({name for name in clouds if clouds.count(name) > 1}):
         raise CatalogError(
             f"{path} holds several tables of {', '.join(twice)}.",
@@ -161,7 +167,7 @@ def _find_tables(path: Path) -> list[Path]:
 
 
 def _read_table(path: Path, cloud: str | None, catalog: Catalog) -> Table:
-    name = (cloud or _cloud_of(path)).lower()
+    name = _cloud_of(path) if cloud is None else _check_cloud(cloud)
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -177,9 +183,35 @@ def _read_table(path: Path, cloud: str | None, catalog: Catalog) -> Table:
 
 def _cloud_of(path: Path) -> str:
     name = path.absolute().parent.name if path.stem == "vms" else path.stem
-    if not name or not name.replace("-", "").replace("_", "").isalnum():
+    if not _is_name(name) or name.lower() in _RESERVED:
         raise CatalogError(f"{path} does not tell whose prices it holds.", hint="add --cloud NAME")
-    return name
+    return name.lower()
+
+
+def _check_cloud(name: str) -> str:
+    if not _is_name(name):
+        raise CatalogError(f"--cloud: {name!r} is no name; letters, digits, - and _ make one.")
+    if name.lower() in _RESERVED:
+        raise CatalogError(
+            f"--cloud: {name!r} is what {_RESERVED[name.lower()]} called; take another name."
+        )
+    return name.lower()
+
+
+def _is_name(text: str) -> bool:
+    return text.replace("-", "").replace("_", "").isalnum()
+
+
+def _nothing_useful(path: Path, tables: list[Table]) -> CatalogError:
+    """Why: a table of other devices reads otherwise than one of bad numbers."""
+    skipped = sum((table.imported.skipped for table in tables), Counter[str]())
+    rows = sum(table.imported.rows for table in tables)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
+    why = f"{rows:,} rows, left out: {reasons}" if reasons else "it has no rows"
+    return CatalogError(
+        f"{path} has no offer to take in ({why}); nothing was changed.",
+        hint="yunlu catalog --devices lists the devices that are known",
+    )
 
 
 @contextmanager

@@ -25,6 +25,12 @@ def compare(recorded: Recorded, plan: Plan | None, *, complete: bool) -> tuple[C
     foretold = plan.foretold.model_dump() if plan and plan.foretold else {}
     intervals = foretold.get("intervals", {})
     measured = _measured(recorded, predicted)
+    foretold = {
+        # Without an interval the total has a part that nobody foretold: start-up.
+        quantity: value
+        for quantity, value in foretold.items()
+        if quantity not in _TOTALS or quantity in intervals
+    }
     rows: list[Comparison] = []
     for quantity in _QUANTITIES:
         expected, seen = predicted.get(quantity), measured.get(quantity)

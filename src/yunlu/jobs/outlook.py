@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
 from yunlu.jobs.amounts import Amounts, block_length, count_amounts
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.shapes import find_shape
-from yunlu.jobs.supply import correct_here, find_supply
-from yunlu.planning.choice.choosing import Ask, choose_options, list_candidates, weigh
+from yunlu.jobs.supply import can_train, correct_here, find_supply
+from yunlu.planning.choice.choosing import Ask, choose_options, list_candidates, price_all, weigh
 from yunlu.planning.choice.grid import Rules
 from yunlu.planning.choice.limits import Limits
 from yunlu.planning.choice.options import Options, PlanError
-from yunlu.planning.choice.search import Question, Work
-from yunlu.planning.conflicts import find_clashes
+from yunlu.planning.choice.reasons import give_reasons
+from yunlu.planning.choice.search import EVALUATED, Question, Work
+from yunlu.planning.conflicts import find_clashes, refuse_conflicts
 from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.memory import StateBytes
 from yunlu.planning.foretell.points import RECOMPUTE
+from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.spec.goal import read_span_s
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from yunlu.catalog.catalog import Catalog
     from yunlu.jobs.shapes import FoundShape
+    from yunlu.planning.choice.choosing import Weighed
+    from yunlu.planning.choice.options import Option
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
     from yunlu.spec.job import Job
@@ -36,8 +44,6 @@ if TYPE_CHECKING:
 USUAL_DEVICES = 64
 MANY_DEVICES = 512
 _AUTO_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_EVALUATED = 1 / 3
-"""Only the forward pass, of three that training takes."""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("sgd", "momentum", "lars"), "linear"),
     **dict.fromkeys(("adam", "adamw", "lamb"), "sqrt"),
@@ -72,9 +78,9 @@ def look_ahead(
         notes.append(
             f"{USUAL_DEVICES} devices cannot hold the model: up to {MANY_DEVICES} were tried"
         )
-    options = choose_options(ask, weighed, top=top)
+    options = _choose(ask, weighed, catalog, top=top)
     if options.problems:
-        advice = _advise(job, catalog, options)
+        advice = _advise(ask, job, catalog, options)
         options = options.model_copy(update={"problems": (*options.problems, *advice)})
     notes += _price_notes(options)
     options = options.model_copy(update={"notes": tuple(notes)})
@@ -86,6 +92,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
     """All that the options of a job follow from, and what was assumed."""
     described = find_shape(job)
     shape, seq = described.shape, _sequence_length(job, described)
+    _refuse_layout(job, shape)
     work, batches, notes = _work(job, described, seq)
     notes += [described.note] if described.note else []
     supply = find_supply(job, catalog)
@@ -102,14 +109,14 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
     goal, optimizer = job.goal, job.train.optimizer
     deadline = goal.deadline
     ask = Ask(
-        question=correct_here(question, job),
+        question=correct_here(question, job, batch=batches[0]),
         prices=supply.prices,
         objective=goal.objective,
         limits=Limits(
             budget=goal.budget, deadline_s=None if deadline is None else read_span_s(deadline)
         ),
         counts_tokens=job.task in _TEXT_TASKS,
-        lr_scaling=_RULES[optimizer.name] if len(batches) > 1 else optimizer.scaling,
+        lr_scaling=_scaling(job, batches),
         base_batch=optimizer.base_batch,
     )
     return ask, [*notes, *supply.notes]
@@ -121,7 +128,15 @@ def _sequence_length(job: Job, found: FoundShape) -> int:
     if job.task not in _TEXT_TASKS:
         return 1
     wanted = block_length(job)
-    return min(wanted, found.shape.positions) if found.shape.positions else wanted
+    return min(wanted, found.shape.longest) if found.shape.longest else wanted
+
+
+def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
+    """How the learning rate follows the batch: as the job says, else as suits its optimiser."""
+    optimizer = job.train.optimizer
+    if "scaling" in optimizer.model_fields_set or len(batches) == 1:
+        return optimizer.scaling
+    return _RULES[optimizer.name]
 
 
 def _work(job: Job, found: FoundShape, seq: int) -> tuple[Work, tuple[int, ...], list[str]]:
@@ -151,11 +166,10 @@ def _work(job: Job, found: FoundShape, seq: int) -> tuple[Work, tuple[int, ...],
             notes.append(
                 f"train.batch is auto: {batches[0]} to {batches[-1]} samples were considered"
             )
-    share = 0.0 if amounts is None else _evaluation_share(job, amounts, samples, max(batches))
     work = Work(
         samples=samples,
         seq=seq,
-        evaluation_share=share,
+        **({} if amounts is None else _evaluations(job, amounts, samples)),
         columns=columns,
         state=StateBytes(optimizer=optimizer_state_bytes(job, 1)),
         stack=STACKS.index("yunlu"),
@@ -181,15 +195,49 @@ def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ..
     return tuple(sorted({least << power for power in {0, doublings // 2, doublings}}))
 
 
-def _evaluation_share(job: Job, amounts: Amounts, samples: float, batch: int) -> float:
+def _evaluations(job: Job, amounts: Amounts, samples: float) -> dict[str, Any]:
+    """What evaluating adds, as ``Work`` has it: after epochs a share, after steps by the batch."""
     every = job.train.evaluate
-    if every == "never":
-        times = 0.0
-    elif every == "epoch":
-        times = samples / amounts.train
-    else:
-        times = samples / (batch * every)
-    return _EVALUATED * (times * amounts.validation + amounts.test) / samples
+    times = samples / amounts.train if every == "epoch" else 0.0
+    share = EVALUATED * (times * amounts.validation + amounts.test) / samples
+    if every in {"never", "epoch"}:
+        return {"evaluation_share": share}
+    return {
+        "evaluation_share": share,
+        "evaluate_every": every,
+        "evaluation_samples": float(amounts.validation),
+    }
+
+
+def _refuse_layout(job: Job, shape: ModelShape) -> None:
+    """Raise where the job says a layout that our engine would refuse."""
+    layout = job.layout
+    refuse_conflicts(job, layout_from(layout, layout.sizes))
+    ways, most = tensor_ways(shape), stages(shape)
+    tp, pp = layout.sizes.get("tp", 1), layout.sizes.get("pp", 1)
+    if tp not in ways:
+        why = shape.why_not_cut or "its heads and widths do not divide by it"
+        valid = ", ".join(str(each) for each in ways)
+        raise PlanError(
+            f"layout.tp: {job.model.name} cannot be cut {tp} ways: {why}.",
+            hint=f"tp may be {valid}",
+        )
+    if pp > most:
+        why = shape.why_not_parted or f"it has {most} blocks in a row that may be parted"
+        raise PlanError(
+            f"layout.pp: {job.model.name} cannot be parted into {pp} stages: {why}.",
+            hint=f"pp may be {most} at most" if most > 1 else "choose a layout without pp",
+        )
+    if layout.sequence and not _cuts_sequence(job):
+        raise PlanError(
+            f"layout.sequence: the sequence is not cut in {job.model.name}, only in our "
+            "transformers.",
+            hint="remove sequence",
+        )
+
+
+def _cuts_sequence(job: Job) -> bool:
+    return job.model.name == "transformer"
 
 
 def _check_micro_batch(job: Job, batches: tuple[int, ...]) -> None:
@@ -227,7 +275,7 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
         pinned=layout.sizes,
         zero1=zero1 if has_zero1 else (False,),
         stages_per_rank=(1, 2) if per_rank == "auto" else (per_rank,),
-        sequence=layout.sequence if "tp" in layout.sizes else True,
+        sequence=layout.sequence if "tp" in layout.sizes else _cuts_sequence(job),
         micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
         recompute=tuple(RECOMPUTE.index(each) for each in recompute),
     )
@@ -249,40 +297,84 @@ def _widen(ask: Ask, job: Job) -> Ask | None:
     return replace(ask, question=replace(ask.question, most_devices=MANY_DEVICES))
 
 
-def _advise(job: Job, catalog: Catalog, options: Options) -> list[str]:
-    """What would help: spot machines, more devices, other hardware."""
-    goal = job.goal
-    trials: dict[str, dict[str, object]] = {}
-    if not goal.spot:
-        trials["allow spot machines (--spot)"] = {"spot": True}
-    most = goal.max_devices or USUAL_DEVICES
-    trials[f"allow more devices (--max-devices {8 * most})"] = {"max_devices": 8 * most}
-    if goal.gpu or goal.cloud or goal.region:
-        trials["allow any GPU, cloud and region"] = {"gpu": None, "cloud": None, "region": None}
-    words: list[str] = []
-    for what, changes in trials.items():
-        tried = job.model_copy(update={"goal": goal.model_copy(update=changes)})
-        try:
-            ask, _ = make_ask(tried, catalog)
-            found = choose_options(ask, weigh(ask), top=1)
-        except PlanError:
+def _choose(ask: Ask, weighed: Weighed, catalog: Catalog, *, top: int) -> Options:
+    """The best few; what we cannot train on stands last, however good it looks, for comparison."""
+    trained = [can_train(catalog, price.offer.device) for price in ask.prices]
+    if all(trained) or not any(trained) or not len(weighed.found):
+        return choose_options(ask, weighed, top=top)
+    parts: list[Options] = []
+    for kind in (True, False):
+        prices = tuple(p for p, each in zip(ask.prices, trained, strict=True) if each is kind)
+        only = replace(ask, prices=prices)
+        priced = replace(weighed, candidates=price_all(only, weighed.found, weighed.steps))
+        if len(priced.candidates):
+            parts.append(choose_options(only, priced, top=top))
+    first, *others = parts
+    compared = [option for part in others for option in part]
+    kinds = {option.hardware.device for option in compared}
+    kept = list(first)[: top - min(len(kinds), top // 2)]
+    options = [*kept, *compared][:top]
+    told = give_reasons(options, ask.objective, ask.limits, is_met=not first.problems)
+    return first.model_copy(update={"options": tuple(told)})
+
+
+def _advise(ask: Ask, job: Job, catalog: Catalog, options: Options) -> list[str]:
+    """What would help: spot machines, more devices, other hardware; else, what helps most."""
+    words: dict[str, float] = {}
+    for what, tried in _relax(ask, job, catalog):
+        weighed = weigh(tried)
+        if not len(weighed.found):
             continue
-        if not found.problems:
-            best = found.best
-            cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "
-            words.append(f"{what}: {cost}{show_duration(best.total_s.value)} on {best.hardware}")
-    if not words:
-        words.append(_raise_limits(job, options))
-    return [f"To change: {each}" for each in words]
+        best = _choose(tried, weighed, catalog, top=1).best
+        cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "
+        found = f"{what}: {cost}{show_duration(best.total_s.value)} on {best.hardware}"
+        words[found] = _excess(ask, best)
+    enough = [each for each, excess in words.items() if excess <= 1.0]
+    if not enough:
+        nearest = min(words, key=lambda each: words[each], default=None)
+        if nearest is not None and words[nearest] < _excess(ask, options.best):
+            enough.append(f"{nearest}, which comes nearer")
+        enough.append(_raise_limits(job, options))
+    return [f"To change: {each}" for each in enough]
+
+
+def _relax(ask: Ask, job: Job, catalog: Catalog) -> Iterator[tuple[str, Ask]]:
+    """The same question with one wish less, each."""
+    goal, most = job.goal, ask.question.most_devices
+    if not goal.spot:
+        yield "allow spot machines (--spot)", _supplied(ask, job, catalog, spot=True)
+    if ask.question.least_devices < most:
+        wider = replace(ask, question=replace(ask.question, most_devices=8 * most))
+        yield f"allow more devices (--max-devices {8 * most})", wider
+    if goal.gpu or goal.cloud or goal.region:
+        any_place = _supplied(ask, job, catalog, gpu=None, cloud=None, region=None)
+        yield "allow any GPU, cloud and region", any_place
+
+
+def _supplied(ask: Ask, job: Job, catalog: Catalog, **goal: Any) -> Ask:
+    """With the hardware of another goal."""
+    tried = job.model_copy(update={"goal": job.goal.model_copy(update=goal)})
+    supply = find_supply(tried, catalog)
+    question = replace(ask.question, rigs=supply.rigs)
+    batches = next(iter(question.rules.values())).batches
+    corrected = correct_here(question, job, batch=batches[0])
+    return replace(ask, question=corrected, prices=supply.prices)
+
+
+def _excess(ask: Ask, option: Option) -> float:
+    dollars = math.nan if option.dollars is None else option.dollars.value
+    return float(ask.limits.excess(np.array([option.total_s.value]), np.array([dollars]))[0])
 
 
 def _raise_limits(job: Job, options: Options) -> str:
     best, parts = options.best, list[str]()
     if job.goal.budget is not None and best.dollars is not None:
-        parts.append(f"a budget of ${max(best.dollars.value, job.goal.budget):,.2f}")
+        dollars = max(math.ceil(best.dollars.value * 100) / 100, job.goal.budget)
+        parts.append(f"a budget of ${dollars:,.2f}")
     if job.goal.deadline is not None:
         parts.append(f"a deadline of {math.ceil(best.total_s.value / 3600)}h")
-    return f"only {' and '.join(parts)} would do; or train less (epochs, steps), or a smaller model"
+    limits = f"{' and '.join(parts)} would do; or " if parts else ""
+    return f"{limits}train less (epochs, steps), or a smaller model"
 
 
 def _price_notes(options: Options) -> list[str]:

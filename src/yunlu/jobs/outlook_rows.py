@@ -5,14 +5,21 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
 from yunlu.jobs.catalog_store import open_catalog
+from yunlu.planning.foretell.figures import COLUMNS
 from yunlu.planning.foretell.rows import foretell_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_HINT = (
+    "the first line names the columns: model or layers and hidden, seq_len, gpu_type, gpus, tp, ..."
+)
 
 
 def foretell_file(path: Path) -> list[dict[str, Any]]:
@@ -20,17 +27,23 @@ def foretell_file(path: Path) -> list[dict[str, Any]]:
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        table = csv.DictReader(io.StringIO(text))
+        rows = [
+            {name: value or "" for name, value in row.items() if isinstance(name, str)}
+            for row in table
+        ]
     except FileNotFoundError:
         raise DataError(f"There is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from None
-    rows = [
-        {name: value or "" for name, value in row.items() if isinstance(name, str)}
-        for row in csv.DictReader(io.StringIO(text))
-    ]
     if not rows:
+        raise DataError(f"{path} has no rows.", hint=_HINT)
+    names = table.fieldnames or ()
+    if not set(names) & set(COLUMNS):
+        shown = ", ".join(names)
         raise DataError(
-            f"{path} has no rows.",
-            hint="the first line names the columns (model, n_gpus, gpu_type, tp, pp, ...)",
+            f"{path} has none of the columns that a run is told by; its first line is: "
+            f"{shown if len(shown) < 200 else shown[:200] + ' ...'}",
+            hint=_HINT,
         )
     return foretell_rows(rows, open_catalog())

@@ -72,6 +72,12 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> FoundShape:
     seq = found.seq or found.shape.tokens_per_sample or None
     if job.data.max_length != "auto" and found.shape.kind not in {"measured", "vision"}:
         seq = job.data.max_length
+    longest = found.shape.longest
+    if longest and seq is not None and seq > longest:
+        raise ModelError(
+            f"data.max_length: {seq} tokens are more than {job.model.name} has positions.",
+            hint=f"data.max_length may be {longest} at most",
+        )
     return found.model_copy(update={"seq": seq})
 
 

@@ -6,16 +6,18 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.catalog.catalog import Catalog
+from yunlu.catalog.catalog import Catalog, CatalogError
 from yunlu.jobs.calibration import read_calibration, this_machine
 from yunlu.planning.choice.options import PlanError
 from yunlu.planning.choice.rigs import HERE, Price, gather_rigs
-from yunlu.planning.choice.search import Question, Rig, foretell_steps, hold, search
+from yunlu.planning.choice.search import Measured, Question, Rig, hold, search
+from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.guess import name_work
 
 if TYPE_CHECKING:
     from yunlu.catalog.offer import Offer
     from yunlu.planning.calibration import Quantity
+    from yunlu.planning.foretell.points import Points
     from yunlu.spec.goal import GoalSpec
     from yunlu.spec.job import Job
 
@@ -23,6 +25,8 @@ _TRAINABLE_KINDS = {"cuda", "rocm", "cpu", "mps"}
 """Other devices are only compared, where somebody names them."""
 _TOO_OLD = {"K80"}
 """No CUDA that torch is built with knows them."""
+_OLD = {"P4", "P100", "V100-16GB", "V100-32GB"}
+"""Older than Turing: since torch 2.11 only its legacy build, with CUDA 12.6, has kernels for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +40,20 @@ class Supply:
 
 def find_supply(job: Job, catalog: Catalog) -> Supply:
     """All that the job's goal allows."""
-    goal = job.goal
-    offers, notes = _clouds_offers(goal, catalog)
-    if _may_be_here(goal):
-        machine = this_machine()
-        if machine is None:
-            notes.append("this machine is not among the options yet: yunlu probe adds it")
-        else:
-            device, offer = machine
-            catalog = Catalog(
-                devices=(*catalog.devices, device), every_offer=(*catalog.every_offer, offer)
-            )
-            offers.append(offer)
+    goal, notes = job.goal, list[str]()
+    _refuse_here(goal)
+    may_be_here = goal.cloud is None or HERE in goal.cloud
+    machine = this_machine() if may_be_here else None
+    if machine is not None:
+        device, offer = machine
+        catalog = Catalog(
+            devices=(*catalog.devices, device), every_offer=(*catalog.every_offer, offer)
+        )
+    elif may_be_here and (goal.cloud or not (goal.gpu or goal.region)):
+        notes.append("this machine is not among the options yet: yunlu probe adds it")
+    offers = _offers(goal, catalog, notes)
     if not offers:
-        raise _nothing(goal)
+        raise _nothing(goal, is_probed=machine is not None)
     rigs, prices = gather_rigs(catalog, offers, spot=goal.spot)
     limit = job.train.memory_gb
     if limit != "auto":
@@ -57,63 +61,128 @@ def find_supply(job: Job, catalog: Catalog) -> Supply:
     return Supply(rigs=rigs, prices=prices, notes=tuple(notes))
 
 
-def correct_here(question: Question, job: Job) -> Question:
-    """The question with this machine as earlier runs of the same job measured it."""
+def can_train(catalog: Catalog, device: str) -> bool:
+    """Whether our engine runs on such a device; this machine's own is none of the catalog's."""
+    if not catalog.has_device(device):
+        return True
+    return catalog.device(device).kind in _TRAINABLE_KINDS and device not in _TOO_OLD
+
+
+def correct_here(question: Question, job: Job, *, batch: int) -> Question:
+    """The question with this machine as earlier runs of the same job measured it.
+
+    ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
+    and batch are foretold, and the ratio is taken to hold for the others too, though less surely.
+    """
     place = next((place for place, rig in enumerate(question.rigs) if rig.most_nodes == 1), None)
-    figures = [each for each in read_calibration().figures if each.work == name_work(job)]
-    if place is None or not figures:
+    if place is None:
         return question
-    rig = question.rigs[place]
+    rig, work = question.rigs[place], name_work(job)
+    figures = [each for each in read_calibration().figures
+               if each.work == work and each.device == rig.device]  # fmt: skip
+    if not figures:
+        return question
+    precision = max(figures, key=lambda each: each.at).precision
+    point = _foretell_run(question, rig, precision, batch)
+    if point is None:
+        return question
 
     def measured(quantity: Quantity) -> float | None:
         found = [each.measured for each in figures
-                 if each.quantity == quantity and each.device == rig.device]  # fmt: skip
+                 if each.quantity == quantity and each.precision == precision]  # fmt: skip
         return median(found) if found else None
 
-    alone = replace(question, rigs=(rig,), nodes=1, least_devices=1)
-    found = search(alone)
-    if not len(found):
-        return question
     step_s, held = measured("step_s"), measured("memory_bytes")
-    foretold_s = float(sum(column[0] for column in foretell_steps(alone, found).values()))
-    foretold_bytes = float(hold(found.points, question.work).total[0])
+    # Without the learned correction: what was measured here takes its place.
+    foretold_s = float(step_time(point).total_s[0])
+    foretold_bytes = float(hold(point, question.work).total[0])
     corrected = replace(
         rig,
         time_factor=1.0 if step_s is None else step_s / foretold_s,
         memory_factor=1.0 if held is None else held / foretold_bytes,
+        measured=Measured(
+            precision=precision,
+            batch=float(batch),
+            micro_batch=float(point.micro_batch[0]),
+            recompute=float(point.recompute[0]),
+            time=step_s is not None,
+            memory=held is not None,
+        ),
     )
     rigs = (*question.rigs[:place], corrected, *question.rigs[place + 1 :])
     return replace(question, rigs=rigs)
 
 
-def _clouds_offers(goal: GoalSpec, catalog: Catalog) -> tuple[list[Offer], list[str]]:
-    clouds = None if goal.cloud is None else [each for each in goal.cloud if each != HERE]
-    gpus = None if goal.gpu is None else [each for each in goal.gpu if each != HERE]
-    if clouds == [] or gpus == []:
-        return [], []
+def _foretell_run(question: Question, rig: Rig, precision: str, batch: int) -> Points | None:
+    """The run on one device of a rig, as it would be foretold; None where it could not be."""
+    rules = question.rules.get(precision)
+    if rules is None or precision not in rig.peak_flops:
+        return None
+    one = replace(rig, devices=1, domain=1)
+    single = replace(rules, batches=(batch,), pinned=dict.fromkeys(("dp", "fsdp", "tp", "pp"), 1))
+    found = search(
+        replace(
+            question, rigs=(one,), rules={precision: single}, nodes=1, least_devices=1,
+            most_devices=1,
+        )
+    )  # fmt: skip
+    return found.points if len(found) else None
+
+
+def _refuse_here(goal: GoalSpec) -> None:
+    """This machine is a cloud of its own; what it is called as a device, its probe tells."""
+    for key, names in (("gpu", goal.gpu), ("region", goal.region)):
+        if names is not None and HERE in names:
+            raise PlanError(f"goal.{key}: here names a cloud.", hint="say --cloud here")
+
+
+def _offers(goal: GoalSpec, catalog: Catalog, notes: list[str]) -> list[Offer]:
+    """Those with a device, a cloud and a region that were asked for."""
+    clouds = goal.cloud
+    if clouds is not None and HERE not in catalog.clouds:
+        clouds = [each for each in clouds if each != HERE]
+        if not clouds:
+            return []
+    found = catalog.offers(gpu=goal.gpu, cloud=clouds)
+    if goal.region is not None:
+        found = _in_regions(goal, catalog, clouds, notes)
+    if goal.gpu is None:
+        found = _usable(found, catalog)
+    devices = sorted({offer.device for offer in found})
+    if strange := [each for each in devices if not can_train(catalog, each)]:
+        notes.append(f"Yunlu does not train on {', '.join(strange)} yet: only a comparison")
+    if old := [each for each in devices if each in _OLD]:
+        notes.append(
+            f"{', '.join(old)}: torch's usual build has no kernels; its CUDA 12.6 build does"
+        )
+    return found
+
+
+def _in_regions(
+    goal: GoalSpec, catalog: Catalog, clouds: list[str] | None, notes: list[str]
+) -> list[Offer]:
     offers: list[Offer] = []
-    for region in goal.region or [None]:
-        offers += catalog.offers(gpu=gpus, cloud=clouds, region=region)
-    kinds = {name: catalog.device(name).kind for name in {offer.device for offer in offers}}
-    if gpus is None and clouds is None:
-        usable = {name for name, kind in kinds.items() if kind in _TRAINABLE_KINDS} - _TOO_OLD
-        return [offer for offer in offers if offer.device in usable], []
-    strange = sorted(name for name, kind in kinds.items() if kind not in _TRAINABLE_KINDS)
-    if not strange:
-        return offers, []
-    return offers, [f"Yunlu does not train on {', '.join(strange)} yet: only a comparison"]
+    missed: list[CatalogError] = []
+    for region in goal.region or ():
+        try:
+            offers += catalog.offers(gpu=goal.gpu, cloud=clouds, region=region)
+        except CatalogError as error:
+            missed.append(error)
+    if missed and not offers:
+        raise missed[0]
+    notes += [error.message for error in missed]
+    return offers
 
 
-def _may_be_here(goal: GoalSpec) -> bool:
-    asked = (goal.cloud, goal.gpu, goal.region)
-    if all(names is None for names in asked):
-        return True
-    return any(names is not None and HERE in names for names in asked)
+def _usable(offers: list[Offer], catalog: Catalog) -> list[Offer]:
+    """What we train on; where there is none of it, what an older torch does; else what can be compared."""
+    trained = [offer for offer in offers if can_train(catalog, offer.device)]
+    return [offer for offer in trained if offer.device not in _OLD] or trained or offers
 
 
-def _nothing(goal: GoalSpec) -> PlanError:
+def _nothing(goal: GoalSpec, *, is_probed: bool) -> PlanError:
     asked = {"gpu": goal.gpu, "cloud": goal.cloud, "region": goal.region}
-    if any(names is not None and HERE in names for names in asked.values()):
+    if goal.cloud == [HERE] and not is_probed:
         return PlanError("This machine has not been probed yet.", hint="yunlu probe measures it")
     words = ", ".join(
         f"{name} {' or '.join(names)}" for name, names in asked.items() if names is not None

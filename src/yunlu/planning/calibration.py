@@ -4,14 +4,16 @@ The logarithm of measured over predicted is a sum of what a device, its software
 work have in common, each drawn around zero with a spread that is known beforehand, and of a run's own
 noise. Given some runs, the expectation of each is a weighted mean that ends at the prior where there is
 no run (Gelman et al. 2013, chapter 5); it is the estimate with the least expected squared error, so no
-run makes predictions worse on average over what there may be. Runs far off are damped as under
-Student's t (Lange et al. 1989): one disturbed run moves next to nothing, many alike move everything. Pure.
+run makes predictions worse on average over what there may be. No run is believed further than is
+plausible from what all others say (Huber 1964): a disturbed one moves little, many alike move everything.
+Pure.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -45,16 +47,19 @@ SPREADS: Mapping[Quantity, tuple[float, ...]] = {
 """Standard deviations of the log ratio that devices, stacks, precisions and works have of their own."""
 NOISE: Mapping[Quantity, float] = {"step_s": 0.08, "memory_bytes": 0.03}
 """Of two runs of the very same."""
-_FREEDOM = 4.0
-"""Degrees of freedom of the noise: fewer damp more."""
-_ROUNDS = 25
+_DOUBT = 3.0
+"""How noisy a device is shows only in several runs: of one, noise is taken to vary so much more."""
+_PLAUSIBLE = 1.25
+"""Standard deviations that a run may lie off what the others let expect; beyond, it is cut to that."""
+_ROUNDS = 500
+_SETTLED = 1e-10
 
 
 class RunFigure(Figures):
     """One quantity of one run, foretold without calibration, beside what was measured."""
 
     run: str
-    """Where it lies; a run counts once."""
+    """Tells it from others, without saying where it lies; a run counts once."""
     at: float
     """Seconds since the epoch, when it ended."""
     quantity: Quantity = "step_s"
@@ -65,6 +70,8 @@ class RunFigure(Figures):
     """Names what was computed: runs of one work tell less about others than about it."""
     predicted: float
     measured: float
+    busy: float = 1.0
+    """By how much others were taken to slow it down; that guess is part of ``predicted``."""
 
     @property
     def log_ratio(self) -> float:
@@ -96,18 +103,6 @@ class Belief:
     def variance(self) -> float:
         """Of the mean."""
         return self.sd**2
-
-
-@dataclass(slots=True)
-class _Node:
-    """One device, stack, precision or work, and what lies below it."""
-
-    children: dict[str, _Node] = field(default_factory=dict)
-    observed: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    mean: float = 0.0
-    variance: float = 0.0
-    runs: int = 0
 
 
 class Calibration(Figures):
@@ -142,11 +137,12 @@ class Calibration(Figures):
 
 
 def parse_calibration(text: bytes | str) -> Calibration:
-    """What a file holds; nothing learnt where it is torn or of another version."""
+    """What a file holds, without what is unsound; nothing learnt where it is torn or of another version."""
     try:
-        return Calibration.model_validate_json(text)
+        found = Calibration.model_validate_json(text)
     except ValidationError:
         return Calibration()
+    return Calibration(figures=tuple(each for each in found.figures if _is_sound(each)))
 
 
 def learn(calibration: Calibration, figures: Sequence[RunFigure]) -> Calibration:
@@ -169,7 +165,7 @@ def forget(calibration: Calibration, runs: set[str]) -> Calibration:
 
 
 def _is_sound(figure: RunFigure) -> bool:
-    values = figure.predicted, figure.measured
+    values = figure.predicted, figure.measured, figure.busy
     return all(math.isfinite(value) and value > 0 for value in values)
 
 
@@ -205,70 +201,66 @@ def _narrow(edge: Column, known: Column, least: Column) -> Column:
 
 
 class _Beliefs:
-    """The expectations of all that runs share, found together."""
+    """The expectations of all that runs share, found together: a joint normal, one row for each run."""
 
     def __init__(
         self, figures: Sequence[RunFigure], *, spreads: tuple[float, ...], noise: float
     ) -> None:
-        self._spreads, self._noise = spreads, noise
-        self._root = _Node()
-        for figure in figures:
-            node = self._root
-            for name in figure.path:
-                node.runs += 1
-                node = node.children.setdefault(name, _Node())
-            node.runs += 1
-            node.observed.append(figure.log_ratio)
-            node.weights.append(1.0)
-        # From what is plausible towards what was seen: a lone run far off stays damped.
-        for _ in range(_ROUNDS if figures else 0):
-            self._weigh(self._root, 0.0)
-            self._solve()
+        self._variances = np.square(spreads)
+        names = [each.path[: depth + 1] for each in figures for depth in range(len(spreads))]
+        self._numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self._paths = np.array([self._numbers[name] for name in names]).reshape(-1, len(spreads))
+        if not figures:
+            return
+        seen = np.array([each.log_ratio for each in figures])
+        shared = (self._paths[:, None] == self._paths) @ self._variances
+        own = _own_variance(figures, noise)
+        believed = _damp(seen, shared, own)
+        self._pull = np.linalg.solve(shared + np.diag(own), believed)
+        # What was not believed is doubt about the run, and so about what it taught.
+        self._sure = np.linalg.inv(shared + np.diag(own + (seen - believed) ** 2))
 
     def at(self, path: Sequence[str]) -> Belief:
-        node, depth = self._root, 0
-        for name in path:
-            if name not in node.children:
-                break
-            node, depth = node.children[name], depth + 1
-        unknown = sum(spread**2 for spread in self._spreads[depth : len(path)])
-        sd = math.sqrt(node.variance + unknown)
-        return Belief(mean=node.mean, sd=sd, runs=node.runs if depth else 0)
+        unknown = float(self._variances[: len(path)].sum())
+        asked = [self._numbers.get(tuple(path[: depth + 1]), -1) for depth in range(len(path))]
+        met = self._paths[:, : len(path)] == asked
+        # What two have in common varies in both: this is their covariance.
+        shared = met @ self._variances[: len(path)]
+        if not shared.any():
+            return Belief(mean=0.0, sd=math.sqrt(unknown), runs=0)
+        variance = unknown - float(shared @ self._sure @ shared)
+        depths = met.sum(axis=1)
+        return Belief(
+            mean=float(shared @ self._pull),
+            sd=math.sqrt(max(variance, 0.0)),
+            runs=int((depths == depths.max()).sum()),
+        )
 
-    def _weigh(self, node: _Node, mean: float) -> None:
-        for i, seen in enumerate(node.observed):
-            off = ((seen - mean) / self._noise) ** 2
-            node.weights[i] = (_FREEDOM + 1) / (_FREEDOM + off)
-        for child in node.children.values():
-            self._weigh(child, child.mean)
 
-    def _solve(self) -> None:
-        """Exact for given weights: messages up the tree, then beliefs down."""
-        for child in self._root.children.values():
-            precision, total = self._gather(child, 0)
-            whole = 1 / self._spreads[0] ** 2 + precision
-            self._spread(child, 0, mean=total / whole, variance=1 / whole)
+def _own_variance(figures: Sequence[RunFigure], noise: float) -> Column:
+    """Of each run by itself: more while a device has few, and where others had the machine."""
+    runs = Counter(each.device for each in figures)
+    # Nobody knows whether the load that was foretold stayed or went: the factor is in doubt as a whole.
+    loads = [math.log(max(each.busy, 1.0)) ** 2 for each in figures]
+    counts = np.array([runs[each.device] for each in figures])
+    return noise**2 * (1 + _DOUBT / counts) + np.array(loads)
 
-    def _gather(self, node: _Node, depth: int) -> tuple[float, float]:
-        """What lies below says about this node: precision, and precision times mean."""
-        precision = sum(node.weights) / self._noise**2
-        total = sum(w * seen for w, seen in zip(node.weights, node.observed, strict=True))
-        total /= self._noise**2
-        for child in node.children.values():
-            below, told = self._gather(child, depth + 1)
-            if below > 0:
-                through = 1 / (1 / below + self._spreads[depth + 1] ** 2)
-                precision += through
-                total += through * told / below
-        return precision, total
 
-    def _spread(self, node: _Node, depth: int, *, mean: float, variance: float) -> None:
-        node.mean, node.variance = mean, variance
-        for child in node.children.values():
-            own, told = self._gather(child, depth + 1)
-            tau = self._spreads[depth + 1] ** 2
-            # Given the parent, the child is between it and what it was told; the parent is not sure.
-            share = own / (own + 1 / tau)
-            found = share * (told / own if own else 0.0) + (1 - share) * mean
-            spread = 1 / (own + 1 / tau) + (1 - share) ** 2 * variance
-            self._spread(child, depth + 1, mean=found, variance=spread)
+def _damp(seen: Column, shared: Column, own: Column) -> Column:
+    """Each run, no further than plausible from what all the others say; alone, from no correction.
+
+    Expectations that leave one run out are Rasmussen and Williams 2006, equations 5.10 to 5.12. The map
+    is a contraction (others never count for more than one in all), so it has one fixed point; it never
+    falls where a run rises, so neither does any belief.
+    """
+    inverse = np.linalg.inv(shared + np.diag(own))
+    precision = np.diag(inverse)
+    reach = _PLAUSIBLE / np.sqrt(precision)
+    believed = np.clip(seen, -reach, reach)
+    for _ in range(_ROUNDS):
+        others = believed - (inverse @ believed) / precision
+        new = others + np.clip(seen - others, -reach, reach)
+        if float(np.max(np.abs(new - believed))) < _SETTLED:
+            return new
+        believed = new
+    return believed

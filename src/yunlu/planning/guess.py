@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from yunlu.catalog.links import Link
-from yunlu.planning.calibration import NOISE, VERSION, Z_80
+from yunlu.planning.calibration import NOISE, VERSION, Z_80, Calibration
 from yunlu.planning.foretell.local import own_s, pass_s, per_sample_s, update_s
 from yunlu.planning.plan import Foretold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.planning.calibration import Belief, Calibration
+    from yunlu.planning.calibration import Belief
     from yunlu.planning.foretell.local import Work
     from yunlu.planning.plan import Prediction, Profile, Settings
     from yunlu.planning.probed import Probed
@@ -27,6 +27,8 @@ _EVALUATED = 1 / 3
 _TIMES = ("probe_s", "update_s", "own_s", "load_s_per_sample", "evaluate_s_per_sample")
 _LOAD_SPREAD = 0.35
 """Standard deviation of what a busy machine's load becomes, as a share of its logarithm."""
+_START_SPREAD = 0.3
+"""Standard deviation of the logarithm of start-up: disks have caches, data and models differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Guess:
     stack: str
     work: str
     busy: float
+    start_s: float | None
+    """Start-up as the probe knows it; None where it does not, and then no total is foretold."""
 
 
 def make_guess(
@@ -53,17 +57,25 @@ def make_guess(
     *,
     name: str,
     busy: float = 1.0,
+    workers: int = 1,
 ) -> Guess:
     """From what is known of the model (``profile`` gives counts and settings, none of its times).
 
-    ``busy`` is by how much others slow this machine down now.
+    ``busy`` is by how much others slow this machine down now. Runs on one worker teach of ``workers``
+    how far steps are off, with no more certainty than before any run; of their memory, nothing.
     """
     settings = profile.settings
-    raw = _slowed(_arithmetic(profile, work, probed, busy=busy), busy)
+    start_s = None
+    if probed.start is not None and workers == 1:
+        start_s = max(probed.start.worker_s, probed.start.cpu_s * busy)
+    raw = _slowed(_arithmetic(profile, work, probed, start_s=start_s), busy)
     stack = stack_of(settings)
     path = probed.name, stack, settings.precision, name
     step = calibration.belief(*path)
     memory = calibration.belief(*path, quantity="memory_bytes")
+    if workers > 1:
+        step = replace(step, sd=Calibration().belief(*path).sd)
+        memory = Calibration().belief(*path, quantity="memory_bytes")
     return Guess(
         raw=raw,
         profile=_slowed(raw, step.factor),
@@ -73,6 +85,7 @@ def make_guess(
         stack=stack,
         work=name,
         busy=busy,
+        start_s=start_s,
     )
 
 
@@ -92,10 +105,17 @@ def _slowed(profile: Profile, factor: float) -> Profile:
     return profile.model_copy(update={each: getattr(profile, each) * factor for each in _TIMES})
 
 
+_COMPUTING = {"micro_batch", "recompute", "gradient_release", "quantize", "ema", "memory_gb"}
+"""Besides model, data, batch, precision and optimiser: what a step's time and memory depend on."""
+
+
 def name_work(job: Job) -> str:
     """Names what a job computes: the same model and batch on the same data, however long."""
     model = job.model.model_dump(mode="json", exclude_defaults=True)
-    what = [job.task, model, job.data.model_dump(mode="json"), job.train.batch]
+    data = job.data.model_dump(mode="json", exclude={"samples", "tokens"})
+    how = job.train.model_dump(mode="json", include=_COMPUTING, exclude_defaults=True)
+    optimizer = job.train.optimizer
+    what = [job.task, model, data, job.train.batch, how, optimizer.name, optimizer.state]
     digest = hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{job.task} {job.model.name} {digest}"
 
@@ -117,7 +137,7 @@ def link_of(probed: Probed) -> Link | None:
     )
 
 
-def _arithmetic(profile: Profile, work: Work, probed: Probed, *, busy: float) -> Profile:
+def _arithmetic(profile: Profile, work: Work, probed: Probed, *, start_s: float | None) -> Profile:
     threads, precision = profile.settings.threads, profile.settings.precision
     probe_s = pass_s(work.passed, probed, threads=threads, precision=precision)
     samples = work.passed.samples
@@ -130,29 +150,30 @@ def _arithmetic(profile: Profile, work: Work, probed: Probed, *, busy: float) ->
         "evaluate_s_per_sample": _EVALUATED * probe_s / samples,
     }
     changes["peak_bytes"] = None  # seen in passes: only what the process held before counts here
-    if probed.start is not None:
-        changes["startup_s"] = max(probed.start.worker_s, probed.start.cpu_s * busy)
+    if start_s is not None:
+        changes["startup_s"] = start_s
     return profile.model_copy(update=changes)
 
 
 def foretell(guess: Guess, predict: Callable[[Profile], Prediction]) -> Foretold:
     """The guess through the planner's own arithmetic, with intervals."""
     raw, found = predict(guess.raw), predict(guess.profile)
-    step_sd = math.hypot(guess.step.sd, NOISE["step_s"], _LOAD_SPREAD * math.log(guess.busy))
+    load_sd = _LOAD_SPREAD * math.log(guess.busy)
+    step_sd = math.hypot(guess.step.sd, NOISE["step_s"], load_sd)
     memory_sd = math.hypot(guess.memory.sd, NOISE["memory_bytes"])
     wide = math.exp(Z_80 * step_sd)
     memory = found.memory_bytes * guess.memory.factor
-    start_s = guess.profile.startup_s
-    total = tuple(start_s + (found.total_s - start_s) * each for each in (1 / wide, wide))
     intervals = {
         "memory_bytes": _around(memory, math.exp(Z_80 * memory_sd)),
         "step_s": _around(found.step_s, wide),
         "samples_per_s": _around(found.samples_per_s, wide),
-        "total_s": (total[0], total[1]),
     }
-    if found.dollars is not None and found.total_s > 0:
-        price = found.dollars / found.total_s
-        intervals["dollars"] = (price * total[0], price * total[1])
+    if guess.start_s is not None:
+        start_wide = math.exp(Z_80 * math.hypot(_START_SPREAD, load_sd))
+        intervals["total_s"] = _both(guess.start_s, start_wide, found.total_s - guess.start_s, wide)
+        if found.dollars is not None and found.total_s > 0:
+            price, (low, high) = found.dollars / found.total_s, intervals["total_s"]
+            intervals["dollars"] = (price * low, price * high)
     return Foretold(
         **found.model_copy(update={"memory_bytes": memory}).model_dump(),
         intervals=intervals,
@@ -168,3 +189,10 @@ def foretell(guess: Guess, predict: Callable[[Profile], Prediction]) -> Foretold
 
 def _around(value: float, factor: float) -> tuple[float, float]:
     return value / factor, value * factor
+
+
+def _both(one: float, factor: float, other: float, other_factor: float) -> tuple[float, float]:
+    """Of the sum of two that know nothing of each other: distances add as their squares do."""
+    low = math.hypot(one - one / factor, other - other / other_factor)
+    high = math.hypot(one * factor - one, other * other_factor - other)
+    return one + other - low, one + other + high

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from yunlu.core.value import Value
 
@@ -29,7 +32,7 @@ functions such as exp, drawn numbers, and the optimiser's update (sized by bytes
 
 VERSION = 1
 FOLDER = "probe"
-"""Below the settings' cache: one file for each host."""
+"""Below the settings' cache: one file for each kind of processor."""
 _SMALLEST = 1e-12
 
 
@@ -52,6 +55,16 @@ class Pace(Figures):
     spread: float
     """By how much the median trial is slower than the best, as a share; the median over sizes."""
 
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Pace:
+        values = *self.sizes, *self.seconds
+        rises = all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
+        if not values or len(self.sizes) != len(self.seconds) or not rises:
+            raise ValueError("sizes must ascend, with seconds for each")
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise ValueError("sizes and seconds must be above 0")
+        return self
+
     def seconds_at(self, size: ArrayLike) -> NDArray[np.float64]:
         """Between two sizes a power law; beyond the largest in proportion, below the smallest the same."""
         asked = np.asarray(size, dtype=np.float64)
@@ -73,8 +86,8 @@ class Pace(Figures):
 class MessageTime(Figures):
     """An exchange between two workers takes ``message_s + bytes / bytes_per_s``."""
 
-    message_s: float
-    bytes_per_s: float
+    message_s: float = Field(ge=0)
+    bytes_per_s: float = Field(gt=0)
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
     """What the two were fitted to."""
@@ -130,9 +143,9 @@ class Probed(Figures):
     """As many as torch takes by itself."""
     torch: str
     paces: tuple[Pace, ...]
-    memory_bytes_per_s: float
+    memory_bytes_per_s: float = Field(gt=0)
     """Read and written by a sum of two large arrays into a third, all threads together."""
-    call_s: float
+    call_s: float = Field(gt=0)
     """One operator of a model that computes next to nothing, both passes, Python included."""
     mixed: float = 1.0
     """What operators took in a small model, over what they took alone."""
@@ -173,21 +186,64 @@ class Probed(Figures):
         return self.device
 
 
-class _Stored(Figures):
-    probes: tuple[Probed, ...]
-
-
 def parse_probes(text: bytes | str) -> tuple[Probed, ...]:
-    """What a file holds; nothing where it is torn or of another version."""
+    """What a file holds, without what is of another version or unsound; nothing where it is torn."""
     try:
-        return _Stored.model_validate_json(text).probes
-    except ValidationError:
+        stored = json.loads(text)
+    except ValueError:
         return ()
+    listed: Any = cast("Any", stored).get("probes") if isinstance(stored, dict) else None
+    if not isinstance(listed, list):
+        return ()
+    return tuple(found for each in cast("Any", listed) if (found := _parse(each)) is not None)
+
+
+def _parse(stored: object) -> Probed | None:
+    try:
+        return Probed.model_validate(stored)
+    except ValidationError:
+        return None
 
 
 def dump_probes(probes: Iterable[Probed]) -> bytes:
     """A file's content."""
-    return _Stored(probes=tuple(probes)).model_dump_json(indent=1).encode()
+    listed = [each.model_dump(mode="json") for each in probes]
+    return json.dumps({"probes": listed}, indent=1).encode()
+
+
+def file_names(processor: str, host: str) -> tuple[str, str]:
+    """The file of a machine, by its processor: a container has another host name each time.
+
+    The second is where an earlier version kept it.
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
+    return f"{plain or 'processor'}.json", f"{host}.json"
+
+
+def read_processor(cpuinfo: str) -> str:
+    """The processor's name in what Linux says of it; empty where it does not."""
+    found = re.search(r"^model name\s*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
+    return found.group(1).strip() if found else ""
+
+
+def is_same_version(one: str, other: str) -> bool:
+    """Whether two are of one release: what follows a plus only says who built it."""
+    return one.partition("+")[0] == other.partition("+")[0]
+
+
+def no_slower(paces: Iterable[Pace]) -> tuple[Pace, ...]:
+    """Where several threads seem slower than one, others had the cores: one's curve stands for them."""
+    listed = tuple(paces)
+    alone = {(each.kind, each.precision): each for each in listed if each.threads == 1}
+
+    def settled(pace: Pace) -> Pace:
+        one = alone.get((pace.kind, pace.precision), pace)
+        size = min(pace.sizes[-1], one.sizes[-1])
+        if float(pace.seconds_at(size)) <= float(one.seconds_at(size)):
+            return pace
+        return one.model_copy(update={"threads": pace.threads})
+
+    return tuple(map(settled, listed))
 
 
 def with_probe(probes: Iterable[Probed], new: Probed) -> tuple[Probed, ...]:
@@ -206,8 +262,9 @@ def choose_probe(
         probes,
         key=lambda each: (
             each.kind != "cpu",
-            torch is None or each.torch == torch,
+            torch is None or is_same_version(each.torch, torch),
             not each.is_quick,
+            threads is None or each.knows(threads),
             threads is None or each.threads == threads,
             each.at,
         ),

@@ -10,6 +10,7 @@ from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind
 from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
+from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.training.checkpoint.state import seed_everything
@@ -93,13 +94,15 @@ def settle_plan(
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
             xla_device()  # refused here, before anything is measured
-        profile, work = measure(job, parts, machine, started_at=started_at)
+        # Before what start-up took is noted: on a machine never probed, looking is part of it.
         probed = known_probe(machine)
+        profile, work = measure(job, parts, machine, started_at=started_at)
         guess = None
         if work is not None:
             guess = make_guess(
                 profile, work, probed, recall_calibration(), name=name_work(job),
                 busy=crowding(load, cores=machine.cores, threads=profile.settings.threads),
+                workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
         plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))

@@ -25,6 +25,7 @@ from yunlu.catalog.machine import Device, Machine
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
+from yunlu.planning.probed import read_processor
 from yunlu.training.cgroup import Cgroup, read_cgroup
 
 if TYPE_CHECKING:
@@ -79,18 +80,16 @@ def _cpu(free_bytes: int) -> Device:
         fast.append("bf16")
     if any(flags.get(flag) for flag in _CPU_FP16):
         fast.append("fp16")
-    return Device(
-        kind="cpu", name=_cpu_name(), memory_bytes=free_bytes, fast_precisions=tuple(fast)
-    )
+    return Device(kind="cpu", name=cpu_name(), memory_bytes=free_bytes, fast_precisions=tuple(fast))
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's own name, as its maker gave it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (named[0] if named else "") or platform.processor() or platform.machine()
+        text = ""
+    return read_processor(text) or platform.processor() or platform.machine()
 
 
 def _accelerators() -> list[Device]:

@@ -26,7 +26,7 @@ from yunlu.planning.planner import (
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.training.checkpoint.state import copy_random, restore_random
 from yunlu.training.memory.resident import peak_resident_bytes
-from yunlu.training.memory.shortage import memory_capped
+from yunlu.training.memory.shortage import is_out_of_memory, memory_capped
 from yunlu.training.precision import Precision
 from yunlu.training.startup.fit import fit
 from yunlu.training.startup.levers import start_settings
@@ -128,7 +128,9 @@ def _count(
     meter.switch(plain)
     try:
         return count_step(job, parts, meter, plain, sample_s=sample_s)
-    except (RuntimeError, TypeError, NotImplementedError):  # operators that torch cannot look into
+    except Exception as error:  # counting only informs: nothing that a model does then ends a run
+        if is_out_of_memory(error):
+            raise
         return None
     finally:
         meter.switch(settings)

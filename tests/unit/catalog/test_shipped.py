@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -84,6 +85,13 @@ def test_every_figure_carries_its_source(device: DeviceModel) -> None:
     figures += ["reachable"] if device.reachable is not None else []
     assert [figure for figure in figures if not device.source(figure)] == []
     assert not set(device.sources) - {figure.split(".")[0] for figure in figures}
+
+
+def test_names_of_devices_stand_apart_in_sources(catalog: Catalog) -> None:
+    names = "|".join(re.escape(name) for device in catalog.devices for name in device.names)
+    run_together = re.compile(rf"[a-z](?:{names}|Gaudi)\b")
+    sources = {text for device in catalog.devices for text in device.sources.values()}
+    assert [text for text in sources if run_together.search(text)] == []
 
 
 @pytest.mark.parametrize("device", load_catalog().devices, ids=lambda device: device.name)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 import yunlu
 from yunlu.cli.main import main
+from yunlu.cli.options import comparison_table, options_table
 from yunlu.planning.choice.options import Options
+from yunlu.planning.layout import Layout
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 JOB = """\
@@ -97,12 +103,20 @@ def test_limits_that_nothing_meets_end_with_one_and_the_nearest(
             ["--gpu", "A100-80GB", "--cloud", "aws", "--max-devices", "4"],
             "goal.max_devices: 4 devices",
         ),
+        (["--devices", "100000"], "100000 devices"),
         (["--top", "0"], "top: expected a whole number above 0"),
         (["--set", "train.micro_batch=3"], "train.micro_batch: 3 does not divide"),
-        (["--set", "layout=tp3"], "No layout fits what the job says"),
+        (["--set", "layout=tp3"], "cannot be cut 3 ways"),
         (["--set", "layout=cp2"], "context parallel is not available"),
         (["--plot", "out.gif"], "its name may end in .png, .svg, .html"),
         (["--compare"], "plan takes two job files, got 1"),
+        (["--compare", "--top", "3"], "--top does not go with --compare"),
+        (["--compare", "--explain", "--plot", "a.png"], "--explain, --plot do not go with"),
+        (["--compare", "--measure"], "--measure does not go with --compare"),
+        (["--measure", "--top", "5"], "--top does not go with --measure"),
+        (["--measure", "--explain"], "--explain does not go with --measure"),
+        (["--measure", "--plot", "a.png"], "--plot does not go with --measure"),
+        (["--measure", "--gpu", "H100", "--max-devices", "4"], "--gpu, --max-devices do not"),
         (["other.yaml"], "plan takes one job file, got 2"),
     ],
 )
@@ -147,10 +161,13 @@ def test_measure_lets_a_worker_settle_the_plan(
     code, out, _ = run(capsys, str(path), "--measure", "--json")
     assert code == 0
     assert json.loads(out)["batch"] == 32
+    code, out, _ = run(capsys, str(path), "--measure")
+    assert code == 0
+    assert "\n predicted " in out
 
 
 ROWS = """\
-source_id,model,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,gpu_type,n_gpus,global_batch,micro_batch,tp,pp,dp,precision
+source_id,model,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,gpu_type,gpus,global_batch,micro_batch,tp,pp,dp,precision
 torchtitan,llama,32,4096,32,8,14336,128256,8192,H100,8,16,2,1,1,8,bf16
 torchtitan,llama,,,,,,,8192,H100,8,16,2,1,1,8,bf16
 torchtitan,llama,32,4096,32,8,14336,128256,8192,Abacus,8,16,2,1,1,8,bf16
@@ -183,6 +200,9 @@ def test_rows_of_a_table_are_foretold_in_their_order(
     [
         ([], "plan predict takes one table, got 0"),
         (["gone.csv"], "There is no file gone.csv"),
+        (["gone.csv", "--gpu", "H100"], "--gpu does not go with plan predict"),
+        (["gone.csv", "--set", "a=1", "--devices", "8"], "--set, --devices do not go with"),
+        (["gone.csv", "--compare"], "--compare does not go with plan predict"),
     ],
 )
 def test_a_table_that_is_not_there_is_told(
@@ -191,6 +211,53 @@ def test_a_table_that_is_not_there_is_told(
     code, _, err = run(capsys, "predict", *words)
     assert code == 1
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"", "has no rows"),
+        ("a.csv", b"model,gpus\n", "has no rows"),
+        ("a.csv", b"date,weather\n1,rain\n", "none of the columns"),
+        ("a.csv", b"\xff\xfe\x00", "cannot be read as a table"),
+        ("a.csv", b"model\n" + b"x" * 200_000, "cannot be read as a table"),
+        ("a.csv.gz", gzip.compress(b"model\nllama\n", mtime=0)[:-6], "cannot be read as a table"),
+    ],
+    ids=["empty", "no rows", "of something else", "no text", "too long", "cut off"],
+)
+def test_a_file_that_is_no_table_of_runs_is_refused(
+    name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    code, _, err = run(capsys, "predict", str(path))
+    assert code == 1
+    assert said in err
+    assert "n_gpus" not in err
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "micro", "words"),
+    [
+        (512, 8, 2, "512 = 8 x 2 x 32"),
+        (512, 7, 2, "512 = 7 x 2 x 36 + 8"),
+        (5, 4, 2, "5 < 4 x 2"),
+    ],
+)
+def test_how_a_batch_is_shared_out_is_a_true_equation(
+    batch: int, replicas: int, micro: int, words: str, job: str
+) -> None:
+    best = yunlu.plan(job, top=1).best
+    changes = {"batch": batch, "layout": Layout(dp=replicas), "micro_batch": micro}
+    option = best.model_copy(update=changes)
+    for table in (
+        options_table(Options(options=(option,), objective="cost", layouts=1)),
+        comparison_table(["a", "b"], [option, option]),
+    ):
+        console = Console(width=300, file=io.StringIO())
+        console.print(table)
+        shown = cast("io.StringIO", console.file).getvalue()
+        assert words in shown
 
 
 def test_planning_imports_no_torch(job: str) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.unit.planning.test_probed import pace, probe
 from yunlu.cli import probe as verb
 from yunlu.cli.main import main
+from yunlu.jobs import calibration as known
+from yunlu.planning.calibration import Calibration
 from yunlu.planning.probed import (
     FOLDER,
     DiskFigures,
@@ -34,6 +40,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def store(cache: Path, **changes: Any) -> None:
     fields: dict[str, Any] = {
         "torch": metadata.version("torch"),
+        "threads": 1,
         "host": socket.gethostname(),
         "paces": (pace(), pace("stream"), pace("convolution_back")),
         "link": LinkFigures(backend="gloo", all_reduce=LINK, send=LINK),
@@ -43,6 +50,11 @@ def store(cache: Path, **changes: Any) -> None:
     (cache / FOLDER).mkdir(parents=True)
     stored = dump_probes([probe(**(fields | changes))])
     (cache / FOLDER / f"{socket.gethostname()}.json").write_bytes(stored)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +93,43 @@ def test_json_holds_every_figure_and_what_runs_taught(
     assert json.loads(capsys.readouterr().out) == {"forgotten": 0}
 
 
-@pytest.mark.parametrize("why", ["afresh", "quick"])
-def test_it_measures_when_asked_to_or_when_the_figures_were_taken_in_a_hurry(
+def test_what_is_stored_is_shown_where_nothing_can_be_written(
+    own_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    store(own_cache)
+    monkeypatch.setattr(known, "learn_from", lambda _: known._write(Calibration()))
+    monkeypatch.setattr(known, "write_atomically", refuse)
+    assert main(["probe", "--show"]) == 0
+    assert "matrix products" in capsys.readouterr().out
+
+
+def test_with_nothing_to_forget_there_is_nothing_to_fail(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_cache.write_text("a file where the folder should be")
+    assert main(["probe", "--forget"]) == 0
+    assert "0 deleted runs forgotten" in capsys.readouterr().out
+    assert main(["probe", "--forget", "--all"]) == 0
+    assert "0 runs and every probe forgotten" in capsys.readouterr().out
+    assert main(["probe", "--all"]) == 1
+
+
+@pytest.mark.parametrize("why", ["afresh", "quick", "threads", "torch"])
+def test_it_measures_when_asked_to_or_when_the_figures_are_not_of_this_torch_and_threads(
     own_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     why: str,
 ) -> None:
-    store(own_cache, is_quick=why == "quick")
+    changes: dict[str, Any] = {
+        "quick": {"is_quick": True},
+        "threads": {"paces": (pace(threads=5),)},
+        "torch": {"torch": "0.1"},
+    }
+    store(own_cache, **changes.get(why, {}))
     monkeypatch.setattr(verb, "measure", lambda _: probe(device="measured anew"))
     assert main(["probe", *(["--afresh"] if why == "afresh" else [])]) == 0
     assert "measured anew" in capsys.readouterr().out
@@ -116,3 +157,22 @@ def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
     monkeypatch.setattr(verb, "_PROGRAM", (verb.sys.executable, "-c", script))
     assert main(["probe"]) == 0
     assert "told (4 cores)" in capsys.readouterr().out
+
+
+def test_who_measures_ends_with_the_command_that_asked_even_if_that_is_killed() -> None:
+    inner = "import json,os,time; from yunlu.training.probing.parent import end_with_parent as e; "
+    inner += "e(); print(json.dumps({'pid': os.getpid()}), flush=True); time.sleep(600)"
+    outer = "import sys; from yunlu.cli import probe as verb; "
+    outer += f"verb._PROGRAM = (sys.executable, '-c', {inner!r}); "
+    outer += "[print(said['pid'], flush=True) for said in verb._listen()]"
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        measuring = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    try:
+        measuring.wait(60)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            measuring.kill()

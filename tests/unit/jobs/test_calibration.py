@@ -8,15 +8,18 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.planning.test_planner import job
-from tests.unit.planning.test_probed import planned, probe
+from tests.unit.planning.test_probed import pace, planned, probe
 from yunlu.core.errors import StoreError
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import calibration as known
 from yunlu.jobs.report import build_report, write_report
+from yunlu.planning import calibration as learnt
+from yunlu.planning.calibration import Calibration
 from yunlu.planning.plan import Measured
 from yunlu.planning.probed import FOLDER, dump_probes
 
@@ -35,11 +38,13 @@ def store_probe(cache: Path, **changes: object) -> None:
     (folder / f"{socket.gethostname()}.json").write_bytes(dump_probes([probe(**fields)]))
 
 
-def finished_run(home: Path, name: str, *, slower: float = 1.5, state: str = "finished") -> RunDir:
+def finished_run(
+    home: Path, name: str, *, slower: float = 1.5, state: str = "finished", **guessed: Any
+) -> RunDir:
     """As a worker leaves it, with steps that took longer than foretold."""
     path = home / name
     path.mkdir(parents=True)
-    run, plan = RunDir(path), planned()
+    run, plan = RunDir(path), planned(**guessed)
     assert plan.foretold is not None
     run.job.write_text(job().model_dump_json())
     run.plan.write_text(plan.model_dump_json())
@@ -101,7 +106,7 @@ def test_runs_that_ended_without_a_report_are_found(own_home: Path) -> None:
     finished_run(own_home, "failed", state="failed")
     assert known.read_calibration().figures == ()
     found = known.read_calibration(refresh=True)
-    assert {Path(each.run).name for each in found.figures} == {"a", "b"}
+    assert {each.run for each in found.figures} == {known.name_run(own_home / n) for n in "ab"}
 
 
 def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_path: Path) -> None:
@@ -117,13 +122,73 @@ def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_pa
     assert known.learn_from([shrunk, old, other]) == 0
 
 
-def test_what_deleted_runs_taught_can_be_dropped(tmp_path: Path) -> None:
-    runs = [finished_run(tmp_path, name) for name in ("kept", "gone")]
-    assert known.learn_from(runs) == 2
+def test_what_deleted_runs_taught_can_be_dropped(
+    tmp_path: Path, own_home: Path, own_cache: Path
+) -> None:
+    runs = [finished_run(own_home, name) for name in ("kept", "gone")]
+    elsewhere = finished_run(tmp_path / "another project", "far")
+    assert known.learn_from([*runs, elsewhere]) == 3
+    assert str(tmp_path) not in (own_cache / learnt.FILE).read_text()
     shutil.rmtree(runs[1].path)
     assert known.forget_deleted() == 1
-    assert {Path(each.run).name for each in known.read_calibration().figures} == {"kept"}
+    left = {known.name_run(run.path) for run in (runs[0], elsewhere)}
+    assert {each.run for each in known.read_calibration().figures} == left
     assert known.forget_deleted() == 0
+
+
+def test_everything_can_be_dropped(own_home: Path, own_cache: Path) -> None:
+    assert known.forget_all() == 0
+    store_probe(own_cache)
+    known.learn_from([finished_run(own_home, "one")])
+    assert known.forget_all() == 1
+    assert known.read_calibration().figures == ()
+    assert known.stored_probe() is None
+
+
+def test_a_run_that_an_earlier_version_named_by_its_place_counts_once(
+    own_home: Path, own_cache: Path
+) -> None:
+    run = finished_run(own_home, "one")
+    old = [each.model_copy(update={"run": str(run.path)}) for each in known.figures_of(run)]
+    own_cache.mkdir()
+    (own_cache / learnt.FILE).write_text(Calibration(figures=tuple(old)).model_dump_json())
+    assert known.learn_from([run]) == 0
+
+
+def test_where_nothing_can_be_written_what_is_known_is_told_all_the_same(
+    own_home: Path, own_cache: Path
+) -> None:
+    finished_run(own_home, "one")
+    own_cache.write_text("a file where the folder should be")
+    assert known.read_calibration(refresh=True).figures == ()
+    assert known.forget_deleted() == known.forget_all() == 0
+
+
+def test_only_figures_of_the_installed_torch_count_whoever_built_it(own_cache: Path) -> None:
+    store_probe(own_cache, torch="0.1")
+    assert known.stored_probe() is None
+    shutil.rmtree(own_cache)
+    store_probe(own_cache, torch=metadata.version("torch").partition("+")[0] + "+other")
+    assert known.stored_probe() is not None
+
+
+def test_a_probe_knows_the_threads_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = probe(threads=4, paces=(pace(threads=1), pace(threads=4)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert known.knows_threads(four)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert not known.knows_threads(four)
+    assert known.knows_threads(probe(kind="cuda", threads=4))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(known, "_usual_threads", lambda: {4, 8})
+    assert known.knows_threads(four)
+    assert not known.knows_threads(probe(threads=1))
+
+
+def test_how_busy_the_machine_was_is_kept_with_what_a_run_teaches(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, "one", busy=2.5)
+    busy = {each.quantity: each.busy for each in known.figures_of(run)}
+    assert busy == {"step_s": 2.5, "memory_bytes": 1.0}
 
 
 def test_runs_that_end_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
@@ -159,3 +224,16 @@ def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path:
     )
     unfinished = build_report(finished_run(tmp_path, "three", state="stopped"))
     assert unfinished.comparison("total_s").inside is None
+
+
+def test_a_total_with_a_start_up_that_nobody_foretold_is_not_shown_as_foretold(
+    tmp_path: Path,
+) -> None:
+    probed = build_report(finished_run(tmp_path, "probed")).comparison("total_s")
+    assert probed.foretold is not None
+    hurried = build_report(finished_run(tmp_path, "hurried", start=None))
+    for quantity in ("total_s", "dollars"):
+        found = hurried.comparison(quantity)
+        assert (found.foretold, found.interval, found.inside) == (None, None, None)
+        assert found.predicted is not None
+    assert hurried.comparison("step_s").foretold is not None

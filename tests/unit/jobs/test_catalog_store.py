@@ -212,6 +212,10 @@ def test_prices_set_by_hand_stand_on_what_is_imported(tmp_path: Path) -> None:
         ("aws.csv", "a,b\n1,2\n", "InstanceType is missing"),
         ("aws.csv", "", "InstanceType is missing"),
         ("aws.csv", VMS.replace("H100", "Nothing"), "nothing was changed"),
+        ("aws.csv", VMS.replace("H100", "Nothing"), "2 rows, left out: 1 "),
+        ("aws.csv", VMS.splitlines()[0], "it has no rows"),
+        ("own.csv", VMS, "--cloud"),
+        ("here.csv", VMS, "--cloud"),
         ("my prices!.csv", VMS, "--cloud"),
     ],
 )
@@ -223,6 +227,52 @@ def test_an_import_of_something_else_changes_nothing(
         catalog_store.update(tmp_path / name)
     assert words in str(caught.value)
     assert not list(own_home.rglob("*.csv"))
+
+
+@pytest.mark.parametrize(
+    ("cloud", "words"),
+    [
+        ("../../x", "is no name"),
+        ("a/b", "is no name"),
+        ("", "is no name"),
+        ("own", "your own machines"),
+        ("Here", "this machine"),
+    ],
+)
+def test_a_cloud_is_called_by_a_name_of_its_own(
+    tmp_path: Path, own_home: Path, cloud: str, words: str
+) -> None:
+    (tmp_path / "aws.csv").write_text(VMS)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CatalogError, match=words):
+        catalog_store.update(tmp_path / "aws.csv", cloud=cloud)
+    assert not list(own_home.rglob("*.csv"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_import_that_fails_over_its_numbers_says_so(tmp_path: Path) -> None:
+    (tmp_path / "aws.csv").write_text(VMS.replace("H100,8,", "H100,many,"))
+    with pytest.raises(CatalogError, match=r"2 rows, left out: .*1 a number that cannot be read"):
+        catalog_store.update(tmp_path / "aws.csv")
+
+
+def test_one_name_does_not_do_for_several_clouds(tmp_path: Path) -> None:
+    for cloud in ("aws", "gcp"):
+        (tmp_path / "v8" / cloud).mkdir(parents=True)
+        (tmp_path / "v8" / cloud / "vms.csv").write_text(VMS)
+    with pytest.raises(CatalogError, match="the tables of 2"):
+        catalog_store.update(tmp_path / "v8", cloud="mine")
+
+
+def test_an_unknown_offer_is_told_each_near_one_once(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("prices: [{offer: 'aws:p4d.24xlrge', dollars_per_hour: 2}]")
+    with pytest.raises(CatalogError) as caught:
+        catalog_store.add(path)
+    listed = str(caught.value).split("known: ")[1].rstrip(")").removesuffix(", …").split(", ")
+    assert len(listed) > 5
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= {offer.key for offer in load_catalog().every_offer}
 
 
 def test_two_versions_in_one_tree_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -12,13 +13,17 @@ import numpy as np
 import pytest
 
 from yunlu.catalog.catalog import CatalogError
-from yunlu.core.errors import DataError
+from yunlu.core.errors import DataError, JobError
 from yunlu.core.settings import read_settings
+from yunlu.jobs import outlook
 from yunlu.jobs.amounts import block_length, count_amounts
-from yunlu.jobs.outlook import foresee, look_ahead
+from yunlu.jobs.asking import ask_job
+from yunlu.jobs.catalog_store import open_catalog
+from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.outlook_plot import draw_outlook, find_front
+from yunlu.jobs.shapes import FoundShape, find_shape
 from yunlu.planning.calibration import Calibration, RunFigure
-from yunlu.planning.choice.options import PlanError
+from yunlu.planning.choice.options import Interval, Option, PlanError
 from yunlu.planning.guess import name_work
 from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
 from yunlu.spec.job import Job
@@ -113,10 +118,7 @@ def test_an_option_can_be_pinned_in_its_job(tmp_path: Path) -> None:
         assert job.devices == changed.layout.world
         again = foresee(job, top=1).best
         assert again.layout.world == changed.layout.world
-        assert (again.layout.tp, again.layout.sequence) == (
-            changed.layout.tp,
-            changed.layout.tp > 1,
-        )
+        assert (again.layout.tp, again.layout.sequence) == (changed.layout.tp, False)
         assert again.micro_batch == changed.micro_batch
 
 
@@ -129,6 +131,55 @@ def test_what_yunlu_cannot_split_is_not_split() -> None:
         assert option.layout.is_single
 
 
+@pytest.mark.parametrize(
+    ("model", "task", "layout", "said"),
+    [
+        ("hf:gpt2", "language-modeling", {"tp": 2}, r"layout\.tp: .* has no tensor-parallel plan"),
+        ("hf:mixtral-8x7b", "language-modeling", {"tp": 4}, r"layout\.tp: .* weights of experts"),
+        ("hf:t5-11b", "seq2seq", {"pp": 2}, r"layout\.pp: .* several stacks of layers"),
+        ("hf:meta-llama/Llama-3.2-1B", "language-modeling", {"tp": 3}, r"layout\.tp: .* 3 ways"),
+        ("hf:meta-llama/Llama-3.2-1B", "language-modeling", {"pp": 17}, "16 blocks in a row"),
+        ("hf:meta-llama/Llama-3.2-1B", "language-modeling", {"tp": 2, "sequence": True},
+         r"layout\.sequence: "),
+    ],
+)  # fmt: skip
+def test_a_layout_that_our_engine_refuses_is_refused_with_its_reason(
+    model: str, task: str, layout: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        foresee(make_job(model=model, task=task, layout=layout))
+
+
+def test_a_layout_that_goes_with_nothing_else_of_the_job_is_refused() -> None:
+    lora = {"name": "hf:meta-llama/Llama-3.2-1B", "adapter": "lora"}
+    with pytest.raises(JobError, match=r"model\.adapter does not go with the layout tp2"):
+        foresee(make_job(model=lora, layout={"tp": 2}))
+
+
+def test_only_layouts_our_engine_can_train_are_options() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws", "gcp"], "max_devices": 32}
+    experts = foresee(make_job(model="hf:mixtral-8x7b", goal=goal), top=5)
+    assert {option.layout.tp for option in experts} == {1}
+    assert any(option.layout.pp > 1 or option.layout.fsdp > 1 for option in experts)
+    paired = foresee(make_job(model="hf:t5-11b", task="seq2seq", goal=goal), top=5)
+    assert {(option.layout.tp, option.layout.pp) for option in paired} == {(1, 1)}
+    with pytest.raises(PlanError, match="tp"):
+        experts.best.replace(tp=2)
+
+
+def test_the_sequence_is_cut_only_in_our_own_transformers() -> None:
+    own = make_job(
+        data={"train": "x.txt", "samples": 1000, "max_length": 64, "tokenizer": "bytes"},
+        model={"name": "transformer", "args": {"width": 64, "layers": 2}},
+        goal={"gpu": "A100-80GB", "cloud": "gcp", "max_devices": 8},
+        devices=8,
+    )
+    best = foresee(own, top=1).best
+    assert best.replace(tp=2).layout.sequence
+    theirs = foresee(make_job(devices=8, goal={"gpu": "A100-80GB", "cloud": "gcp"}), top=1).best
+    assert not theirs.replace(tp=2).layout.sequence
+
+
 def test_an_open_batch_grows_up_to_what_still_teaches_and_the_rate_follows() -> None:
     options = foresee(make_job(train={"epochs": 1}))
     assert options.best.batch > 32
@@ -139,6 +190,44 @@ def test_an_open_batch_grows_up_to_what_still_teaches_and_the_rate_follows() -> 
     sgd = make_job(train={"epochs": 1, "optimizer": "sgd"})
     assert foresee(sgd).best.lr_scaling == "linear"
     assert foresee(make_job()).best.lr_factor == 1.0
+
+
+@pytest.mark.parametrize("rule", ["none", "linear"])
+def test_a_rule_of_the_job_is_not_overruled(rule: str) -> None:
+    optimizer = {"name": "adamw", "scaling": rule}
+    best = foresee(make_job(train={"epochs": 1, "optimizer": optimizer})).best
+    assert best.batch > 32
+    assert best.lr_scaling == rule
+
+
+def test_the_rule_goes_with_the_batch_that_it_is_for(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    asked = make_job(train={"epochs": 1, "optimizer": "sgd"})
+    path.write_text(asked.model_dump_json(exclude_unset=True))
+    best = foresee(asked).best
+    again = foresee(load_job(path, overrides=best.overrides), top=1).best
+    assert (again.lr_scaling, again.lr_factor) == ("linear", best.lr_factor)
+    assert best.lr_factor > 1
+
+
+def test_a_job_with_more_said_besides_keeps_what_it_leaves_open() -> None:
+    asked = ask_job(make_job(train={"epochs": 1}), (), {"epochs": 2})
+    assert "scaling" not in asked.train.optimizer.model_fields_set
+
+
+def test_evaluating_after_steps_costs_less_in_larger_batches() -> None:
+    every = {"epochs": 1, "batch": 64, "evaluate": 10}
+    best = foresee(make_job(train=every)).best
+    larger = best.replace(batch=256)
+
+    def share(option: Option) -> float:
+        parts = option.total_parts
+        return parts["evaluation"] / parts["steps"]
+
+    validated = 100_000_000 / 1024 / 8
+    assert share(best) - share(larger) == pytest.approx(
+        validated / 30 * (1 / 64 - 1 / 256), rel=0.01
+    )
 
 
 def test_steps_need_no_count_of_samples() -> None:
@@ -159,6 +248,36 @@ def test_a_budget_nothing_meets_comes_with_advice() -> None:
     assert any(problem.startswith("To change: ") for problem in options.problems[1:])
     assert options.best.dollars is not None
     assert options.best.dollars.value > 0.05
+
+
+def test_a_limit_that_is_advised_can_be_kept() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.01, "max_devices": 8}
+    problems = foresee(make_job(goal=goal)).problems
+    raised = next(re.search(r"a budget of \$([\d.,]+) would do", problem) for problem in problems[1:]
+                  if "a budget of" in problem)  # fmt: skip
+    assert raised is not None
+    assert "only" not in raised.string
+    again = goal | {"budget": float(raised[1].replace(",", ""))}
+    assert not foresee(make_job(goal=again)).problems
+
+
+def test_what_comes_nearest_is_advised_where_nothing_is_enough() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.01, "max_devices": 8}
+    problems = foresee(make_job(goal=goal)).problems
+    assert any(problem.endswith("which comes nearer") for problem in problems)
+
+
+def test_advice_asks_for_the_shape_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Job] = []
+
+    def find(job: Job) -> FoundShape:
+        asked.append(job)
+        return find_shape(job)
+
+    monkeypatch.setattr(outlook, "find_shape", find)
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.05, "max_devices": 8}
+    assert foresee(make_job(goal=goal)).problems
+    assert len(asked) == 1
 
 
 def test_a_deadline_may_be_met_with_more_devices() -> None:
@@ -209,6 +328,52 @@ def test_what_needs_more_devices_than_usual_gets_them() -> None:
     assert any("cannot hold the model" in note for note in options.notes)
 
 
+@pytest.mark.parametrize("cloud", ["gcp", "aws", "azure"])
+def test_a_cloud_alone_names_no_device_that_we_cannot_train_on(cloud: str) -> None:
+    goal = {"cloud": cloud, "objective": "cost", "max_devices": 8}
+    for option in foresee(make_job(goal=goal), top=12):
+        device = option.hardware.device
+        assert not device.startswith(("TPU", "Trainium", "K80", "P4", "P100", "V100")), device
+
+
+def test_a_device_we_cannot_train_on_comes_last_however_cheap() -> None:
+    goal = {"gpu": ["TPU-v5e", "T4"], "objective": "cost", "max_devices": 8}
+    options = foresee(make_job(goal=goal), top=8)
+    kinds = [option.hardware.device for option in options]
+    assert kinds == sorted(kinds)
+    assert set(kinds) == {"T4", "TPU-v5e"}
+    costs = [option.dollars.value for option in options if option.dollars is not None]
+    assert min(costs) < costs[0]
+    assert "TPU-v5e" in str(options.notes)
+    assert foresee(make_job(goal=goal), top=1).best.hardware.device == "T4"
+
+
+def test_an_old_device_that_is_named_comes_with_a_note() -> None:
+    options = foresee(make_job(goal={"gpu": ["V100-32GB", "A100-80GB"], "max_devices": 8}))
+    assert any("V100-32GB" in note and "CUDA 12.6" in note for note in options.notes)
+    assert not any("CUDA 12.6" in note for note in foresee(make_job()).notes)
+
+
+def test_one_of_several_regions_may_have_nothing() -> None:
+    goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "region": ["moon", "us-"], "max_devices": 8}
+    options = foresee(make_job(goal=goal))
+    assert {option.hardware.cloud for option in options} == {"aws"}
+    assert any("'moon'" in note for note in options.notes)
+
+
+def test_here_is_a_cloud_and_filters_meet(probed: str) -> None:
+    for key in ("gpu", "region"):
+        with pytest.raises(PlanError, match=rf"goal\.{key}: here names a cloud"):
+            foresee(make_job(goal={key: ["here"], "cloud": ["aws"]}))
+    with pytest.raises(PlanError, match="nothing with gpu H100, cloud here"):
+        foresee(make_job(goal={"gpu": ["H100"], "cloud": ["here"]}))
+    both = {"gpu": ["A100-80GB", probed], "cloud": ["here", "aws"]}
+    rigs = make_ask(make_job(goal=both), open_catalog())[0].question.rigs
+    assert {rig.device for rig in rigs} == {"A100-80GB", probed}
+    with pytest.raises(CatalogError, match="us-"):
+        foresee(make_job(goal={"cloud": ["here"], "region": ["us-"]}))
+
+
 def test_huawei_has_no_price_and_the_user_is_told_how_to_set_one() -> None:
     options = foresee(make_job(goal={"cloud": ["huawei"], "max_devices": 8}))
     assert all(option.dollars is None for option in options)
@@ -233,34 +398,87 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str) -> None:
     assert not here.notes
 
 
-def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> None:
-    small = make_job(
+def small_job(**train: Any) -> Job:
+    return make_job(
         data={"train": "nowhere.txt", "samples": 100, "max_length": 16, "tokenizer": "bytes"},
         model={"name": "transformer", "args": {"width": 32, "layers": 1}},
-        train={"epochs": 1, "batch": 16},
+        train={"epochs": 1, "batch": 16, **train},
         goal={"cloud": "here"},
     )
-    before = foresee(small).best
+
+
+def teach(job: Job, device: str, **measured: float) -> None:
     figures = [
         RunFigure(
             run="a-run",
             at=1.0,
-            quantity=quantity,
-            device=probed,
+            quantity=quantity,  # pyright: ignore[reportArgumentType]
+            device=device,
             stack="yunlu",
             precision="fp32",
-            work=name_work(small),
+            work=name_work(job),
             predicted=1.0,
-            measured=measured,
+            measured=value,
         )
-        for quantity, measured in (("step_s", 0.5), ("memory_bytes", 3e8))
+        for quantity, value in measured.items()
     ]
     path = read_settings().cache / "calibration.json"
     path.write_text(Calibration(figures=tuple(figures)).model_dump_json())
-    after = foresee(small).best
+
+
+def width(interval: Interval) -> float:
+    return interval.high / interval.low
+
+
+def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> None:
+    before = foresee(small_job()).best
+    teach(small_job(), probed, step_s=0.5, memory_bytes=3e8)
+    after = foresee(small_job()).best
     assert before.step_s.value != pytest.approx(0.5)
     assert after.step_s.value == pytest.approx(0.5)
     assert after.memory_bytes.value == pytest.approx(3e8)
+    assert width(after.step_s) < width(before.step_s)
+
+
+def test_only_what_was_measured_is_narrower(probed: str) -> None:
+    before = foresee(small_job()).best
+    teach(small_job(), probed, memory_bytes=3e8)
+    after = foresee(small_job()).best
+    assert after.memory_bytes.value == pytest.approx(3e8)
+    assert width(after.memory_bytes) < width(before.memory_bytes)
+    assert after.step_s == before.step_s
+
+
+def test_what_differs_from_the_run_is_no_surer_than_before(probed: str) -> None:
+    before = foresee(small_job()).best.replace(micro_batch=2)
+    teach(small_job(), probed, step_s=0.5, memory_bytes=3e8)
+    after = foresee(small_job()).best.replace(micro_batch=2)
+    assert after.step_s.value != pytest.approx(before.step_s.value)
+    assert width(after.step_s) == pytest.approx(width(before.step_s))
+    assert width(after.memory_bytes) == pytest.approx(width(before.memory_bytes))
+
+
+def test_a_run_had_the_usual_batch_however_far_an_open_one_may_grow(probed: str) -> None:
+    asked = make_job(
+        data={"train": "nowhere.txt", "samples": 1 << 20, "max_length": 16, "tokenizer": "bytes"},
+        model={"name": "transformer", "args": {"width": 32, "layers": 1}},
+        train={"epochs": 1},
+        goal={"cloud": "here", "max_batch": 1024},
+    )
+    before = foresee(asked).best
+    assert before.batch > 32
+    teach(asked, probed, step_s=0.5)
+    after = foresee(asked).best
+    assert after.replace(batch=32).step_s.value == pytest.approx(0.5, rel=0.05)
+    assert width(after.step_s) == pytest.approx(width(before.step_s))
+
+
+def test_another_way_to_compute_is_another_work() -> None:
+    usual = name_work(small_job())
+    for changed in ({"micro_batch": 4}, {"recompute": "full"}, {"optimizer": "sgd"}):
+        assert name_work(small_job(**changed)) != usual
+    assert name_work(small_job(optimizer={"lr": 0.5})) == usual
+    assert name_work(small_job(epochs=7)) == usual
 
 
 def test_samples_are_counted_at_a_glance(tmp_path: Path) -> None:
@@ -309,12 +527,12 @@ def test_the_front_is_what_nothing_beats() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
 def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    outlook = look_ahead(make_job(), top=2, everything=True)
+    seen = look_ahead(make_job(), top=2, everything=True)
     path = tmp_path / f"out.{suffix}"
-    draw_outlook(outlook, path, title="a <job>")
+    draw_outlook(seen, path, title="a <job>")
     content = path.read_bytes()
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[suffix]
     assert content.startswith(begins)
     if suffix == "html":
         assert b"a &lt;job&gt;" in content
-        assert str(outlook.options.best.hardware).encode() in content
+        assert str(seen.options.best.hardware).encode() in content

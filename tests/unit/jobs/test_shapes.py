@@ -58,6 +58,24 @@ def test_the_job_says_the_length_and_the_adapter() -> None:
     assert trainable(found.shape) < parameters(found.shape) / 500
 
 
+@pytest.mark.parametrize(
+    ("model", "longest"),
+    [("hf:gpt2", 1024), ("hf:facebook/opt-125m", 2048), ("hf:roberta-base", 512)],
+)
+def test_a_sequence_beyond_the_positions_is_refused(model: str, longest: int) -> None:
+    data = {"train": "made:nothing", "max_length": longest}
+    assert find_shape(job(model=model, data=data), command=NOBODY).seq == longest
+    data["max_length"] = longest + 1
+    with pytest.raises(ModelError, match=rf"data\.max_length: {longest + 1} tokens") as caught:
+        find_shape(job(model=model, data=data), command=NOBODY)
+    assert f"{longest} at most" in (caught.value.hint or "")
+
+
+def test_rotary_positions_have_no_end() -> None:
+    data = {"train": "made:nothing", "max_length": 1 << 20}
+    assert find_shape(job(model="hf:llama3-8b", data=data), command=NOBODY).seq == 1 << 20
+
+
 def test_arguments_of_the_job_override_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     model = {"name": f"hf:{tmp_path}", "args": {"num_hidden_layers": 5}, "pretrained": False}

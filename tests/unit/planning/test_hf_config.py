@@ -10,9 +10,15 @@ import torch
 import transformers
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import adapter_parameters, parameters
+from yunlu.planning.models.arithmetic import adapter_parameters, parameters, stages, tensor_ways
 from yunlu.planning.models.hf_config import can_describe, shape_from_config
+from yunlu.planning.models.hf_families import FAMILIES
+from yunlu.planning.models.own_models import own_transformer
 from yunlu.planning.models.shape import Adapter
+from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.parallel.stages import check, split, why_not_split
+from yunlu.training.parallel.tensor import why_not_tensor
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 512,
@@ -199,3 +205,91 @@ def test_no_stack_of_like_blocks_is_no_shape() -> None:
     assert not can_describe(config)
     with pytest.raises(ModelError, match="share their weights"):
         shape_from_config(config)
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 64, "vocab_size": 128, "max_position_embeddings": 64, "n_embd": 64,
+    "n_layer": 4, "n_head": 4, "n_positions": 64, "d_model": 64, "encoder_layers": 4,
+    "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_layers": 4, "num_heads": 4, "d_kv": 16,
+    "d_ff": 64, "num_decoder_layers": 4, "image_size": 32, "patch_size": 8, "ffn_dim": 64,
+    "word_embed_proj_dim": 64, "head_dim": 16, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "dim": 64, "n_layers": 4,
+    "n_heads": 4, "hidden_dim": 64, "pad_token_id": 0,
+}  # fmt: skip
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": 8},
+}
+AUTOS = {"decoder": CAUSAL, "encoder": LABELS, "encoder-decoder": PAIRED, "vision": IMAGES}
+NOT_BUILT = {
+    *("chatglm", "code_llama", "kimi_k2"),  # code of their own, or another family's
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),  # parts of others
+    *("clip_vision_model", "deit"),
+}
+CUT_IN_PART = {"gpt_oss"}
+"""The engine would cut the attention alone, and the experts stay whole: no layout to foretell."""
+
+
+def make_tiny(kind: str, auto: str) -> torch.nn.Module:
+    known = transformers.AutoConfig.for_model(kind)
+    sizes = {key: value for key, value in TINY.items() if hasattr(known, key)}
+    if kind == "falcon":
+        del sizes["head_dim"]
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **OWN_SIZES.get(kind, {})})
+    torch.manual_seed(0)
+    return getattr(transformers, auto).from_config(config).eval()
+
+
+def can_be_parted(model: torch.nn.Module, kind: str) -> bool:
+    """As ``training.parallel.facts`` finds out."""
+    if why_not_split(model, 2) is not None:
+        return False
+    inputs = {"input_ids": torch.randint(3, 100, (2, 12))}
+    if kind == "vision":
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    try:
+        check(model, split(model, 2), inputs)
+    except ModelError:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - NOT_BUILT))
+def test_plans_split_a_family_just_as_the_engine_does(kind: str) -> None:
+    """Everything that is foretold can be trained, and nothing that can be is left out."""
+    model: Any = make_tiny(kind, AUTOS[FAMILIES[kind].kind])
+    written = json.loads(model.config.to_json_string(use_diff=False))
+    shape = shape_from_config({**written, "architectures": [type(model).__name__]})
+    ways = [size for size in (2, 3, 4) if why_not_tensor(model, size) is None]
+    if kind in CUT_IN_PART:
+        ways = []
+    assert list(tensor_ways(shape, most=4)[1:]) == ways, shape.why_not_cut
+    assert (stages(shape) > 1) == can_be_parted(model, FAMILIES[kind].kind), shape.why_not_parted
+
+
+@pytest.mark.parametrize("kind", ["causal", "classifier", "seq2seq"])
+def test_plans_split_our_own_transformers_as_the_engine_does(kind: Any) -> None:
+    sizes: dict[str, Any] = {"vocabulary": 100, "max_length": 16, "layers": 3}
+    model = {
+        "causal": lambda: CausalTransformer(**sizes),
+        "classifier": lambda: TransformerClassifier(**sizes, classes=2),
+        "seq2seq": lambda: Seq2SeqTransformer(**sizes),
+    }[kind]()
+    shape = own_transformer(kind, **sizes)
+    ways = [size for size in (2, 3, 4) if why_not_tensor(model, size, sequence=True) is None]
+    assert list(tensor_ways(shape, most=4)[1:]) == ways
+    most = max(size for size in (1, 2, 3, 4) if size == 1 or why_not_split(model, size) is None)
+    assert stages(shape) == most
+
+
+def test_what_nobody_has_heard_of_is_neither_cut_nor_parted() -> None:
+    shape = shape_from_config({"model_type": "brand-new", **GROUPED})
+    assert (tensor_ways(shape), stages(shape)) == ((1,), 1)
+    seeing = {"model_type": "gemma3", "text_config": {"model_type": "llama", **GROUPED}}
+    shape = shape_from_config(seeing)
+    assert (tensor_ways(shape), stages(shape)) == ((1,), 1)

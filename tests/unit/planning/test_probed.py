@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_planner import job, machine, profile
-from yunlu.planning.calibration import Calibration, RunFigure, learn
+from yunlu.planning.calibration import Z_80, Calibration, RunFigure, learn
 from yunlu.planning.foretell.local import (
     Operators,
     Pass,
@@ -27,10 +28,14 @@ from yunlu.planning.probed import (
     LinkFigures,
     Pace,
     Probed,
+    StartFigures,
     choose_probe,
     dump_probes,
+    file_names,
     fit_message_time,
+    no_slower,
     parse_probes,
+    read_processor,
     with_probe,
 )
 
@@ -89,6 +94,40 @@ def test_a_probe_is_read_back_and_a_torn_file_holds_none() -> None:
     assert parse_probes(stored.replace(b'"version": 1', b'"version": 2')) == ()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"sizes": (1.0, 2.0)},
+        {"sizes": (2.0, 1.0, 3.0)},
+        {"sizes": (), "seconds": ()},
+        {"seconds": (0.0, 1.0, 2.0)},
+        {"seconds": (1.0, math.inf, 2.0)},
+    ],
+)
+def test_a_probe_with_a_broken_curve_is_left_out_and_the_others_stay(
+    broken: dict[str, Any],
+) -> None:
+    bad = probe(torch="1").model_copy(update={"paces": (pace().model_copy(update=broken),)})
+    assert parse_probes(dump_probes([bad, probe()])) == (probe(),)
+    assert parse_probes(dump_probes([probe().model_copy(update={"call_s": 0.0})])) == ()
+    assert parse_probes("[]") == parse_probes('{"probes": 3}') == ()
+
+
+def test_threads_that_seem_slower_than_one_are_taken_to_be_no_slower() -> None:
+    one, disturbed, fast = pace(), pace(threads=4, rate=1e8), pace("stream", threads=4, rate=4e9)
+    found = no_slower([one, disturbed, pace("stream"), fast])
+    assert found[1] == one.model_copy(update={"threads": 4})
+    assert found[3] == fast
+
+
+def test_a_machine_is_known_by_its_processor_not_by_its_containers_name() -> None:
+    said = "processor : 0\nmodel name\t: Fast CPU @ 2.10GHz\nmodel name\t: Fast CPU @ 2.10GHz\n"
+    assert read_processor(said) == "Fast CPU @ 2.10GHz"
+    assert read_processor("") == ""
+    name, _ = file_names("Fast CPU @ 2.10GHz", "3f2a91c0")
+    assert name == file_names("Fast CPU @ 2.10GHz", "77be0d12")[0] == "fast-cpu-2-10ghz.json"
+
+
 def test_a_new_probe_replaces_its_like_but_a_quick_one_never_a_whole_one() -> None:
     old, new = probe(at=1.0), probe(at=2.0)
     quick, other = probe(at=3.0, is_quick=True), probe(torch="3")
@@ -100,7 +139,7 @@ def test_a_new_probe_replaces_its_like_but_a_quick_one_never_a_whole_one() -> No
 def test_the_probe_of_the_installed_torch_and_an_accelerator_come_first() -> None:
     old, new = probe(at=1.0), probe(torch="3", at=2.0)
     gpu = probe(kind="cuda", device="T4", at=0.0)
-    assert choose_probe([old, new], torch="2") == old
+    assert choose_probe([old, new], torch="2") == choose_probe([old, new], torch="2+cpu") == old
     assert choose_probe([old, new]) == new
     assert choose_probe([old, gpu, new], torch="2") == gpu
     assert choose_probe([]) is None
@@ -179,10 +218,22 @@ def test_an_update_moves_the_gradient_once_and_all_else_twice() -> None:
     )
 
 
-def planned(calibration: Calibration | None = None, *, busy: float = 1.0, **train: object) -> Plan:
+START = StartFigures(torch_s=2.0, worker_s=3.0, cpu_s=1.5, resident_bytes=2e8)
+
+
+def planned(
+    calibration: Calibration | None = None,
+    *,
+    busy: float = 1.0,
+    workers: int = 1,
+    start: StartFigures | None = START,
+    **train: object,
+) -> Plan:
     asked, measured = job(**train), profile()
-    taught = calibration or Calibration()
-    guess = make_guess(measured, WORK, probe(), taught, name=name_work(asked), busy=busy)
+    guess = make_guess(
+        measured, WORK, probe(start=start), calibration or Calibration(),
+        name=name_work(asked), busy=busy, workers=workers,
+    )  # fmt: skip
     return make_plan(asked, machine(dollars_per_hour=2.0), measured, guess)
 
 
@@ -209,6 +260,39 @@ def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
         "dollars",
     }
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_the_totals_interval_knows_that_start_up_is_not_known() -> None:
+    foretold = planned(steps=1, evaluate="never").foretold
+    assert foretold is not None
+    low, high = foretold.intervals["total_s"]
+    assert math.log(high / foretold.total_s) > 0.8 * Z_80 * 0.3 * 3.0 / foretold.total_s
+    assert low < foretold.total_s - 3.0 * (1 - math.exp(-Z_80 * 0.3)) + 1e-9
+
+
+@pytest.mark.parametrize("why", ["a quick look", "a crew"])
+def test_where_start_up_was_not_probed_no_total_is_foretold(why: str) -> None:
+    plan = planned(workers=2) if why == "a crew" else planned(start=None)
+    assert plan.foretold is not None
+    assert set(plan.foretold.intervals) == {"memory_bytes", "step_s", "samples_per_s"}
+
+
+def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
+    before = planned(workers=2).foretold
+    assert before is not None
+    figures = [
+        RunFigure(
+            run=f"r{i}", at=0.0, device=before.device, stack=before.stack, precision="fp32",
+            work=before.work, predicted=1.0, measured=1.5, quantity=quantity,
+        )
+        for i in range(8)
+        for quantity in ("step_s", "memory_bytes")
+    ]  # fmt: skip
+    after = planned(learn(Calibration(), figures), workers=2).foretold
+    assert after is not None
+    assert after.intervals["memory_bytes"] == before.intervals["memory_bytes"]
+    (low, high), (wide_low, wide_high) = after.intervals["step_s"], before.intervals["step_s"]
+    assert high / low == pytest.approx(wide_high / wide_low)
 
 
 def test_without_a_guess_nothing_is_foretold_and_old_plans_are_read() -> None:

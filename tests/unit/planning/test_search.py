@@ -203,3 +203,38 @@ def test_nodes_are_counted_in_full_machines() -> None:
     assert node_counts(replace(A100, devices=3), asked) == [1], "left-overs are had once"
     assert node_counts(replace(A100, most_nodes=1), asked) == [1]
     assert node_counts(A100, replace(asked, least_devices=16)) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes"), [(12, [3]), (20, [5]), (24, [6]), (40, [10]), (10, []), (2, [])]
+)
+def test_a_number_of_devices_that_is_said_is_met_by_whole_machines(
+    devices: int, nodes: list[int]
+) -> None:
+    many = tuple(replace(A100, network_bytes_per_s=1e9 * count) for count in range(1, 61))
+    for rigs in ((A100,), many):
+        asked = question(rigs=rigs, least_devices=devices, most_devices=devices)
+        assert node_counts(A100, asked) == nodes
+        assert node_counts(replace(A100, most_nodes=1), asked) == []
+    odd = replace(A100, devices=3, domain=3)
+    assert node_counts(odd, question(least_devices=6, most_devices=6)) == []
+    assert node_counts(odd, question(least_devices=3, most_devices=3)) == [1]
+
+
+def test_what_is_said_does_not_open_an_axis_that_is_barred() -> None:
+    barred = rules(barred=frozenset({"tp"}), pinned={"tp": 2})
+    assert not len(lay_out(4, 4, barred)["dp"])
+    assert len(lay_out(4, 4, replace(barred, pinned={"tp": 1}))["dp"])
+
+
+def test_evaluations_between_steps_follow_the_batch_of_each_point() -> None:
+    thrice = search(question()).points.take(np.zeros(3, dtype=np.int64))
+    points = thrice.with_columns(batch=np.array([16.0, 32.0, 64.0]))
+    step_s = np.array([1.0, 2.0, 4.0])
+    some = replace(work(samples=6400), evaluation_share=0.1)
+    plain = run_seconds(some, points, step_s)
+    assert plain == pytest.approx(400 * 1.1)
+    often = replace(some, evaluate_every=10, evaluation_samples=480.0)
+    times = np.array([40.0, 20.0, 10.0])
+    forward = times * 480 / points.batch * step_s / 3
+    assert run_seconds(often, points, step_s) == pytest.approx(plain + forward)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import socket
+import subprocess
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.unit.planning.test_planner import job as planned_job
+from tests.unit.planning.test_planner import profile as planned_profile
 from tests.unit.planning.test_probed import pace, probe
 from yunlu.planning.probed import parse_probes
+from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import measure, stored
+from yunlu.training.probing import counting, known, links, measure, stored
 from yunlu.training.probing.counting import count_operators
 from yunlu.training.probing.disk import measure_disk
 from yunlu.training.probing.known import known_probe
@@ -34,7 +40,11 @@ from yunlu.training.probing.paces import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-BRIEF = Bench(budget_s=1e-4, trials=2)
+
+def brief() -> Bench:
+    """By a clock that no load can slow down."""
+    ticks = itertools.count()
+    return Bench(budget_s=1e-9, trials=2, clock=lambda: 1e-6 * next(ticks))
 
 
 def counted(run: Any) -> dict[tuple[str, float], int]:
@@ -89,12 +99,34 @@ def test_the_best_of_the_trials_counts_and_the_spread_is_that_of_the_median() ->
     assert spread == 1.0
 
 
-def test_a_long_first_trial_is_not_repeated() -> None:
-    ticks = itertools.accumulate([0, 9])
+@pytest.mark.parametrize("stalled", [0, 1, 2, 3])
+def test_one_stalled_trial_is_not_what_a_size_takes(stalled: int) -> None:
+    spans = [float(9 if i == stalled else 1) for i in range(4)]
+    ticks = itertools.accumulate(each for span in spans for each in (0.0, span))
     calls = itertools.count()
-    bench = Bench(budget_s=1.0, trials=5, clock=lambda: float(next(ticks)))
-    assert bench.time(lambda: next(calls)) == (9.0, 0.0)
-    assert next(calls) == 1
+    bench = Bench(budget_s=0.5, trials=5, clock=lambda: next(ticks))
+    assert bench.time(lambda: next(calls))[0] == 1.0
+    assert next(calls) == 4  # to warm up, and three of which one may be disturbed
+
+
+def test_a_stall_costs_a_curve_none_of_its_sizes_and_only_a_slow_machine_stops_early() -> None:
+    def clock_of(spans: dict[int, float], usual: float) -> Any:
+        """Trials take the usual time but some."""
+        asked, now = itertools.count(), 0.0
+
+        def clock() -> float:
+            nonlocal now
+            trial, is_end = divmod(next(asked), 2)
+            now += spans.get(trial, usual) if is_end else 0.0
+            return now
+
+        return clock
+
+    sides = (2, 3, 4, 5, 6, 7)
+    bench = Bench(budget_s=1e-9, clock=clock_of({0: 5.0, 5: 5.0, 18: 5.0}, 1e-3))
+    assert len(measure_products(bench, "fp32", sides).sizes) == len(sides)
+    slow = Bench(budget_s=1e-9, clock=clock_of({}, 5.0))
+    assert len(measure_products(slow, "fp32", sides).sizes) == 4
 
 
 def test_one_thread_is_timed_by_its_own_clock_and_threads_are_put_back() -> None:
@@ -108,7 +140,7 @@ def test_one_thread_is_timed_by_its_own_clock_and_threads_are_put_back() -> None
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_products_give_a_pace_that_never_falls(precision: str) -> None:
-    found = measure_products(BRIEF, precision, (2, 4, 8))
+    found = measure_products(brief(), precision, (2, 4, 8))
     assert found.sizes == (16.0, 128.0, 1024.0)
     assert list(found.seconds) == sorted(found.seconds)
     assert all(each > 0 for each in found.seconds)
@@ -116,24 +148,24 @@ def test_products_give_a_pace_that_never_falls(precision: str) -> None:
 
 def test_every_kind_can_be_measured() -> None:
     for kind in ("stream", "function", "random", "update"):
-        found = measure_moves(BRIEF, kind, (336, 3360))
+        found = measure_moves(brief(), kind, (336, 3360))
         assert found.kind == kind
         assert found.sizes[1] == pytest.approx(10 * found.sizes[0])
-    forward, backward = measure_convolutions(BRIEF, ((1, 4, 1), (2, 4, 2)))
+    forward, backward = measure_convolutions(brief(), ((1, 4, 1), (2, 4, 2)))
     assert [2 * size for size in forward.sizes] == list(backward.sizes)
-    assert measure_attention(BRIEF, ((1, 1, 2, 2),)).sizes == (
+    assert measure_attention(brief(), ((1, 1, 2, 2),)).sizes == (
         attention_size((1, 1, 2, 2), 2, products=2),
     )
-    rate, _ = measure_bandwidth(BRIEF, 1 << 12)
+    rate, _ = measure_bandwidth(brief(), 1 << 12)
     assert rate > 0
 
 
 def test_models_tell_what_calls_cost_and_how_much_slower_company_makes() -> None:
-    assert measure_call(BRIEF) > 0
+    assert measure_call(brief()) > 0
     hopeless = pace(rate=1e18), pace("stream", rate=1e18)
-    slow = measure_mixed(probe(paces=hopeless, call_s=1e-9), BRIEF, trials=1)
+    slow = measure_mixed(probe(paces=hopeless, call_s=1e-12), brief(), trials=1)
     assert slow.mixed > 1
-    idle = measure_mixed(probe(call_s=1.0), BRIEF, trials=1)
+    idle = measure_mixed(probe(call_s=1.0), brief(), trials=1)
     assert (idle.mixed, idle.mixed_convolutions) == (1.0, 1.0)
 
 
@@ -158,21 +190,101 @@ def test_a_quick_look_is_taken_once_and_kept(
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
+
+    def refuse(**_: object) -> None:
+        raise AssertionError("measured in the worker, whose memory is measured")
+
+    monkeypatch.setattr(measure, "measure_machine", refuse)
     found = known_probe(machine)
     assert torch.equal(torch.rand(3), expected)
+    assert found.threads == torch.get_num_threads()
     assert found.is_quick
     assert found.link is None
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
-
-    def refuse(**_: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(measure, "measure_machine", refuse)
+    monkeypatch.setattr(known, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')"))
+    assert known_probe(machine) == found
+    monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
     assert known_probe(machine) == found
     monkeypatch.setattr(torch, "__version__", "99.0")
-    with pytest.raises(AssertionError, match="measured again"):
+    with pytest.raises(AssertionError, match="measured in the worker"):
         known_probe(machine)
+
+
+def test_a_measuring_process_ends_when_the_one_that_started_it_is_killed() -> None:
+    """The first starts a second as the probe does; the second says who it is, and waits."""
+    inner = "import os,time; from yunlu.training.probing.parent import end_with_parent as e; "
+    inner += "e(); print(os.getpid(), flush=True); time.sleep(600)"
+    outer = "import sys; from yunlu.training.probing.parent import started\n"
+    outer += f"with started([sys.executable, '-c', {inner!r}]) as child:\n"
+    outer += "    print(child.stdout.readline(), flush=True); child.wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        second = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    try:
+        second.wait(60)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            second.kill()
+
+
+def test_a_second_worker_that_dies_costs_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_PROGRAM", (sys.executable, "-c", ""))
+    with pytest.raises(links.WorkerGoneError):
+        links.measure_start_and_link()
+    assert measure._start_and_link() == {}
+
+
+def test_counting_that_fails_costs_what_is_foretold_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Meter:
+        def switch(self, _: object) -> None:
+            pass
+
+    def fail_with(error: Exception) -> Any:
+        def count(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(counting, "count_step", count)
+        nothing: Any = None
+        meter: Any = Meter()
+        settings = planned_profile().settings
+        return profile._count(nothing, nothing, meter, settings, sample_s=1.0)
+
+    for error in (ValueError("no"), KeyError("k"), AttributeError("a"), AssertionError()):
+        assert fail_with(error) is None
+    with pytest.raises(MemoryError):
+        fail_with(MemoryError())
+
+
+def test_a_run_on_a_machine_never_probed_notes_start_up_after_the_look(
+    own_cache: Path, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def look(_: object) -> Any:
+        order.append("look")
+        return probe(threads=torch.get_num_threads())
+
+    class StopError(Exception):
+        pass
+
+    def stop(*_: object, **__: object) -> None:
+        order.append("measure")
+        raise StopError
+
+    monkeypatch.setattr(prepare, "known_probe", look)
+    monkeypatch.setattr(prepare, "measure", stop)
+    run = make_run(steps=1)
+    asked: Any = planned_job()
+    parts: Any = None
+    with pytest.raises(StopError):
+        prepare.settle_plan(run, asked, parts, probe_machine(), started_at=0.0)
+    assert order == ["look", "measure"]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cache: Path) -> None:
@@ -182,10 +294,15 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cach
     assert stored.recall_calibration().figures == ()
 
 
-def test_figures_of_one_host_are_kept_side_by_side(own_cache: Path) -> None:
+def test_figures_of_one_machine_are_kept_side_by_side_whatever_its_name(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored.keep_probe(probe(torch="1"))
     stored.keep_probe(probe(torch="2"))
-    kept = parse_probes((own_cache / "probe" / f"{socket.gethostname()}.json").read_bytes())
+    (file,) = (own_cache / "probe").glob("*.json")
+    monkeypatch.setattr("socket.gethostname", lambda: "another-container")
+    assert stored.probe_files()[0] == file
+    kept = parse_probes(file.read_bytes())
     assert [each.torch for each in kept] == ["1", "2"]
 
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from yunlu.planning.choice.duration import MOST_LOST, start_seconds, sum_up
 from yunlu.planning.choice.limits import Limits, tell_excess
-from yunlu.planning.choice.options import Hardware, Interval, Option, Options, PlanError
+from yunlu.planning.choice.options import Hardware, Interval, Option, Options
 from yunlu.planning.choice.reasons import give_reasons
+from yunlu.planning.choice.refusals import refuse_all, refuse_change
 from yunlu.planning.choice.replacing import narrow
-from yunlu.planning.choice.rigs import HERE, Price
 from yunlu.planning.choice.search import Found, Question, foretell_steps, hold, run_seconds, search
-from yunlu.planning.choice.spot import START_HERE_S, START_S, lost_share
+from yunlu.planning.choice.spot import lost_share
 from yunlu.planning.choice.spread import memory_factors, time_factors
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE
 from yunlu.planning.large_batch import Rule, scale_rate
@@ -22,6 +23,7 @@ from yunlu.planning.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from yunlu.planning.choice.rigs import Price
     from yunlu.planning.foretell.points import Column
     from yunlu.spec.goal import Objective
 
@@ -30,7 +32,6 @@ MEMORY_PARTS = (
 )
 WAITING_DOLLARS_PER_HOUR = 1.0
 """What an hour of waiting counts when cost and time are balanced: a machine of one's own is not free."""
-_MOST_LOST = 0.9
 _LAST = 1e9
 _BETTER = 0.95
 """What is cheaper or faster by less is not shown for that."""
@@ -86,7 +87,7 @@ def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
     """The best few; the nearest ones, with the reasons, where none meets the limits."""
     found, candidates = weighed.found, weighed.candidates
     if not len(found):
-        raise nothing_fits(ask, found)
+        raise refuse_all(ask.question, found)
     scores = _score(candidates, ask.objective)
     excess = ask.limits.excess(candidates.total_s, candidates.dollars)
     is_met = excess <= 1.0
@@ -100,7 +101,7 @@ def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
     if not is_met.any():
         problems = tell_excess(ask.limits, options[0])
     return Options(
-        options=tuple(give_reasons(options, ask.objective, ask.limits)),
+        options=tuple(give_reasons(options, ask.objective, ask.limits, is_met=bool(is_met.any()))),
         objective=ask.objective,
         problems=problems,
         layouts=found.looked_at,
@@ -132,7 +133,7 @@ def price_all(ask: Ask, found: Found, steps: dict[str, Column]) -> Candidates:
     place = np.repeat(np.arange(len(finds)), [len(each) for each in finds])
     each = [price.dollars_per_hour for price in ask.prices]
     hourly = np.array([np.nan if dollars is None else dollars for dollars in each])[place]
-    start_s = np.array([_start_s(price) for price in ask.prices])[place]
+    start_s = np.array([start_seconds(price) for price in ask.prices])[place]
     lost = np.array(
         [
             lost_share(price.offer.cloud, nodes=1, checkpoint_s=ask.checkpoint_s) * price.spot
@@ -140,36 +141,8 @@ def price_all(ask: Ask, found: Found, steps: dict[str, Column]) -> Candidates:
         ]
     )[place]
     nodes = found.nodes[find]
-    total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, _MOST_LOST))
+    total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, MOST_LOST))
     return Candidates(find, place, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
-
-
-def nothing_fits(ask: Ask, found: Found) -> PlanError:
-    """No layout of any hardware holds the model, or none can be made at all."""
-    most = ask.question.most_devices
-    least = min((rig.devices for rig in ask.question.rigs), default=0)
-    if least > most:
-        return PlanError(
-            f"goal.max_devices: {most} devices are fewer than any of these machines has ({least}).",
-            hint=f"say --max-devices {least}, or widen --gpu and --cloud",
-        )
-    if found.tightest is None:
-        return PlanError(
-            "No layout fits what the job says: its devices, layout, batch and precision go with "
-            "none of the hardware that is left.",
-            hint="leave layout: auto and devices: auto, or widen --gpu, --cloud and --max-devices",
-        )
-    rig, devices, excess = found.tightest
-    return PlanError(
-        f"The model fits none of the hardware: the nearest, {devices} x "
-        f"{ask.question.rigs[rig].device}, would need {excess:.1f} times its memory.",
-        hint="allow more devices (--max-devices) or larger ones (--gpu), shorten data.max_length, "
-        "or train an adapter (model.adapter: lora)",
-    )
-
-
-def _start_s(price: Price) -> float:
-    return START_HERE_S if price.offer.cloud == HERE else START_S
 
 
 def _score(candidates: Candidates, objective: Objective) -> Column:
@@ -225,9 +198,8 @@ def _make_options(ask: Ask, weighed: Weighed, chosen: list[int]) -> list[Option]
     points = found.points.take(finds)
     memory = hold(points, ask.question.work)
     rigs = [ask.question.rigs[int(rig)] for rig in found.rig[finds]]
-    is_measured = np.array([rig.is_measured for rig in rigs])
-    memory_low, memory_high = memory_factors(memory, is_measured)
-    low, high = time_factors(points, is_measured)
+    memory_low, memory_high = memory_factors(points, memory, rigs)
+    low, high = time_factors(points, rigs)
     options: list[Option] = []
     for place, candidate in enumerate(chosen):
         find = int(finds[place])
@@ -269,7 +241,10 @@ def _make_option(
     steps = int(np.ceil(work.samples / batch))
     step = _interval(sum(parts.values()), time_factors)
     pace = Interval(value=batch / step.value, low=batch / step.high, high=batch / step.low)
-    total_parts, total = _total(ask, price, nodes, steps, step)
+    total_parts, total = sum_up(
+        price, nodes=nodes, steps=steps, step=step, checkpoint_s=ask.checkpoint_s,
+        evaluating=work.evaluation_share + work.evaluated / batch,
+    )  # fmt: skip
     memory = _interval(sum(held.values()), memory_factors)
     hourly = hardware.dollars_per_hour
     return Option(
@@ -294,25 +269,6 @@ def _make_option(
         step_parts=parts,
         total_parts=total_parts,
     )
-
-
-def _total(
-    ask: Ask, price: Price, nodes: int, steps: int, step: Interval
-) -> tuple[dict[str, float], Interval]:
-    """Seconds from the order to the model, by what takes them."""
-    lost = lost_share(price.offer.cloud, nodes=nodes, checkpoint_s=ask.checkpoint_s) * price.spot
-    longer = 1.0 / (1.0 - min(lost, _MOST_LOST))
-    share = ask.question.work.evaluation_share
-    start_s = _start_s(price)
-    run = step.times(steps * (1.0 + share) * longer)
-    parts = {
-        "start_up": start_s,
-        "steps": steps * step.value,
-        "evaluation": steps * step.value * share,
-        "interruptions": run.value * (1.0 - 1.0 / longer),
-    }
-    bounds = {name: getattr(run, name) + start_s for name in ("value", "low", "high")}
-    return parts, Interval(**bounds)
 
 
 def _interval(value: float, factors: tuple[float, float]) -> Interval:
@@ -352,14 +308,13 @@ def _layout(point: dict[str, float]) -> Layout:
 def _recall(ask: Ask, price: Price, option: Option) -> Callable[[dict[str, Any]], Option]:
     def again(changes: dict[str, Any]) -> Option:
         question, other = narrow(ask.question, ask.prices, price, option, changes)
-        return _foretell_one(replace(ask, question=question, prices=(other,)))
+        changed = replace(ask, question=question, prices=(other,))
+        weighed = weigh(changed)
+        if not len(weighed.found):
+            raise refuse_change(question, weighed.found, changes)
+        best = int(np.argmin(weighed.candidates.total_s))
+        made = _make_options(changed, weighed, [best])[0]
+        # What was kept this time may be changed the next.
+        return made.with_recall(_recall(ask, other._replace(rig=price.rig), made))
 
     return again
-
-
-def _foretell_one(ask: Ask) -> Option:
-    weighed = weigh(ask)
-    if not len(weighed.found):
-        raise nothing_fits(ask, weighed.found)
-    best = int(np.argmin(weighed.candidates.total_s))
-    return _make_options(ask, weighed, [best])[0]

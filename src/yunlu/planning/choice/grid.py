@@ -43,9 +43,8 @@ class Rules:
 
     def allows(self, axis: str, size: int) -> bool:
         """Whether an axis may have this size."""
-        if axis in self.pinned:
-            return size == self.pinned[axis]
-        return size == 1 or axis not in self.barred
+        is_said = size == self.pinned.get(axis, size)
+        return is_said and (size == 1 or axis not in self.barred)
 
 
 def lay_out(devices: int, domain: int, rules: Rules) -> dict[str, Column]:

@@ -136,6 +136,7 @@ class Option(Value):
             f"train.micro_batch={self.micro_batch}",
             f"train.recompute={self.recompute}",
             f"train.precision={self.precision}",
+            *([] if self.lr_scaling == "none" else [f"train.optimizer.scaling={self.lr_scaling}"]),
         )
 
     def explain(self) -> str:

@@ -18,15 +18,18 @@ _ALIKE = 1.05
 _BEST = {"balanced": "best balance of cost and time", "cost": "cheapest", "time": "fastest"}
 
 
-def give_reasons(options: Sequence[Option], objective: Objective, limits: Limits) -> list[Option]:
-    """The same options, each with its reason."""
+def give_reasons(
+    options: Sequence[Option], objective: Objective, limits: Limits, *, is_met: bool
+) -> list[Option]:
+    """The same options, each with its reason; whether the limits are met decides what the first is."""
     best = options[0]
     costs = [option.dollars.value for option in options if option.dollars is not None]
     times = [option.total_s.value for option in options if option.dollars is not None]
     least = (_outstanding(costs), _outstanding(times))
     told: list[Option] = []
     for option in options:
-        words = [_BEST[objective]] if option is best and option.dollars is not None else []
+        words = [_BEST[objective] if is_met else "nearest to the limits"]
+        words = words if option is best and option.dollars is not None else []
         words += _extremes(option, least)
         words += [] if option is best else _against(option, best)
         words += [main_wait(option), _memory_words(option), *_doubts(option, limits)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,17 +11,22 @@ import numpy as np
 from yunlu.core.errors import did_you_mean
 from yunlu.planning.choice.grid import lay_out
 from yunlu.planning.choice.options import Option, PlanError
+from yunlu.planning.choice.refusals import join_words, refuse_layout
 from yunlu.planning.foretell.points import RECOMPUTE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from yunlu.planning.choice.grid import Rules
     from yunlu.planning.choice.rigs import Price
     from yunlu.planning.choice.search import Question, Rig
+    from yunlu.planning.foretell.points import Column
 
 _AXES = ("dp", "fsdp", "tp", "pp")
 _COUNTS = (*_AXES, "batch", "micro_batch", "nodes")
+_FOLLOWING = ("dp", "fsdp")
+"""Axes that need not stay as they are, where the others change."""
+_MOST = 2**31 - 1
 _SWITCHES = ("zero1", "spot")
 FIELDS = (*_COUNTS, *_SWITCHES, "recompute", "precision")
 """What can be said."""
@@ -40,18 +46,19 @@ def narrow(
                         question.rules.keys() & rig.peak_flops.keys())  # fmt: skip
     recompute = _choose("recompute", changes.get("recompute", option.recompute), RECOMPUTE)
     nodes = changes.get("nodes", option.hardware.nodes)
-    if nodes > rig.most_nodes:
-        raise _refuse("nodes", nodes, range(1, rig.most_nodes + 1))
-    kept = {axis: option.layout.size_of(axis) for axis in ("tp", "pp")}
-    said = {axis: changes[axis] for axis in _AXES if axis in changes}
-    zero1 = changes.get("zero1")
+    if nodes > rig.node_limit:
+        valid = "1" if rig.node_limit == 1 else f"1 to {rig.node_limit}"
+        raise _refuse("nodes", nodes, valid)
+    layout = option.layout
+    zero1 = changes.get("zero1", layout.zero1 if layout.dp > 1 and layout.fsdp == 1 else None)
+    pinned = {axis: changes.get(axis, layout.size_of(axis)) for axis in _AXES}
     rules = replace(
         question.rules[precision],
         batches=(changes.get("batch", option.batch),),
-        pinned={**kept, **said},
+        pinned=pinned,
         recompute=(RECOMPUTE.index(recompute),),
         micro_batch=changes.get("micro_batch"),
-        zero1=(zero1,) if zero1 is not None else question.rules[precision].zero1,
+        zero1=question.rules[precision].zero1 if zero1 is None else (zero1,),
     )
     devices = nodes * rig.devices
     rules = _settle(rig, devices, rules, changes, option)
@@ -70,30 +77,36 @@ def narrow(
 def _settle(
     rig: Rig, devices: int, rules: Rules, changes: Mapping[str, Any], option: Option
 ) -> Rules:
-    """The rules with which there is a layout; the option's own micro-batch where it still goes."""
+    """The rules with which there is a layout, as near to the option's own as can be."""
 
-    def count(tried: Rules) -> int:
-        return len(lay_out(devices, min(rig.domain, devices), tried)["dp"])
+    def lay(tried: Rules) -> dict[str, Column]:
+        return lay_out(devices, min(rig.domain, devices), tried)
 
-    if rules.micro_batch is None:
-        same = replace(rules, micro_batch=option.micro_batch)
-        if count(same):
-            return same
-    if count(rules):
-        return rules
+    for tried in _loosened(rules, changes, option):
+        if len(lay(tried)["dp"]):
+            return tried
+        rules = tried
     for name in changes:
         free = _without(name, rules)
-        if free is None or not count(free):
+        if free is None:
             continue
-        table = lay_out(devices, min(rig.domain, devices), free)
-        column = "zero" if name == "zero1" else name
-        found = np.unique(table[column]).astype(int).tolist()
-        raise _refuse(name, changes[name], found)
-    said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    raise PlanError(
-        f"{said}: there is no such layout of {devices} devices.",
-        hint="change fewer of them at once; each alone is told which values it may have",
+        found = np.unique(lay(free)["zero" if name == "zero1" else name]).astype(int).tolist()
+        if found:
+            raise _refuse(name, changes[name], join_words([str(each) for each in found]))
+    raise refuse_layout(changes, devices=devices)
+
+
+def _loosened(rules: Rules, changes: Mapping[str, Any], option: Option) -> Iterator[Rules]:
+    """All of the option's own; then with what may follow let go, the micro-batch first."""
+    fixed = {axis: size for axis, size in rules.pinned.items()
+             if axis in changes or axis not in _FOLLOWING}  # fmt: skip
+    own_stages = (option.layout.stages_per_rank,) if option.layout.pp > 1 else rules.stages_per_rank
+    own_micro = option.micro_batch if rules.micro_batch is None else rules.micro_batch
+    choices = product(
+        (own_stages, rules.stages_per_rank), (rules.pinned, fixed), (own_micro, rules.micro_batch)
     )
+    for stages, pinned, micro in choices:
+        yield replace(rules, stages_per_rank=stages, pinned=pinned, micro_batch=micro)
 
 
 def _without(name: str, rules: Rules) -> Rules | None:
@@ -115,27 +128,25 @@ def _check_kinds(changes: Mapping[str, Any]) -> None:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if name in _COUNTS and not is_count:
             raise PlanError(f"{name}: expected a whole number above 0, got {value!r}")
+        if name in _COUNTS and value > _MOST:
+            raise PlanError(f"{name}: expected a whole number from 1 to {_MOST}, got more")
         if name in _SWITCHES and not isinstance(value, bool):
             raise PlanError(f"{name}: expected True or False, got {value!r}")
 
 
 def _choose(name: str, value: Any, known: Iterable[str]) -> str:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise PlanError(
-            f"{name}: {value!r} cannot be had here", hint=f"it may be {_words(sorted(known))}"
+            f"{name}: {value!r} cannot be had here", hint=f"it may be {join_words(sorted(known))}"
         )
-    return str(value)
+    return value
 
 
-def _refuse(name: str, value: Any, valid: Iterable[int]) -> PlanError:
+def _refuse(name: str, value: Any, valid: str) -> PlanError:
     return PlanError(
         f"{name}: {value} does not go with these devices and the rest of the layout",
-        hint=f"{name} may be {_words([str(each) for each in valid])}",
+        hint=f"{name} may be {valid}",
     )
-
-
-def _words(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _priced(prices: Sequence[Price], price: Price, *, spot: bool) -> Price:

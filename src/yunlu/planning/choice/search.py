@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 USABLE = 0.97
 """Of a device's memory: the driver keeps a little."""
+EVALUATED = 1 / 3
+"""Of what training on a sample takes: only the forward pass, of three."""
 STEP_PARTS = ("compute", "tp", "pp_bubble", "dp", "optimizer", "input", "other")
 _AT_ONCE = 1 << 15
 _FEW_RIGS = 48
@@ -39,6 +41,18 @@ _RIG_COLUMNS = (
     *("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "node_devices"),
     *("network_bytes_per_s", "reachable", "memory_factor"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Runs of the same job on one device: what they had, and what was measured of them."""
+
+    precision: str
+    batch: float
+    micro_batch: float
+    recompute: float
+    time: bool
+    memory: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +75,13 @@ class Rig:
     time_factor: float = 1.0
     """What runs on this very hardware took, by what was foretold for them."""
     memory_factor: float = 1.0
+    measured: Measured | None = None
+    """The runs that these factors come from."""
 
     @property
-    def is_measured(self) -> bool:
-        """Whether a run on it tells what to expect."""
-        return self.time_factor != 1.0
+    def node_limit(self) -> int:
+        """How many can be had: what is left over of a machine is not had twice."""
+        return min(self.most_nodes, 1) if self.devices & (self.devices - 1) else self.most_nodes
 
     @property
     def kind(self) -> tuple[str, int, int, int]:
@@ -82,11 +98,21 @@ class Work:
     seq: int
     """Tokens of one, as the model sees it."""
     evaluation_share: float = 0.0
-    """What evaluating takes, as a share of training."""
+    """What evaluating takes, as a share of training, whatever the batch."""
+    evaluate_every: int | None = None
+    """So many steps, on ``evaluation_samples`` each time; comes on top of the share."""
+    evaluation_samples: float = 0.0
     columns: Mapping[str, float]
     """The model's, of ``Points``."""
     state: StateBytes | None = None
     stack: int = 0
+
+    @property
+    def evaluated(self) -> float:
+        """Samples a step that evaluating takes as long as training on, on top of the share."""
+        if self.evaluate_every is None:
+            return 0.0
+        return EVALUATED * self.evaluation_samples / self.evaluate_every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +198,16 @@ def search(question: Question) -> Found:
 
 def run_seconds(work: Work, points: Points, step_s: Column) -> Column:
     """Of all steps, with the evaluations between them."""
-    return np.ceil(work.samples / points.batch) * step_s * (1.0 + work.evaluation_share)
+    steps = np.ceil(work.samples / points.batch)
+    return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
 
 
 def foretell_steps(question: Question, found: Found) -> dict[str, Column]:
     """Seconds of a step by what takes them, of each find."""
     time = step_time(found.points)
     factor = np.array([rig.time_factor for rig in question.rigs])[found.rig]
-    factor = factor * np.where(factor == 1.0, correct(found.points, time), 1.0)
+    is_timed = np.array([rig.measured is not None and rig.measured.time for rig in question.rigs])
+    factor = factor * np.where(is_timed[found.rig], 1.0, correct(found.points, time))
     return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
 
 
@@ -191,12 +219,17 @@ def hold(points: Points, work: Work) -> PeakMemory:
 
 
 def node_counts(rig: Rig, question: Question) -> list[int]:
-    """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ..."""
-    most = min(question.most_devices // rig.devices, rig.most_nodes)
-    if rig.devices & (rig.devices - 1):  # what is left over of a machine is not had twice
-        most = min(most, 1)
-    if question.nodes is not None:
-        return [question.nodes] if question.nodes <= most else []
+    """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ...
+
+    Where the devices are said, the machines that come to just so many.
+    """
+    most = min(question.most_devices // rig.devices, rig.node_limit)
+    said = question.nodes
+    if said is None and question.least_devices == question.most_devices:
+        said, rest = divmod(question.most_devices, rig.devices)
+        said = 0 if rest else said
+    if said is not None:
+        return [said] if 1 <= said <= most else []
     twos = {1 << power for power in range(most.bit_length())}
     is_fine = len(question.rigs) <= _FEW_RIGS
     counts = twos | {3 * each for each in twos if 3 * each <= most and is_fine}

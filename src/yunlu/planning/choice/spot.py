@@ -14,6 +14,10 @@ RECOVERY_S = 420.0
 START_S = 300.0
 """From the order of a machine in a cloud to the first step: it is found, booted, filled."""
 START_HERE_S = 15.0
+RATE_FACTOR = 3.0
+"""The rates are within so many times, four times in five: as much as they differ between regions."""
+START_FACTOR = 2.0
+"""Likewise of the start: images may be there already, or a machine hard to find."""
 
 
 def lost_share(cloud: str, *, nodes: float, checkpoint_s: float) -> float:

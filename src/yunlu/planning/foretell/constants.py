@@ -43,25 +43,58 @@ class Prior:
     """Of a stack's departure from the shared constant, in logs; 0: no stack departs."""
 
 
-UNFUSED = ("megatron-deepspeed", "neuron")
-"""Stacks whose attention writes its scores to memory; elsewhere it is fused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What is known of a stack from its documentation, before any measurement of it."""
+
+    scores_in_memory: bool = False
+    """Attention writes its scores to memory: no flash kernel."""
+    first_flash: bool = False
+    """The first FlashAttention: 25-40 % of an A100's peak where the second has 50-73 % (Dao 2023)."""
+    tuned_attention: bool = False
+    """Kernels of attention written for the device itself: cuDNN's, FlashAttention-3, Splash."""
+    eager: bool = False
+    """Operators run one by one, neither compiled nor written as one kernel."""
+    hides_gradients: bool = True
+    """Gradients are reduced in buckets while the backward pass still runs."""
+    selects_products: bool = False
+    """Selective recomputation repeats every second matrix product, not attention."""
+
+
+TRAITS = {
+    "megatron-deepspeed": Traits(scores_in_memory=True, hides_gradients=False),
+    "llm-foundry": Traits(first_flash=True, eager=True),
+    "megatron-bridge": Traits(tuned_attention=True),
+    "maxtext": Traits(tuned_attention=True),
+    "torchtitan": Traits(selects_products=True),
+    "transformers": Traits(eager=True),
+    "mindspeed": Traits(eager=True, hides_gradients=False),
+    "nanotron": Traits(eager=True, hides_gradients=False),
+    "neuron": Traits(scores_in_memory=True),
+}
+"""By stack; those not named have the usual ones of today."""
 
 PRIORS: dict[str, Prior] = {
     # Matrix products take FLOP / peak / share * (1 + tokens / T + ways * W / hidden + tiles).
     "gemm_share": Prior(0.87, 0.06, 0.12),
-    "peak_power": Prior(0.085, 0.3),
+    "unmeasured_share": Prior(0.72, 0.15),
     "gemm_tokens": Prior(80.0, 0.6),
     "gemm_width": Prior(60.0, 0.6),
     "gemm_tiles": Prior(2e5, 0.6),
     "fp8_share": Prior(0.85, 0.1, 0.05),
     "fp4_share": Prior(0.65, 0.15),
     "attention_share": Prior(0.5, 0.25, 0.25),
-    "attention_power": Prior(0.25, 0.3, 0.6),
+    "attention_power": Prior(0.4, 0.2, 0.3),
     "score_passes": Prior(8.0, 0.6, 0.4),
     "plain_bytes": Prior(10.0, 0.4),
     "cut_bytes": Prior(70.0, 0.3, 0.4),
     "logit_bytes": Prior(24.0, 0.3, 0.3),
-    "launch_s": Prior(0.8e-3, 0.4, 0.4),
+    "eager_bytes": Prior(1.4, 0.3),
+    "first_flash": Prior(0.53, 0.15),
+    "tuned_power": Prior(0.4, 0.4),
+    "selective_products": Prior(0.5, 0.05),
+    "unhidden": Prior(1.5, 0.2),
+    "launch_s": Prior(1e-3, 0.2, 0.5),
     "micro_s": Prior(1e-3, 0.6, 0.8),
     # Messages: seconds = latency + bytes / (bandwidth * share).
     "link_share": Prior(0.73, 0.06, 0.12),
@@ -115,11 +148,26 @@ def make_constants(
 
 
 def from_logs(logs: np.ndarray[Any, np.dtype[np.float64]]) -> Constants:
-    """From ``[stack, constant]`` logarithms; where attention is fused, no score goes to memory."""
+    """From ``[stack, constant]`` logarithms; what a stack's traits exclude has no effect."""
     values = np.exp(logs)
-    fused = [stack not in UNFUSED for stack in STACKS]
-    values[fused, NAMES.index("score_passes")] = 0.0
+    for name, (has_it, without) in _OF_TRAIT.items():
+        values[~has_it, NAMES.index(name)] = without
     return Constants(values)
+
+
+def _which(trait: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return np.array([getattr(TRAITS.get(stack, Traits()), trait) for stack in STACKS])
+
+
+_OF_TRAIT = {
+    "score_passes": (_which("scores_in_memory"), 0.0),
+    "first_flash": (_which("first_flash"), 1.0),
+    "tuned_power": (_which("tuned_attention"), 1.0),
+    "eager_bytes": (_which("eager"), 1.0),
+    "unhidden": (~_which("hides_gradients"), 1.0),
+    "selective_products": (_which("selects_products"), 0.0),
+}
+"""Constants that only stacks of a trait have, and what they are elsewhere."""
 
 
 def default_constants() -> Constants:

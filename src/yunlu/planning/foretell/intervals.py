@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _WIDER_PER_DOUBLING = 0.1
 """By how much an interval widens for each doubling of devices beyond those seen."""
-_ROWS_OF_THE_POOL = 15.0
+_ROWS_OF_THE_POOL = 8.0
 """As how many rows of a stack the quantiles of a cold start count."""
 
 
@@ -62,7 +62,7 @@ def make_spread(errors: Column, points: Points, cold: tuple[float, float]) -> Sp
                 continue
             few = _ROWS_OF_THE_POOL / (mine.sum() + _ROWS_OF_THE_POOL)
             for table, level, other in ((low, 0.1, cold[0]), (high, 0.9, cold[1])):
-                told = float(np.quantile(errors[mine], level))
+                told = float(np.quantile(errors[mine], level, method="weibull"))
                 table[index, place] = (1.0 - few) * told + few * other
     return Spread(np.minimum(low, -0.01), np.maximum(high, 0.01), most)
 

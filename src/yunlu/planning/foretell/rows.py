@@ -11,18 +11,20 @@ import numpy as np
 from yunlu.core.errors import YunluError
 from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.correction import correct
+from yunlu.planning.foretell.figures import check_figures
 from yunlu.planning.foretell.geometry import UnreadableRowError, number, read_shape
 from yunlu.planning.foretell.intervals import spread_factors
 from yunlu.planning.foretell.memory import fits, peak_memory, reported_memory
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE, Column, Points
 from yunlu.planning.foretell.step_time import step_time
-from yunlu.planning.models.arithmetic import columns_of
+from yunlu.planning.models.arithmetic import columns_of, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from yunlu.catalog.catalog import Catalog
     from yunlu.catalog.device import DeviceModel
+    from yunlu.planning.models.shape import ModelShape
 
     Row = Mapping[str, str]
 
@@ -62,6 +64,14 @@ STACK_OF_SOURCE = {
 
 _SEQUENCE_STACKS = {"megatron-bridge", "torchtitan", "nanotron", "maxtext", "neuron"}
 _WATTS = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
+_NODE_GIGABITS = {"vtrain_multi": 800.0}
+"""Network of a node where a source documents it elsewhere than in its rows (vTrain's configurations)."""
+_REPLICAS_OF_CORES = re.compile(r"\[(\d+)xNC\(DP\)\]")
+"""How Neuron's tables write that each core of a node is a replica."""
+_SAME_CHIP = {"H100-96GB": 0.803, "GB300": 0.786}
+"""Reachable share of devices whose chip was measured on another board (H100, B300)."""
+_STATE_BYTES = 16.0
+"""Of one trained weight: itself, its gradient and the optimiser's, in mixed precision."""
 _STILL = 0.2
 """Share of a device's power that it draws at rest."""
 _GUESSED_SEQ = 4096.0
@@ -165,13 +175,14 @@ def _measured(row: Row) -> float:
 
 
 def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
+    check_figures(row)
     shape = read_shape(row)
     seq = number(row, "seq_len") or shape.tokens_per_sample or (_GUESSED_SEQ if guess else 0.0)
     if not seq:
         raise UnreadableRowError("seq_len is empty")
     device = _device(row, catalog)
     precision = precision_of(row.get("precision") or "")
-    split = _read_split(row, device)
+    split = _read_split(row, device, _devices_needed(shape, device))
     work = _read_work(row, split, seq)
     return {
         **columns_of(shape, int(seq)),
@@ -195,19 +206,33 @@ def _device(row: Row, catalog: Catalog) -> DeviceModel:
         raise UnreadableRowError(f"gpu_type {name!r} is not in the catalog") from unknown
 
 
-def _read_split(row: Row, device: DeviceModel) -> dict[str, float]:
+def _devices_needed(shape: ModelShape, device: DeviceModel) -> float:
+    """One device, or as many whole nodes as hold what training keeps of the weights."""
+    state_bytes = _STATE_BYTES * float(parameters(shape))
+    if shape.adapter is not None or state_bytes <= device.memory_bytes:
+        return 1.0
+    node = float(device.node_devices)
+    return float(node * 2.0 ** np.ceil(np.log2(max(1.0, state_bytes / device.memory_bytes / node))))
+
+
+def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float]:
     tp = number(row, "tp") or 1.0
     pp = number(row, "pp") or 1.0
     cp = number(row, "cp") or 1.0
     told = number(row, "dp")
     gpus = number(row, "gpus")
+    layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp", "cp"))
+    devices = gpus or ((told or 1.0) * tp * pp * cp if layout_is_told else needed)
+    cp = _cut_by_need(row, devices) or cp
     rest = tp * pp * cp
-    devices = gpus or (told or 1.0) * rest
     cores = 1.0
     if device.kind == "neuron" and told and told * rest > devices:
         # Neuron tables count cores in the layout and chips in the fleet.
         cores = told * rest / devices
         devices = told * rest
+    elif match := _REPLICAS_OF_CORES.search(row.get("notes") or ""):
+        cores = max(1.0, float(match.group(1)) / device.node_devices)
+        devices *= cores
     if devices % rest:
         if devices > rest:
             raise UnreadableRowError(
@@ -234,9 +259,19 @@ def _read_split(row: Row, device: DeviceModel) -> dict[str, float]:
     }
 
 
+def _cut_by_need(row: Row, devices: float) -> float | None:
+    """Into how many parts sequences must be cut where there are fewer of them than devices."""
+    batch = number(row, "global_batch")
+    if any(row.get(name) for name in ("dp", "tp", "pp", "cp")) or not batch or batch >= devices:
+        return None
+    return devices / batch if devices % batch == 0 else None
+
+
 def _sharding(row: Row, replicas: float, tp: float, device: DeviceModel) -> tuple[int, float]:
     """What is shared out, and in how many shards of its own kind (1 unless fully sharded)."""
     text = (row.get("sharding") or "").lower()
+    if not text and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
+        text = "zero0"
     if not text:
         layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp"))
         text = "zero1" if layout_is_told and device.kind != "tpu" else "fsdp"
@@ -266,8 +301,6 @@ def _read_work(row: Row, split: Mapping[str, float], seq: float) -> dict[str, fl
     replicas = split["dp"] * split["fsdp"]
     batch = number(row, "global_batch")
     micro = number(row, "micro_batch")
-    if batch is not None and stack_of(row) == "neuron" and batch > 65536:
-        batch = None
     if micro is None:
         fair = (batch or replicas) / replicas
         micro = max(1.0, min(fair, np.floor(_TOKENS_OF_A_GUESSED_MICRO_BATCH / seq)))
@@ -277,7 +310,10 @@ def _read_work(row: Row, split: Mapping[str, float], seq: float) -> dict[str, fl
 
 
 def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> dict[str, float]:
-    peak = device.peak_flops.get(precision) or _nearest_peak(device, precision)
+    # Neuron's compiler casts products of FP32 to 16 bits unless told not to.
+    cast = device.kind == "neuron" and precision == "fp32"
+    in_products = "bf16" if cast else precision
+    peak = device.peak_flops.get(in_products) or _nearest_peak(device, in_products)
     network = device.network_bytes_per_s or 12.5e9
     link = device.link_bytes_per_s or network
     told = _told_network(row)
@@ -290,7 +326,7 @@ def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> di
         "link_bytes_per_s": link / cores,
         "node_devices": device.fabric_devices * cores,
         "network_bytes_per_s": network / cores,
-        "reachable": device.reachable or float("nan"),
+        "reachable": device.reachable or _SAME_CHIP.get(device.name, float("nan")),
     }
 
 
@@ -315,7 +351,8 @@ def _told_network(row: Row) -> float | None:
     kind = re.split(r"[-_ ]", row.get("gpu_type") or "")[0]
     match = re.search(rf"(\d+) ?Gbps \({re.escape(kind)}\)", notes) if kind else None
     match = match or re.search(r"interconnect (\d+) ?Gbps per node", notes)
-    return float(match.group(1)) / 8 * 1e9 if match else None
+    gigabits = float(match.group(1)) if match else _NODE_GIGABITS.get(row.get("source_id") or "")
+    return gigabits / 8 * 1e9 if gigabits else None
 
 
 def _nearest_peak(device: DeviceModel, precision: str) -> float:

@@ -22,6 +22,7 @@ _CHUNK = 8192
 
 _REFERENCE_PEAK, _USUAL_SHARE = 312e12, 0.869
 """Of the A100, in 16 bits: what the constants are told relative to."""
+_TF32 = float(PRECISIONS.index("tf32"))
 _FP8, _FP4 = float(PRECISIONS.index("fp8")), float(PRECISIONS.index("fp4"))
 _SELECTIVE, _FULL = float(RECOMPUTE.index("selective")), float(RECOMPUTE.index("full"))
 
@@ -138,9 +139,9 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
     peak16 = p.peak_flops / np.where(fp8, 2.0, np.where(fp4, 4.0, 1.0))
     scale = peak16 / _REFERENCE_PEAK
     steep = np.log(scale)
-    slow = np.exp(steep * c["peak_power"])
+    slow = 1.0 / c["unmeasured_share"]
     if p.reachable is not None:
-        # Beside what is usual for its peak, a measured share tells how far the device gets.
+        # Beside what is usual, a measured share tells how far the device gets.
         slow = np.where(p.reachable > 0, _USUAL_SHARE / p.reachable, slow)
     local = width / p.tp
     speed = p.peak_flops * gain * c["gemm_share"] / slow
@@ -152,8 +153,9 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
     )
     share = tokens / p.tp
     gemm_s = matrices * share * loss / speed
-    late = np.exp(steep * c["attention_power"])
-    attention_s = attention * share * late / (peak16 * c["attention_share"])
+    late = np.exp(steep * c["attention_power"] * c["tuned_power"])
+    kernel = c["attention_share"] * c["first_flash"]
+    attention_s = attention * share * late / (peak16 * kernel)
     score_s = c["score_passes"] * 2.0 * p.heads * p.seq * share / p.memory_bytes_per_s
     cut = np.where(
         p.sequence > 0,
@@ -161,10 +163,18 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
         c["plain_bytes"] + c["cut_bytes"] / p.tp,
     )
     wide = 1.0 + p.ffn / (4.0 * width)
-    plain_s = tokens * width * cut * wide / p.memory_bytes_per_s
+    # Activations of four bytes where products are not in 16 bits or fewer.
+    size = np.where(p.precision <= _TF32, 2.0, 1.0) * c["eager_bytes"]
+    plain_s = tokens * width * cut * wide * size / p.memory_bytes_per_s
     again = np.where(p.recompute == _FULL, 1.0 / passes, 0.0)
-    inner = again + np.where(p.recompute == _SELECTIVE, 1.0 / passes, 0.0)
-    busy_s = (gemm_s + plain_s) * (1.0 + again) + (attention_s + score_s) * (1.0 + inner)
+    some = np.where(p.recompute == _SELECTIVE, 1.0 / passes, 0.0)
+    products = c["selective_products"]
+    inner = again + np.where(products > 0, 0.0, some)
+    busy_s = (
+        gemm_s * (1.0 + again + products * some)
+        + plain_s * (1.0 + again + np.where(products > 0, some, 0.0))
+        + (attention_s + score_s) * (1.0 + inner)
+    )
     launch_s = c["launch_s"] * (1.0 + again)
     layer_s = np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
     logits = share * p.vocab
@@ -208,7 +218,8 @@ def _pipe(points: Points, c: dict[str, Any], tokens: Column) -> Column:
         points.network_bytes_per_s * c["network_share"],
     )
     latency = np.where(near, c["link_latency_s"], c["network_latency_s"])
-    message = 2.0 * tokens * points.hidden / np.where(points.sequence > 0, points.tp, 1.0)
+    # Each of the tp neighbours sends its part and gathers the rest (Narayanan et al. 2021, 4.1).
+    message = 2.0 * tokens * points.hidden / points.tp
     once = c["pipe_exposed"] * 4.0 * points.virtual * (latency + message / speed)
     return np.where(points.pp > 1, once, 0.0)
 
@@ -230,7 +241,7 @@ def _data(points: Points, c: dict[str, Any], micros: Column) -> tuple[Column, Co
     # Some stacks reduce gradients of every micro-batch between nodes under a pipeline.
     stalls = (p.zero == 0) & (p.pp > 1) & (members * p.tp > p.node_devices) & (members > 1)
     stall_s = np.where(stalls, c["stall_s"] * (micros - 1.0), 0.0)
-    return gather_s, c["data_exposed"] * copies.reduce_s(message) + stall_s
+    return gather_s, c["data_exposed"] * c["unhidden"] * copies.reduce_s(message) + stall_s
 
 
 def _optimizer(points: Points, c: dict[str, Any]) -> Column:

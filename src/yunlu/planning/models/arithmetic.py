@@ -162,8 +162,14 @@ def columns_of(shape: ModelShape, seq: int) -> dict[str, float]:
     }
 
 
-def tensor_ways(shape: ModelShape, most: int = 64) -> tuple[int, ...]:
-    """Sizes of ``tp`` that divide the heads and widths of every block, 1 first."""
+MOST_WAYS = 64
+"""As far as our engine looks: no model is cut or parted further."""
+
+
+def tensor_ways(shape: ModelShape, most: int = MOST_WAYS) -> tuple[int, ...]:
+    """Sizes of ``tp`` that divide the heads and widths of every block, 1 first; only 1 if it is not cut."""
+    if shape.why_not_cut:
+        return (1,)
     if shape.kind == "measured":
         return tuple(ways for ways in shape.measured_ways if ways <= most)
     widths = [shape.heads, shape.heads if shape.latent else shape.kv_heads]
@@ -176,7 +182,10 @@ def tensor_ways(shape: ModelShape, most: int = 64) -> tuple[int, ...]:
 
 def stages(shape: ModelShape) -> int:
     """Blocks in a row that a pipeline may part: the most stages."""
-    return shape.measured_stages if shape.kind == "measured" else max(shape.layers, 1)
+    if shape.why_not_parted:
+        return 1
+    layers = shape.measured_stages if shape.kind == "measured" else shape.layers
+    return min(max(layers, 1), MOST_WAYS)
 
 
 def _block_matrices(shape: ModelShape) -> Iterator[_Matrix]:

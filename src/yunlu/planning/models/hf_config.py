@@ -19,7 +19,9 @@ from yunlu.planning.models.hf_parts import (
     find_pattern,
     find_windows,
     is_gated,
+    longest_sequence,
 )
+from yunlu.planning.models.hf_splits import SEVERAL_MODELS, note_splits
 from yunlu.planning.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -72,11 +74,12 @@ def shape_from_config(
     family = find_family(model_type)
     fields = Fields(config, where=where, defaults=family.defaults if family else {})
     family = family or _guess_family(fields)
-    if family.kind == "vision":
-        return _vision(fields, family, head or _head_of(config, family))
     if family.kind == "encoder-decoder":
-        return _encoder_decoder(fields, family)
-    return _stack(fields, family, head or _head_of(config, family))
+        shape = _encoder_decoder(fields, family)
+    else:
+        make = _vision if family.kind == "vision" else _stack
+        shape = make(fields, family, head or _head_of(config, family))
+    return note_splits(shape, model_type)
 
 
 def can_describe(config: Mapping[str, Any]) -> bool:
@@ -95,7 +98,9 @@ def _shape_within(
         for key in ("tie_word_embeddings", "architectures", "_name_or_path")
         if key in config
     }
+    whole = {"why_not_cut": SEVERAL_MODELS, "why_not_parted": SEVERAL_MODELS}
     shape = shape_from_config({**shared, **inner}, where=f"{where}: {part}", head=head)
+    shape = shape.model_copy(update=whole)
     seeing = config.get("vision_config")
     if not isinstance(seeing, dict):
         return shape
@@ -168,6 +173,7 @@ def _stack(fields: Fields, family: Family, head: Head) -> ModelShape:
         tied=bool(fields.get("tie_word_embeddings", otherwise=False)) and head == "tokens",
         headless=head != "tokens",
         positions=count_positions(fields, family),
+        longest=longest_sequence(fields, family),
         experts=experts,
         causal=family.kind == "decoder",
         window=window,
@@ -301,6 +307,7 @@ def _encoder_decoder(fields: Fields, family: Family) -> ModelShape:
         vocab=fields.need("vocab", "expected the number of tokens of the vocabulary"),
         tied=tied,
         positions=2 * count_positions(fields, family),
+        longest=longest_sequence(fields, family),
     )
     others = _block_vectors(fields, family, shape)
     width, norm = shape.heads * shape.width_per_head, family.norm_vectors * hidden

@@ -34,6 +34,8 @@ class Family:
     """The field with the number of learned positions."""
     extra_positions: int = 0
     """Learned positions besides, such as an offset for padding."""
+    reserved_positions: int = 0
+    """Of the field's, those that no token of a text gets."""
     window_every: int = 1
     """Of so many blocks in a row, the last looks at all tokens; 1: every block has the window."""
     block_scales: int = 0
@@ -52,6 +54,7 @@ _BERT = Family(
     qkv_bias=True, out_bias=True, mlp_bias=True, positions="max_position_embeddings",
     defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
 )  # fmt: skip
+_ROBERTA = replace(_BERT, reserved_positions=2)
 _VIT = Family(
     kind="vision", gated=False, norm_vectors=2, qkv_bias="qkv_bias", out_bias=True, mlp_bias=True,
     defaults={"qkv_bias": True, "image_size": 224, "patch_size": 16, "num_channels": 3},
@@ -164,9 +167,9 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": True, "expansion_ratio": 4},
     ),
     "bert": _BERT,
-    "roberta": _BERT,
-    "camembert": _BERT,
-    "xlm-roberta": _BERT,
+    "roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
     "distilbert": replace(
         _BERT, defaults={"tie_word_embeddings": True, "type_vocab_size": 0}
     ),

@@ -62,6 +62,13 @@ def count_positions(fields: Fields, family: Family) -> int:
     return count + family.extra_positions
 
 
+def longest_sequence(fields: Fields, family: Family) -> int:
+    """Tokens that learned positions reach; 0: there are none, and so no end."""
+    if not family.positions:
+        return 0
+    return fields.number(family.positions, 0) - family.reserved_positions
+
+
 def find_latent(fields: Fields) -> Latent | None:
     """Attention through narrow vectors, where it is."""
     if not fields.get("kv_lora_rank"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.errors import ModelError
+from yunlu.planning.models.hf_splits import SEVERAL_STACKS
 from yunlu.planning.models.shape import Adapter, ModelShape
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def own_transformer(
         positions=max_length if (positions or _POSITIONS[kind]) == "learned" else 0,
         other_parameters=others,
         causal=kind != "classifier",
+        why_not_parted=SEVERAL_STACKS if crossed else "",
     )
 
 

@@ -80,6 +80,8 @@ class ModelShape(Value):
     """Of an encoder-decoder: those with a second attention, over the encoder's output."""
     positions: int = 0
     """Learned positions."""
+    longest: int = 0
+    """Tokens of the longest sequence that these reach; 0: any length."""
     attention_layers: int | None = None
     """Blocks with attention, where some have another mixer instead; None: all."""
     mlp_layers: int | None = None
@@ -101,6 +103,10 @@ class ModelShape(Value):
     """Tokens that attention looks back at most; 0: all."""
     unwindowed_layers: int = 0
     """Blocks whose attention looks at all tokens although others have a window."""
+    why_not_cut: str = ""
+    """Why our engine cannot cut its matrices (``tp``); empty where it can."""
+    why_not_parted: str = ""
+    """Why our engine cannot part its blocks into stages (``pp``); empty where it can."""
     # Of a model that was measured rather than described: its figures per sample.
     measured_parameters: int = 0
     measured_trainable: int = 0

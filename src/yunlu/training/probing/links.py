@@ -7,7 +7,6 @@ start, then answers until the first is done.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,39 +20,43 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from yunlu.core.settings import worker_environment
 from yunlu.planning.probed import LinkFigures, StartFigures, fit_message_time
+from yunlu.training.probing.parent import end_with_parent, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 ROUNDS = 12
-_TIMEOUT_S = 60
+_TIMEOUT_S = 20
 _DROPPED = 2
 """The first rounds of each size connect and allocate."""
 
 
+_PROGRAM = (sys.executable, "-m", "yunlu.training.probing.links")
+
+
+class WorkerGoneError(Exception):
+    """The second worker ended before it said anything."""
+
+
 def measure_start_and_link(
     sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
-) -> tuple[StartFigures, LinkFigures]:
-    """Start a second worker, then exchange arrays with it."""
+) -> tuple[StartFigures, LinkFigures | None]:
+    """Start a second worker, then exchange arrays with it; no link where that fails."""
     with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
         store = str(Path(directory) / "store")
         began_at = time.time()
-        command = [sys.executable, "-m", "yunlu.training.probing.links", store]
-        words = [*command, json.dumps(list(sizes)), str(rounds)]
-        with subprocess.Popen(  # noqa: S603 - our own module
-            words, stdout=subprocess.PIPE, text=True, env=worker_environment()
-        ) as child:
+        with started([*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]) as child:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            if not line:
+                raise WorkerGoneError
+            said: dict[str, float] = json.loads(line)
             try:
-                assert child.stdout is not None
-                said: dict[str, float] = json.loads(child.stdout.readline() or "{}")
                 link = exchange(0, store, sizes, rounds)
-                child.wait(_TIMEOUT_S)
-            finally:
-                child.kill()
-        assert link is not None
+            except RuntimeError:  # as every failure of an exchange is in torch
+                link = None
     start = StartFigures(
         torch_s=said["torch_at"] - began_at,
         worker_s=said["worker_at"] - began_at,
@@ -118,6 +121,7 @@ def _best(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
 def main(store: str, sizes: str, rounds: str) -> int:
     """The second worker."""
     torch_at = time.time()
+    end_with_parent()
     import_module("yunlu.training.worker")  # what every worker loads
     worker_at = time.time()
     import_module("torch.utils.tensorboard")

@@ -1,11 +1,13 @@
 """Measure this machine, whole or in a hurry.
 
-``python -m yunlu.training.probing.measure`` does it for rooms that must not import torch: a JSON line
-for each part as it begins, and one with the figures at the end.
+``python -m yunlu.training.probing.measure [--quick] [--threads N]`` does it for rooms that must not
+import torch, and for runs whose memory is measured: a JSON line for each part as it begins, and one with
+the figures at the end. It ends when its standard input does.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yunlu.core.settings import read_settings
-from yunlu.planning.probed import Probed
+from yunlu.planning.probed import Probed, no_slower
 from yunlu.training.probe import probe_machine
 from yunlu.training.probing.models import measure_call, measure_mixed
 from yunlu.training.probing.paces import (
@@ -31,6 +33,7 @@ from yunlu.training.probing.paces import (
     measure_products,
     with_threads,
 )
+from yunlu.training.probing.parent import end_with_parent
 from yunlu.training.probing.stored import keep_probe
 
 if TYPE_CHECKING:
@@ -66,6 +69,7 @@ def _measure(*, quick: bool, told: Told | None) -> Probed:
             told(name, place, len(parts))
         part = run()
         found |= {**part, "paces": (*found["paces"], *part.get("paces", ()))}
+    found["paces"] = no_slower(found["paces"])
     probed = Probed(
         at=time.time(),
         took_s=time.perf_counter() - began_at,
@@ -155,9 +159,15 @@ def _bandwidth(kind: str, threads: int, *, quick: bool) -> dict[str, Any]:
 
 
 def _start_and_link() -> dict[str, Any]:
-    from yunlu.training.probing.links import measure_start_and_link  # noqa: PLC0415 - only here
+    from yunlu.training.probing.links import (  # noqa: PLC0415 - only here
+        WorkerGoneError,
+        measure_start_and_link,
+    )
 
-    start, link = measure_start_and_link()
+    try:
+        start, link = measure_start_and_link()
+    except WorkerGoneError:  # the other figures stand without it
+        return {}
     return {"start": start, "link": link}
 
 
@@ -171,13 +181,20 @@ def _disk() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure everything, telling each part, and store it."""
+    """Measure, telling each part, and store it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int)
+    asked = parser.parse_args()
+    end_with_parent()
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
 
     def tell(name: str, place: int, of: int) -> None:
         sys.stdout.write(json.dumps({"part": name, "place": place, "of": of}) + "\n")
         sys.stdout.flush()
 
-    probed = measure_machine(told=tell)
+    probed = measure_machine(quick=asked.quick, told=tell)
     keep_probe(probed)
     sys.stdout.write(json.dumps({"probed": probed.model_dump(mode="json")}) + "\n")
     return 0

@@ -34,7 +34,11 @@ ROW_FLOPS = 5000
 _FAR_BYTES = 16 << 20
 _MOST_COPIES = 64
 _LONG_S = 0.1
-"""A trial this long says enough of its kind: larger ones are left out."""
+"""Where the best trial is this long it says enough of its kind: larger ones are left out."""
+_FEWEST_TRIALS = 3
+"""One may be disturbed, two may be by the same."""
+_FEWEST_SIZES = 3
+"""Without some sizes there is no curve, however slow the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +66,11 @@ class Bench:
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
         """The best trial, and by which share the median one is slower."""
-        first_s = self._once(run)  # kernels are chosen, memory is allocated
-        spans = [first_s] if first_s > self.budget_s else []
-        while len(spans) < self.trials and (sum(spans) < self.budget_s or not spans):
+        self._once(run)  # kernels are chosen, memory is allocated
+        spans: list[float] = []
+        while len(spans) < _FEWEST_TRIALS or (
+            len(spans) < self.trials and sum(spans) < self.budget_s
+        ):
             spans.append(self._once(run))
         best = max(min(spans), 1e-9)
         return best, median(spans) / best - 1
@@ -215,7 +221,7 @@ def _pace(
             turns = cycle(runs)
             best, spread = bench.time(lambda turns=turns: next(turns)())
             found.append((size, best, spread))
-            if best > _LONG_S:
+            if best > _LONG_S and len(found) > _FEWEST_SIZES:
                 break
     found.sort()
     sizes, seconds, spreads = zip(*found, strict=True)

@@ -13,7 +13,16 @@ import torch
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.planning import calibration as learnt
-from yunlu.planning.probed import FOLDER, choose_probe, dump_probes, parse_probes, with_probe
+from yunlu.planning.probed import (
+    FOLDER,
+    choose_probe,
+    dump_probes,
+    file_names,
+    is_same_version,
+    parse_probes,
+    with_probe,
+)
+from yunlu.training.probe import cpu_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -28,26 +37,32 @@ _OWN_LOAD = 0.5
 """What a worker that started some seconds ago is in that mean, and what any machine does besides."""
 
 
-def probe_file() -> Path:
-    """Where the figures of this host are kept."""
-    return read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
+def probe_files() -> tuple[Path, ...]:
+    """Where the figures of this machine are kept, and where an earlier version kept them."""
+    folder = read_settings().cache / FOLDER
+    return tuple(folder / name for name in file_names(cpu_name(), socket.gethostname()))
 
 
 def recall_probe(machine: Machine) -> Probed | None:
     """What was measured of the best device with the torch and the threads at hand."""
     device, threads = machine.best_device, torch.get_num_threads()
-    wanted = device.kind, device.name, torch.__version__
-    try:
-        probes = parse_probes(probe_file().read_bytes())
-    except OSError:
-        return None
-    alike = [each for each in probes if each.identity[:3] == wanted and each.knows(threads)]
+    probes: list[Probed] = []
+    for path in probe_files():
+        with suppress(OSError):
+            probes += parse_probes(path.read_bytes())
+    alike = [
+        each
+        for each in probes
+        if (each.kind, each.device) == (device.kind, device.name)
+        and is_same_version(each.torch, torch.__version__)
+        and each.knows(threads)
+    ]
     return choose_probe(alike, threads=threads)
 
 
 def keep_probe(probed: Probed) -> None:
     """Store it among those of other devices and versions; without a place for it, do nothing."""
-    path = probe_file()
+    path = probe_files()[0]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path):

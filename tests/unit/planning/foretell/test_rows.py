@@ -104,10 +104,43 @@ def test_lora_trains_few_weights() -> None:
         ({"precision": "ternary"}, "precision 'ternary'"),
     ],
 )
-def test_a_row_that_says_too_little_says_what_is_missing(changes, reason) -> None:
+def test_a_row_that_says_too_little_says_what_is_missing(
+    changes: dict[str, str], reason: str
+) -> None:
     reading = read(**changes)
     assert len(reading.points) == 0
     assert reason in reading.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": "-1"}, "tp -1 is not above 0"),
+        ({"tp": "0"}, "tp 0 is not above 0"),
+        ({"pp": "1.5"}, "pp 1.5 is not a whole number"),
+        ({"micro_batch": "0"}, "micro_batch 0 is not above 0"),
+        ({"seq_len": "-5"}, "seq_len -5 is not above 0"),
+        ({"gpus": "inf"}, "gpus 'inf' is not a number"),
+        ({"hidden": "wide"}, "hidden 'wide' is not a number"),
+        ({"params": "7B"}, "params '7B' is not a number"),
+        ({"global_batch": "3"}, "global_batch 3 is below dp 64 x micro_batch 8"),
+        ({"global_batch": "3", "micro_batch": ""}, "global_batch 3 is below dp 64"),
+        ({"global_batch": "4", "dp": ""}, "global_batch 4 is below micro_batch 8"),
+    ],
+)
+def test_a_row_that_cannot_be_true_says_which_figure(changes: dict[str, str], reason: str) -> None:
+    reading = read(**changes)
+    assert len(reading.points) == 0
+    assert reading.reasons[0] == reason
+
+
+def test_words_for_nothing_are_empty_fields() -> None:
+    assert read(ep="nan", vp="-", params="N/A").reasons == {}
+
+
+def test_a_batch_of_the_whole_pipeline_is_no_micro_batch() -> None:
+    notes = "micro_batch is the pipeline batch"
+    assert read(gpus="64", dp="8", pp="8", global_batch="16", notes=notes).reasons == {}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +154,7 @@ def test_a_row_that_says_too_little_says_what_is_missing(changes, reason) -> Non
         ("FP32", "fp32"),
     ],
 )
-def test_names_of_precisions(text, name) -> None:
+def test_names_of_precisions(text: str, name: str) -> None:
     assert precision_of(text) == name
     assert name in PRECISIONS
 
@@ -134,6 +167,34 @@ def test_cores_of_a_chip_are_devices_of_the_layout() -> None:
     reading = read(gpu_type="Trainium1", gpus="512", dp="32", tp="32", pp="1", precision="bf16")
     assert reading.points.devices[0] == 1024
     assert reading.cores[0] == 2
+
+
+def test_a_replica_on_every_core_is_read_from_the_notes() -> None:
+    notes = "topology [32xNC(DP)] x 16Nodes(DP)"
+    empty = dict.fromkeys(("dp", "tp", "pp", "cp", "sharding"), "")
+    reading = read(gpu_type="Trainium1", gpus="256", notes=notes, global_batch="16384", **empty)
+    points = reading.points
+    assert (points.dp[0], points.fsdp[0], points.zero[0]) == (512, 1, 0)
+    assert reading.cores[0] == 2
+
+
+def test_fewer_sequences_than_devices_are_cut() -> None:
+    empty = dict.fromkeys(("dp", "tp", "pp", "cp", "sharding", "micro_batch"), "")
+    points = read(gpus="256", global_batch="64", **empty).points
+    assert (points.cp[0], points.fsdp[0], points.micros[0]) == (4, 64, 1)
+
+
+def test_devices_that_nobody_told_hold_the_model() -> None:
+    empty = dict.fromkeys(("gpus", "dp", "tp", "pp", "cp", "sharding", "global_batch"), "")
+    small = read(**empty, params="", layers="12", hidden="768", heads="12", ffn="3072")
+    assert small.points.devices[0] == 1
+    large = read(**empty, params="", layers="80", hidden="8192", heads="64", ffn="28672")
+    assert large.points.devices[0] == 16
+
+
+def test_the_network_of_a_documented_cluster() -> None:
+    assert read().points.network_bytes_per_s[0] == 12.5e9
+    assert read(source_id="somebody").points.network_bytes_per_s[0] == 25e9
 
 
 def test_a_power_cap_lowers_the_peak() -> None:

@@ -85,6 +85,35 @@ def test_one_device_sends_nothing_and_waits_for_nobody() -> None:
     assert sent == pytest.approx([0, 0, 0], abs=1e-9)
 
 
+def seconds(stack: str, **columns: object) -> float:
+    asked = points(stack=STACKS.index(stack), **columns)
+    return float(step_time(asked, default_constants()).total_s[0])
+
+
+def test_traits_tell_stacks_apart_before_any_measurement() -> None:
+    usual = seconds("unknown", seq=32768.0)
+    assert seconds("llm-foundry", seq=32768.0) > usual  # eager, the first flash kernel
+    assert seconds("yunlu", seq=32768.0) == usual
+    hopper = {"peak_flops": 989e12, "seq": 32768.0}
+    assert seconds("megatron-bridge", **hopper) < seconds("unknown", **hopper)
+
+
+def test_selective_recomputation_repeats_what_the_stack_says() -> None:
+    selective = float(RECOMPUTE.index("selective"))
+    extra = {
+        stack: seconds(stack, recompute=selective) / seconds(stack)
+        for stack in ("torchtitan", "unknown")
+    }
+    # Half of the products of a forward pass against attention alone.
+    assert 1.1 < extra["torchtitan"] < 1.25
+    assert 1.0 < extra["unknown"] < 1.1
+
+
+def test_four_byte_activations_take_longer() -> None:
+    wide = seconds("unknown", precision=PRECISIONS.index("fp32"))
+    assert wide > seconds("unknown")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     dp=st.sampled_from([1, 2, 8, 64]),

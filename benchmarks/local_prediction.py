@@ -138,7 +138,11 @@ def _measure(
         "predicted_s": plan.prediction.step_s,
         "figures": [
             each.model_copy(
-                update={"measured": measured_s, "predicted": plan.foretold.raw["step_s"] / busy}
+                update={
+                    "measured": measured_s,
+                    "predicted": plan.foretold.raw["step_s"] / busy,
+                    "busy": each.busy / busy,
+                }
             )
             for each in figures_of(run)
             if each.quantity == "step_s"

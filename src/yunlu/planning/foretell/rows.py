@@ -92,7 +92,7 @@ def foretell_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]
         step_s = time.total_s * correct(points, time)
         memory = reported_memory(points)
         enough = fits(points, peak_memory(points))
-    pace = points.batch * points.seq / (step_s * points.devices) * cores
+        pace = points.batch * points.seq / (step_s * points.devices) * cores
     low, high = spread_factors(points)
     for place, position in enumerate(reading.index):
         answers[position] |= {

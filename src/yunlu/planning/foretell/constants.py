@@ -62,6 +62,7 @@ class Traits:
 
 
 TRAITS = {
+    "yunlu": Traits(eager=True),  # compiled only where start-up finds that it pays
     "megatron-deepspeed": Traits(scores_in_memory=True, hides_gradients=False),
     "llm-foundry": Traits(first_flash=True, eager=True),
     "megatron-bridge": Traits(tuned_attention=True),

@@ -10,7 +10,7 @@ import torch
 
 from tests.checkpoints import load
 from tests.distributed.ranks import run_world
-from tests.integration.test_s3_data import s3  # noqa: F401 - a fixture
+from tests.integration.test_s3_data import KEYS, s3  # noqa: F401 - a fixture
 from yunlu.planning.layout import Layout
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.crew import Crew
@@ -42,7 +42,9 @@ def snapshot(step: int, **metrics: float) -> Snapshot:
 def options(s3: str) -> dict[str, Any]:  # noqa: F811
     import s3fs
 
-    options = {"client_kwargs": {"endpoint_url": s3}}
+    # Not by the environment: workers forked by a server that is up already do not have ours.
+    keys = {"key": KEYS["accessKey"], "secret": KEYS["secretKey"]}
+    options = {**keys, "client_kwargs": {"endpoint_url": s3}}
     s3fs.S3FileSystem(**options).mkdir("lake")
     return options
 

@@ -161,10 +161,15 @@ def list_runs() -> list[RunRecord]:
     """All runs, newest first, as they stand now."""
     if not home().is_dir():
         return []
-    from yunlu.jobs.store import Store  # noqa: PLC0415 (the database is slow to import)
+    from yunlu.jobs.store import FullDiskError, Store  # noqa: PLC0415 (slow to import: a database)
 
-    with Store(home()) as store:
-        return store.reconcile()
+    try:
+        with Store(home()) as store:
+            return store.reconcile()
+    except FullDiskError:
+        # The index is a shortcut: on a full disk the runs still tell about themselves.
+        every = [read_record(RunDir(job.parent)) for job in home().glob("*/job.json")]
+        return sorted(every, key=lambda record: record.created_at, reverse=True)
 
 
 def read_record(run_dir: RunDir) -> RunRecord:

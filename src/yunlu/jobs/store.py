@@ -40,6 +40,10 @@ _PAUSES_S = (0.02, 0.1, 0.5)
 _FAULTS = (DatabaseError, sqlite3.DatabaseError)
 
 
+class FullDiskError(StoreError):
+    """The index cannot grow."""
+
+
 class Store:
     """The index of the runs under one home."""
 
@@ -149,7 +153,8 @@ class Store:
         try:
             return act()
         except _FAULTS as error:
-            raise StoreError(
+            is_full = "disk is full" in str(error)
+            raise (FullDiskError if is_full else StoreError)(
                 f"the index {self.path} cannot be read or written: {getattr(error, 'orig', error)}",
                 hint="if this stays so, delete the file: it is rebuilt from the run directories",
             ) from error

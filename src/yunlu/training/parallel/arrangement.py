@@ -151,7 +151,7 @@ class Arrangement:
                 synchronise_batch_norm(part, world.group("dp", "fsdp"))
         if layout.dp > 1 and layout.fsdp == 1:
             self._sums = {
-                number: GradientSum(_trained([stage]), world.group("dp"))
+                number: GradientSum(_trained([stage]), world.group("dp"), wait_for=world.wait_for)
                 for number, stage in self._stages.items()
             }
         self._owned, self.optimized = None, self.leaves

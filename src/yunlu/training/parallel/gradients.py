@@ -17,7 +17,7 @@ import torch.distributed as dist
 from yunlu.training.parallel.boxes import is_spread, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -62,6 +62,7 @@ class GradientSum:
         weights: In the order in which the model uses them, the same on every member.
         group: Over whom to add.
         bucket_bytes: Gradients sent at a time; larger ones go alone.
+        wait_for: Waits for a sum that is under way.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class GradientSum:
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int = 25 << 20,
+        wait_for: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> None:
         self._group = group
+        self._wait_for = wait_for
         self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._next = 0
@@ -98,7 +101,7 @@ class GradientSum:
             self._start_next()
         for bucket in self._buckets:
             assert bucket.work is not None
-            bucket.work.wait()
+            self._wait_for(bucket.work)
             bucket.work = None
         self._next = 0
         if all(slot.is_used for slot in self._slots):

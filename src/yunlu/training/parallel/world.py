@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 NEVER_S = 24 * 3600.0
 """Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""
+_LOOK_S = 0.25
+_KEPT_S = 60.0
 
 
 @dataclass(kw_only=True)
@@ -34,6 +38,7 @@ class World:
     """Over the axes that split anything, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
     """The connections to the others; ``cut`` ends them."""
+    is_cut: bool = False
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
@@ -71,8 +76,30 @@ class World:
     def sum_over_all(self, numbers: Tensor) -> Tensor:
         """The sum over every worker, in place."""
         if not self.layout.is_single:
-            dist.all_reduce(numbers)
+            work = dist.all_reduce(numbers, async_op=True)
+            assert work is not None
+            self.wait_for(work)
         return numbers
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective; raise once the world is cut.
+
+        gloo (torch 2.13) forgets a message whose receiver announced itself and was gone when it was
+        written: the collective then waits for ever, although its connection is closed.
+        """
+        if self.device.type == "cuda":
+            work.wait()
+            return
+        for _ in count():
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self.is_cut:
+                    raise dist.DistNetworkError("The connections were cut.") from None
+            else:
+                return
 
     def cut(self, *, keep: Collection[int] = ()) -> None:
         """End the connections to the others: whoever waits for them gets an error at once.
@@ -81,6 +108,7 @@ class World:
         or unreachable worker; its sockets do. ``keep``: descriptors of connections that are not
         the groups', made by that thread while they were formed.
         """
+        self.is_cut = True
         for each in self.sockets:
             if each.descriptor not in keep:
                 shut(each)
@@ -88,6 +116,8 @@ class World:
     def close(self) -> None:
         """Leave the groups."""
         if dist.is_initialized():
+            if self.is_cut:
+                _keep_for_a_while(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
         self.mesh = None
         self._joint.clear()
@@ -117,6 +147,16 @@ def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -
         _wait_for_ever(world.group(*axes))
     world.sockets = frozenset(open_sockets() - before)
     return world
+
+
+def _keep_for_a_while(groups: list[Any]) -> None:
+    """Let another thread be the last to hold these groups.
+
+    Whoever drops a group waits for its collectives, and one of a cut group may never end.
+    """
+    timer = threading.Timer(_KEPT_S, groups.clear)
+    timer.daemon = True
+    timer.start()
 
 
 def _forget_meshes() -> None:

@@ -24,12 +24,12 @@ def _members(world: World) -> dict[str, list[int]]:
 
 def test_neighbours_on_each_axis_are_those_of_the_layout() -> None:
     layout = Layout(pp=2, dp=2, tp=2)
+    places = [layout.place_of(rank) for rank in range(layout.world)]
     found = run_world(_members, layout)
-    for rank, groups in enumerate(found):
-        place = layout.place_of(rank)
-        assert groups["tp"] == [layout.rank_of(place._replace(tp=tp)) for tp in range(2)]
-        assert groups["pp"] == [layout.rank_of(place._replace(pp=pp)) for pp in range(2)]
-        assert groups["replicas"] == [layout.rank_of(place._replace(dp=dp)) for dp in range(2)]
+    for place, groups in zip(places, found, strict=True):
+        assert groups["tp"] == [places.index(place._replace(tp=tp)) for tp in range(2)]
+        assert groups["pp"] == [places.index(place._replace(pp=pp)) for pp in range(2)]
+        assert groups["replicas"] == [places.index(place._replace(dp=dp)) for dp in range(2)]
 
 
 def _sum(world: World) -> float:

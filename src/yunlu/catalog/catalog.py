@@ -144,7 +144,7 @@ class Catalog:
         wanted = region.lower()
         found = [kept for offer in offers for kept in _within(offer, wanted)]
         if offers and not found:
-            known = {name for offer in offers for name in offer.regions}
+            known = {_quoted(name) for offer in offers for name in offer.regions}
             raise CatalogError(f"region: nothing fits in {region!r}; {some_of(wanted, known)}")
         return found
 
@@ -223,6 +223,11 @@ def _rank(offer: Offer, *, spot: bool) -> tuple[float, str, int, str]:
 def _within(offer: Offer, region: str) -> list[Offer]:
     kept = tuple(name for name in offer.regions if name.lower().startswith(region))
     return [offer._replace(regions=kept)] if kept else []
+
+
+def _quoted(name: str) -> str:
+    """A name that stays one in a list."""
+    return repr(name) if "," in name else name
 
 
 def some_of(word: str, known: set[str]) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from yunlu.catalog.catalog import CatalogError, some_of
 from yunlu.catalog.device import KINDS, MIB, PRECISIONS, DeviceModel, Kind
-from yunlu.catalog.offer import Offer
+from yunlu.catalog.offer import OWN_CLOUD, Offer
 from yunlu.catalog.ownership import Ownership
 from yunlu.core.errors import did_you_mean
 from yunlu.core.value import Value
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.catalog import Catalog
 
-OWN_CLOUD = "own"
-"""The cloud that own machines are offered by."""
 _GIB = 2**30
 _GBIT = 1e9 / 8
 
@@ -88,6 +86,8 @@ class PriceEntry(Value):
     memory_gib: float | None = Field(default=None, gt=0)
     regions: tuple[str, ...] = ()
     network_gbit_per_s: float | None = Field(default=None, gt=0)
+    nodes: int | None = Field(default=None, ge=1)
+    """How many can be had together, on one network."""
     source: str = "set by you"
 
     @model_validator(mode="after")
@@ -106,6 +106,8 @@ class MachineEntry(Value):
     cpus: float | None = Field(default=None, gt=0)
     memory_gib: float | None = Field(default=None, gt=0)
     network_gbit_per_s: float | None = Field(default=None, gt=0)
+    nodes: int = Field(default=1, ge=1)
+    """How many there are of it, on one network."""
     dollars_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Instead of ``cost`` where somebody has worked it out."""
     cost: Ownership | None = None
@@ -130,6 +132,7 @@ class MachineEntry(Value):
             network_bytes_per_s=_bytes_per_s(self.network_gbit_per_s),
             source="your machine",
             terms="all costs of its life, for each hour of work" if self.cost else "",
+            nodes=self.nodes,
         )
 
 
@@ -216,6 +219,7 @@ def _repriced(known: list[Offer], entry: PriceEntry) -> Iterator[Offer]:
             network_bytes_per_s=network or offer.network_bytes_per_s,
             source=entry.source,
             terms="",
+            nodes=entry.nodes or offer.nodes,
         )
 
 
@@ -240,6 +244,7 @@ def _new_offer(entry: PriceEntry, cloud: str, instance: str, catalog: Catalog) -
         spot_dollars_per_hour=entry.spot_dollars_per_hour,
         network_bytes_per_s=_bytes_per_s(entry.network_gbit_per_s),
         source=entry.source,
+        nodes=entry.nodes,
     )
 
 

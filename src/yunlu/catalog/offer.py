@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+HERE = "here"
+"""The cloud that this machine is."""
+OWN_CLOUD = "own"
+"""The cloud that own machines are offered by."""
+UNJOINED_CLOUDS = frozenset(
+    {"hyperbolic", "primeintellect", "runpod", "seeweb", "shadeform", "vast", "verda", "yotta"}
+)
+"""Machines rented there one by one share no network: SkyPilot joins none (skypilot-org/skypilot
+@147db0f, ``MULTI_NODE`` of ``sky/clouds``). Some sell clusters, under other names and prices."""
+
 
 class Offer(NamedTuple):
     """One kind of node, at one price, in one or several regions.
@@ -32,6 +42,8 @@ class Offer(NamedTuple):
     source: str = ""
     terms: str = ""
     """What to know before relying on the price."""
+    nodes: int | None = None
+    """How many can be had together, where that is said."""
 
     @property
     def region(self) -> str:
@@ -42,6 +54,12 @@ class Offer(NamedTuple):
     def key(self) -> str:
         """``aws:p4d.24xlarge``."""
         return f"{self.cloud}:{self.instance}"
+
+    @property
+    def most_nodes(self) -> int | None:
+        """How many can work together; None where as many as are paid for."""
+        is_lone = self.cloud in UNJOINED_CLOUDS or self.cloud in {HERE, OWN_CLOUD}
+        return 1 if self.nodes is None and is_lone else self.nodes
 
     def price(self, *, spot: bool = False) -> float | None:
         """Dollars per hour of the whole node; None where unknown or not offered."""

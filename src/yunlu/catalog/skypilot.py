@@ -43,8 +43,9 @@ _HOST = "host priced as in us-central1: the table has no price of it"
 SPOT_FLOOR = (
     "spot price at a tenth of on demand, which is the least the cloud asks: it may not be had"
 )
-_NETWORK = "network assumed: 10 Gbit/s Ethernet"
-_FABRIC = "network assumed: as nodes of this kind are usually built"
+ASSUMED_NETWORK = "network assumed"
+_NETWORK = f"{ASSUMED_NETWORK}: 10 Gbit/s Ethernet"
+_FABRIC = f"{ASSUMED_NETWORK}: as nodes of this kind are usually built"
 _CARD_BYTES_PER_S = 1.25e9
 """What the devices' table assumes of cards (PCIe): they come without a fabric."""
 
@@ -77,6 +78,10 @@ class _Cell:
 def check_columns(columns: Iterable[str], *, where: str) -> None:
     """Refuse a table that is not SkyPilot's."""
     found = list(columns)
+    if not found:
+        raise CatalogError(
+            f"{where} is empty.", hint=f"a SkyPilot vms.csv has {', '.join(REQUIRED)} and more"
+        )
     for name in REQUIRED:
         if name not in found:
             raise CatalogError(

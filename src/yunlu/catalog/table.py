@@ -24,7 +24,10 @@ COLUMNS = (
     "network_gbit_per_s",
     "source",
     "terms",
+    "nodes",
 )
+_SHORT = 12
+"""Columns of a table whose offers can be had in any number."""
 _GIB = 2**30
 _GBIT = 1e9 / 8
 
@@ -48,6 +51,7 @@ def read_offers(text: str) -> list[Offer]:
             float(row[9]) * _GBIT if row[9] else None,
             words[row[10]],
             words[row[11]],
+            int(row[12]) if len(row) > _SHORT and row[12] else None,
         )
         for row in rows[1:]
         if row and not row[0].startswith("#")
@@ -59,8 +63,10 @@ def write_offers(offers: Iterable[Offer]) -> str:
     words: dict[str, str] = {}
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for offer in merge_regions(offers):
+    merged = merge_regions(offers)
+    last = None if any(offer.nodes is not None for offer in merged) else _SHORT
+    writer.writerow(COLUMNS[:last])
+    for offer in merged:
         writer.writerow(
             (
                 offer.cloud,
@@ -75,7 +81,8 @@ def write_offers(offers: Iterable[Offer]) -> str:
                 _number(offer.network_bytes_per_s, _GBIT),
                 _reference(words, offer.source),
                 _reference(words, offer.terms),
-            )
+                _number(offer.nodes),
+            )[:last]
         )
     for text, number in words.items():
         writer.writerow((f"#{number}", text))

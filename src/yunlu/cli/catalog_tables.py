@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.catalog.device import PRECISIONS
-from yunlu.catalog.skypilot import SPOT_FLOOR
+from yunlu.catalog.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 from yunlu.cli.page import indented, plain_table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def offers_table(catalog: Catalog, offers: Sequence[Offer], *, spot: bool) -> Ta
     for offer in offers:
         network = catalog.network_bytes_per_s(offer) * offer.devices * 8 / 1e9
         # What is assumed reads fainter than what is known.
-        style = "dim" if "network assumed" in offer.terms else ""
+        style = "dim" if ASSUMED_NETWORK in offer.terms else ""
         spot_style = "dim" if SPOT_FLOOR in offer.terms else ""
         table.add_row(
             offer.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 
 _GIB = 2**30
-_UNITS = (("s", 1.0, 90), ("min", 60.0, 90), ("h", 3600.0, 48), ("d", 86400.0, 1e9))
+_MANY_DOLLARS = 1e7
+_MANY = 1e6
+_UNITS = (
+    *(("s", 1.0, 90), ("min", 60.0, 90), ("h", 3600.0, 48), ("d", 86400.0, 1000)),
+    ("years", 365.25 * 86400.0, math.inf),
+)
 """A unit, its seconds, and up to how many of them it is used."""
 
 
@@ -72,7 +78,9 @@ def comparison_table(names: Sequence[str], options: Sequence[Option]) -> Rendera
 
 
 def show_dollars(dollars: float) -> str:
-    """Cents where they matter."""
+    """Cents where they matter; beyond ten million, no more digits than are known."""
+    if dollars >= _MANY_DOLLARS:
+        return f"${show_count(dollars)}"
     return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
@@ -112,7 +120,7 @@ def _cells(option: Option) -> list[Text]:
     if option.tokens_per_s is not None:
         pace, unit = option.tokens_per_s, "tokens/s"
     scale, name = (_GIB, "GiB") if room >= _GIB else (2**20, "MiB")
-    value, most, high = (f"{size / scale:.3g}" for size in (memory.value, room, memory.high))
+    value, most, high = (_digits(size / scale) for size in (memory.value, room, memory.high))
     cost = ("unknown", "")
     if option.dollars is not None:
         cost = show_dollars(option.dollars.value), _range(option.dollars, show_dollars)
@@ -145,10 +153,16 @@ def _spans(interval: Interval) -> tuple[str, str]:
     """A time and its interval, in the unit that suits it."""
     chosen = next((each for each in _UNITS if interval.value < each[2] * each[1]), _UNITS[-1])
     unit, size, _ = chosen
-    value, low, high = (
-        f"{bound / size:.3g}" for bound in (interval.value, interval.low, interval.high)
-    )
+    bounds = (interval.value, interval.low, interval.high)
+    value, low, high = (_digits(bound / size) for bound in bounds)
     return f"{value} {unit}", f"{low}–{high} {unit}"
+
+
+def _digits(figure: float) -> str:
+    """Three digits, or all before the point."""
+    if figure >= _MANY:
+        return show_count(figure)
+    return f"{figure:.3g}" if figure < 100 else f"{figure:,.0f}"
 
 
 def _two(above: str, below: str) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import time
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -12,7 +13,7 @@ from cyclopts import Parameter
 from yunlu.cli.display import Course
 from yunlu.cli.lines import describe, plan_block
 from yunlu.cli.options import comparison_table, notes_block, options_table
-from yunlu.cli.page import indented, make_console, to_json
+from yunlu.cli.page import make_console, to_json
 from yunlu.client import validate
 from yunlu.core.errors import JobError
 from yunlu.core.rundir import EventKind
@@ -103,13 +104,27 @@ def plan(
     if len(jobs) != (2 if compare else 1):
         expected = "two job files" if compare else "one job file"
         raise JobError(f"plan takes {expected}, got {len(jobs)}.", hint="yunlu plan --help")
-    asked = [validate(job, overrides=(*overrides, *changes)) for job in jobs]
+    asked = [_read(job, (*overrides, *changes), said) for job in jobs]
     if measure:
         return _measure(asked[0], json=json)
     if compare:
         return _compare(jobs, asked, json=json)
     most = _USUAL_TOP if top is None else top
     return _foresee(asked[0], top=most, explain=explain, plot=plot, json=json)
+
+
+def _read(job: str, overrides: tuple[str, ...], said: Mapping[str, object]) -> Job:
+    """The job; what is wrong with an option is told by its own name."""
+    try:
+        return validate(job, overrides=overrides)
+    except JobError as error:
+        message = error.message
+        for name in (name for name, value in said.items() if value is not None):
+            flag = f"--{name.replace('_', '-')} (goal.{name})"
+            message = message.replace(f"--set goal.{name}", flag)
+        if message == error.message:
+            raise
+        raise JobError(message, hint=error.hint) from error
 
 
 def _refuse(way: str, why: str, said: Mapping[str, object]) -> None:
@@ -144,7 +159,8 @@ def _show_options(options: Options, *, took_s: float, explain: bool) -> None:
     console = make_console()
     console.print(options_table(options))
     if explain:
-        console.print(indented(f"\n{options.explain()}"))
+        # Not wrapped: a command that stands among the lines can be copied as it is.
+        console.print(f"\n{indent(options.explain(), ' ')}", soft_wrap=True, markup=False)
     console.print(notes_block(options, took_s=took_s))
 
 
@@ -165,9 +181,9 @@ def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
         short = [Path(name).name for name in names]
         titles = short if len(set(short)) == len(short) else names
         make_console().print(comparison_table(titles, [each.best for each in found]))
-        for each in found:
+        for title, each in zip(titles, found, strict=True):
             for problem in each.problems:
-                print(f" {problem}")
+                print(f" {title}: {problem}")
     return 1 if any(each.problems for each in found) else 0
 
 

@@ -20,7 +20,7 @@ import psutil
 from pydantic import ValidationError
 
 from yunlu.catalog.device import DeviceModel
-from yunlu.catalog.offer import Offer
+from yunlu.catalog.offer import HERE, Offer
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind, RunDir
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
     from yunlu.core.rundir import Event
     from yunlu.planning.probed import Probed
-
-HERE = "here"
-"""The cloud that this machine is."""
 
 
 def stored_probe() -> Probed | None:

@@ -19,7 +19,8 @@ import yaml
 
 from yunlu.catalog.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.catalog.device import MIB, PRECISIONS
-from yunlu.catalog.entries import OWN_CLOUD, Additions, MachineEntry, offers_of, read_additions
+from yunlu.catalog.entries import Additions, MachineEntry, offers_of, read_additions
+from yunlu.catalog.offer import HERE, OWN_CLOUD
 from yunlu.catalog.skypilot import Imported, check_columns, read_skypilot
 from yunlu.catalog.table import write_offers
 from yunlu.core.errors import did_you_mean
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.device import DeviceModel
 
-_RESERVED = {OWN_CLOUD: "your own machines are", "here": "this machine is"}
+_RESERVED = {OWN_CLOUD: "your own machines are", HERE: "this machine is"}
 """Clouds that nobody's prices can be imported for."""
 
 
@@ -70,6 +71,11 @@ def read_file(path: Path) -> Additions:
         data = yaml.safe_load(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CatalogError(f"There is no file {path}.") from None
+    except IsADirectoryError:
+        raise CatalogError(
+            f"{path} is a directory, not a file with devices, prices or machines.",
+            hint="yunlu catalog update DIR imports SkyPilot's tables",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CatalogError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

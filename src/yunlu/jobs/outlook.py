@@ -12,6 +12,7 @@ from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
 from yunlu.jobs.amounts import Amounts, block_length, count_amounts
 from yunlu.jobs.catalog_store import open_catalog
+from yunlu.jobs.outlook_notes import note_lone, note_prices, note_terms
 from yunlu.jobs.shapes import find_shape
 from yunlu.jobs.supply import can_train, correct_here, find_supply
 from yunlu.planning.choice.choosing import Ask, choose_options, list_candidates, price_all, weigh
@@ -82,7 +83,7 @@ def look_ahead(
     if options.problems:
         advice = _advise(ask, job, catalog, options)
         options = options.model_copy(update={"problems": (*options.problems, *advice)})
-    notes += _price_notes(options)
+    notes += [*note_prices(options), *note_terms(options, ask.prices)]
     options = options.model_copy(update={"notes": tuple(notes)})
     candidates = list_candidates(ask, weighed) if everything else []
     return Outlook(options=options, candidates=tuple(candidates))
@@ -119,7 +120,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
         lr_scaling=_scaling(job, batches),
         base_batch=optimizer.base_batch,
     )
-    return ask, [*notes, *supply.notes]
+    return ask, [*notes, *note_lone(job), *supply.notes]
 
 
 def _sequence_length(job: Job, found: FoundShape) -> int:
@@ -256,7 +257,8 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
     train, layout = job.train, job.layout
     tried = job.model_copy(update={"train": train.model_copy(update={"precision": precision})})
     clashes = list(find_clashes(tried))
-    has_zero1 = not any(clash.zero1 for clash in clashes)
+    barred = {axis for clash in clashes for axis in clash.axes}
+    barred |= {"zero1"} if any(clash.zero1 for clash in clashes) else set[str]()
     zero1 = (layout.zero1,) if layout.zero1 or layout.is_whole else (False, True)
     per_rank = layout.stages_per_rank
     if layout.schedule in {"gpipe", "1f1b"}:
@@ -271,9 +273,9 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
         batches=batches,
         tensor_ways=tensor_ways(shape),
         stages=1 if is_measured else stages(shape),
-        barred=frozenset(axis for clash in clashes for axis in clash.axes),
+        barred=frozenset(barred),
         pinned=layout.sizes,
-        zero1=zero1 if has_zero1 else (False,),
+        zero1=(False,) if "zero1" in barred else zero1,
         stages_per_rank=(1, 2) if per_rank == "auto" else (per_rank,),
         sequence=layout.sequence if "tp" in layout.sizes else _cuts_sequence(job),
         micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
@@ -314,7 +316,10 @@ def _choose(ask: Ask, weighed: Weighed, catalog: Catalog, *, top: int) -> Option
     kinds = {option.hardware.device for option in compared}
     kept = list(first)[: top - min(len(kinds), top // 2)]
     options = [*kept, *compared][:top]
-    told = give_reasons(options, ask.objective, ask.limits, is_met=not first.problems)
+    told = give_reasons(
+        options, ask.objective, ask.limits, is_met=not first.problems,
+        compared=len(options) - len(kept),
+    )  # fmt: skip
     return first.model_copy(update={"options": tuple(told)})
 
 
@@ -375,11 +380,3 @@ def _raise_limits(job: Job, options: Options) -> str:
         parts.append(f"a deadline of {math.ceil(best.total_s.value / 3600)}h")
     limits = f"{' and '.join(parts)} would do; or " if parts else ""
     return f"{limits}train less (epochs, steps), or a smaller model"
-
-
-def _price_notes(options: Options) -> list[str]:
-    unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
-    if not unknown:
-        return []
-    names = ", ".join(sorted({f"{each.cloud}:{each.instance}" for each in unknown}))
-    return [f"no price is known of {names}; set one with: yunlu catalog add FILE"]

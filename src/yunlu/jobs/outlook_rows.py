@@ -34,6 +34,8 @@ def foretell_file(path: Path) -> list[dict[str, Any]]:
         ]
     except FileNotFoundError:
         raise DataError(f"There is no file {path}.") from None
+    except IsADirectoryError:
+        raise DataError(f"{path} is a directory, not a table.", hint="name one CSV file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from None
     if not rows:

@@ -7,9 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from yunlu.catalog.catalog import Catalog, CatalogError
+from yunlu.catalog.offer import HERE
 from yunlu.jobs.calibration import read_calibration, this_machine
 from yunlu.planning.choice.options import PlanError
-from yunlu.planning.choice.rigs import HERE, Price, gather_rigs
+from yunlu.planning.choice.rigs import Price, gather_rigs
 from yunlu.planning.choice.search import Measured, Question, Rig, hold, search
 from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.guess import name_work
@@ -27,6 +28,9 @@ _TOO_OLD = {"K80"}
 """No CUDA that torch is built with knows them."""
 _OLD = {"P4", "P100", "V100-16GB", "V100-32GB"}
 """Older than Turing: since torch 2.11 only its legacy build, with CUDA 12.6, has kernels for them."""
+
+_BUSY = 1.2
+"""What ran while others slowed the machine down by more says little of what it does alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +78,13 @@ def correct_here(question: Question, job: Job, *, batch: int) -> Question:
     ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
     and batch are foretold, and the ratio is taken to hold for the others too, though less surely.
     """
-    place = next((place for place, rig in enumerate(question.rigs) if rig.most_nodes == 1), None)
+    place = next((place for place, rig in enumerate(question.rigs) if rig.is_here), None)
     if place is None:
         return question
     rig, work = question.rigs[place], name_work(job)
     figures = [each for each in read_calibration().figures
-               if each.work == work and each.device == rig.device]  # fmt: skip
+               if each.work == work and each.device == rig.device
+               and each.busy <= _BUSY]  # fmt: skip
     if not figures:
         return question
     precision = max(figures, key=lambda each: each.at).precision

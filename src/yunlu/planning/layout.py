@@ -73,10 +73,6 @@ class Layout(Value):
         pp, dp = divmod(rest, self.dp)
         return Place(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
 
-    def rank_of(self, place: Place) -> int:
-        """Who stands there."""
-        return ((place.pp * self.dp + place.dp) * self.fsdp + place.fsdp) * self.tp + place.tp
-
     def replica_of(self, rank: int) -> int:
         """Which share of a step's samples a rank takes."""
         place = self.place_of(rank)

@@ -119,7 +119,9 @@ def test_figures_are_dense_and_in_their_units(device: DeviceModel) -> None:
         ("RTX4090", 165.2, "disagree"),
         ("A10G", 70, "sparsity"),
         ("Ascend-910B2", 354, "by bin"),
+        ("Ascend-910B1", 364, "376"),
         ("Ascend-910B3", 295, "313"),
+        ("Ascend-910B4", 246, "280"),
     ],
 )
 def test_where_sources_disagree_the_choice_has_a_reason(
@@ -142,6 +144,8 @@ def test_where_sources_disagree_the_choice_has_a_reason(
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Ascend-910B(Atlas 800T A2)", "Ascend-910B2"),
+        ("Ascend910B4", "Ascend-910B4"),
+        ("Ascend910B2C", "Ascend-910B2"),
         ("tpu_v5e", "TPU-v5e"),
     ],
 )
@@ -149,6 +153,16 @@ def test_devices_answer_to_what_drivers_and_clouds_call_them(
     catalog: Catalog, said: str, name: str
 ) -> None:
     assert catalog.device(said).name == name
+
+
+@pytest.mark.parametrize(
+    ("board", "measured"), [("H100-96GB", "H100"), ("H800", "H100"), ("GB300", "B300")]
+)
+def test_a_chip_reaches_as_much_on_another_board(
+    catalog: Catalog, board: str, measured: str
+) -> None:
+    assert catalog.device(board).reachable == catalog.device(measured).reachable is not None
+    assert measured in catalog.device(board).source("reachable")
 
 
 def test_no_name_means_two_devices(catalog: Catalog) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from rich.console import Console
 
 import yunlu
 from yunlu.cli.main import main
-from yunlu.cli.options import comparison_table, options_table
-from yunlu.planning.choice.options import Options
+from yunlu.cli.options import _spans, comparison_table, options_table
+from yunlu.planning.choice.options import Interval, Options
 from yunlu.planning.layout import Layout
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
@@ -67,6 +68,16 @@ def test_explain_tells_every_component(job: str, capsys: pytest.CaptureFixture[s
         assert word in out
 
 
+def test_the_command_to_train_it_so_can_be_copied(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, job, "--explain", "--top", "1")
+    (line,) = [line for line in out.splitlines() if "to train it so" in line]
+    assert line.startswith("   to train it so: yunlu train JOB --set ")
+    said = [word for word in shlex.split(line) if "=" in word]
+    assert tuple(said) == yunlu.plan(job, top=1).best.overrides
+
+
 def test_flags_are_the_jobs_goal(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpu", "L4", "--cloud", "gcp,aws", "--max-devices", "4", "--spot"]
     _, out, _ = run(capsys, job, "--json", *flags, "--objective", "cost", "--top", "9")
@@ -95,10 +106,11 @@ def test_limits_that_nothing_meets_end_with_one_and_the_nearest(
     [
         (["--gpu", "H1000"], "there is no device 'H1000'"),
         (["--cloud", "awss"], "did you mean 'aws'"),
-        (["--budget", "-5"], "goal.budget: expected a number above 0, got -5"),
-        (["--deadline", "soon"], "goal.deadline: expected a time such as '90min', '36h'"),
-        (["--objective", "fun"], "goal.objective: expected one of 'cost', 'time' or 'balanced'"),
-        (["--max-devices", "0"], "goal.max_devices: expected a whole number above 0"),
+        (["--budget", "-5"], "--budget (goal.budget): expected a number above 0, got -5"),
+        (["--deadline", "soon"], "(goal.deadline): expected a time such as '90min', '36h'"),
+        (["--objective", "fun"], "(goal.objective): expected one of 'cost', 'time' or"),
+        (["--max-devices", "0"], "--max-devices (goal.max_devices): expected a whole number"),
+        (["--set", "goal.budget=-1"], "--set goal.budget: expected a number above 0"),
         (
             ["--gpu", "A100-80GB", "--cloud", "aws", "--max-devices", "4"],
             "goal.max_devices: 4 devices",
@@ -140,6 +152,26 @@ def test_two_jobs_are_compared(job: str, capsys: pytest.CaptureFixture[str]) -> 
         assert label in out
     _, out, _ = run(capsys, "--compare", job, str(other), "--json")
     assert len(json.loads(out)) == 2
+
+
+def test_problems_of_a_comparison_name_their_job(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(job).with_name("longer.yaml")
+    other.write_text(JOB.replace("epochs: 1", "epochs: 2"))
+    code, out, _ = run(capsys, "--compare", job, str(other), "--budget", "0.05")
+    assert code == 1
+    for name in (Path(job).name, "longer.yaml"):
+        assert f" {name}: goal.budget: nothing fits $0.05" in out
+
+
+@pytest.mark.parametrize(
+    ("days", "shown"),
+    [(999.0, "999 d"), (1000.0, "2.74 years"), (1e9, "2.7M years"), (0.5, "12 h")],
+)
+def test_long_times_are_told_in_years(days: float, shown: str) -> None:
+    span = Interval(value=days * 86400, low=days * 86400, high=days * 86400)
+    assert _spans(span)[0] == shown
 
 
 def test_a_picture_is_written(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +232,7 @@ def test_rows_of_a_table_are_foretold_in_their_order(
     [
         ([], "plan predict takes one table, got 0"),
         (["gone.csv"], "There is no file gone.csv"),
+        (["."], ". is a directory, not a table"),
         (["gone.csv", "--gpu", "H100"], "--gpu does not go with plan predict"),
         (["gone.csv", "--set", "a=1", "--devices", "8"], "--set, --devices do not go with"),
         (["gone.csv", "--compare"], "--compare does not go with plan predict"),

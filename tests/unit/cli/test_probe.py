@@ -159,12 +159,24 @@ def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
     assert "told (4 cores)" in capsys.readouterr().out
 
 
-def test_who_measures_ends_with_the_command_that_asked_even_if_that_is_killed() -> None:
+_BY_COMMAND = """
+import sys; from yunlu.cli import probe as verb
+verb._PROGRAM = (sys.executable, "-c", {inner!r})
+for said in verb._listen():
+    print(said["pid"], flush=True)
+"""
+_BY_PROBE = """
+import json, sys; from yunlu.training.probing.parent import started
+with started([sys.executable, "-c", {inner!r}]) as child:
+    print(json.loads(child.stdout.readline())["pid"], flush=True); child.wait()
+"""
+
+
+@pytest.mark.parametrize("starter", [_BY_COMMAND, _BY_PROBE], ids=["command", "probe"])
+def test_who_measures_ends_with_whoever_asked_even_if_that_is_killed(starter: str) -> None:
     inner = "import json,os,time; from yunlu.training.probing.parent import end_with_parent as e; "
     inner += "e(); print(json.dumps({'pid': os.getpid()}), flush=True); time.sleep(600)"
-    outer = "import sys; from yunlu.cli import probe as verb; "
-    outer += f"verb._PROGRAM = (sys.executable, '-c', {inner!r}); "
-    outer += "[print(said['pid'], flush=True) for said in verb._listen()]"
+    outer = starter.format(inner=inner)
     with subprocess.Popen(
         [sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True
     ) as process:

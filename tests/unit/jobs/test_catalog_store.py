@@ -81,6 +81,33 @@ def test_what_was_added_is_found_as_it_was_written(file: Path) -> None:
     assert kept == shipped
 
 
+def test_an_own_machine_is_there_once_unless_there_are_more(file: Path) -> None:
+    catalog_store.add(file)
+    catalog = catalog_store.open_catalog()
+    assert catalog.find_offer("own:lab").most_nodes == 1
+    assert catalog.find_offer("ours:big").most_nodes is None
+    file.write_text(ADDITIONS + "    nodes: 3\n", "utf-8")
+    catalog_store.add(file)
+    assert catalog_store.open_catalog().find_offer("own:lab").most_nodes == 3
+
+
+def test_machines_that_nobody_joins_are_had_one_by_one_unless_the_user_knows_better(
+    tmp_path: Path,
+) -> None:
+    pod = "runpod:8x_MI300X_SECURE"
+    assert load_catalog().find_offer(pod).most_nodes == 1
+    assert load_catalog().find_offer("aws:p5.48xlarge").most_nodes is None
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(f"prices: [{{offer: '{pod}', dollars_per_hour: 25, nodes: 8}}]", "utf-8")
+    catalog_store.add(cluster)
+    assert catalog_store.open_catalog().find_offer(pod).most_nodes == 8
+
+
+def test_a_directory_is_no_file_to_add(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="is a directory, not a file with devices"):
+        catalog_store.add(tmp_path)
+
+
 def test_adding_again_replaces_and_keeps_the_rest(file: Path, tmp_path: Path) -> None:
     catalog_store.add(file)
     more = tmp_path / "more.yaml"
@@ -210,7 +237,7 @@ def test_prices_set_by_hand_stand_on_what_is_imported(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("aws.csv", "a,b\n1,2\n", "InstanceType is missing"),
-        ("aws.csv", "", "InstanceType is missing"),
+        ("aws.csv", "", "aws.csv is empty"),
         ("aws.csv", VMS.replace("H100", "Nothing"), "nothing was changed"),
         ("aws.csv", VMS.replace("H100", "Nothing"), "2 rows, left out: 1 "),
         ("aws.csv", VMS.splitlines()[0], "it has no rows"),

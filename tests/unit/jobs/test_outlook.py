@@ -18,7 +18,7 @@ from yunlu.core.settings import read_settings
 from yunlu.jobs import outlook
 from yunlu.jobs.amounts import block_length, count_amounts
 from yunlu.jobs.asking import ask_job
-from yunlu.jobs.catalog_store import open_catalog
+from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.outlook_plot import draw_outlook, find_front
 from yunlu.jobs.shapes import FoundShape, find_shape
@@ -345,6 +345,9 @@ def test_a_device_we_cannot_train_on_comes_last_however_cheap() -> None:
     costs = [option.dollars.value for option in options if option.dollars is not None]
     assert min(costs) < costs[0]
     assert "TPU-v5e" in str(options.notes)
+    cheapest = [option for option in options if "cheapest" in option.reason]
+    assert [option.hardware.device for option in cheapest] == ["T4"]
+    assert "only compared" in options[len(options) - 1].reason
     assert foresee(make_job(goal=goal), top=1).best.hardware.device == "T4"
 
 
@@ -398,6 +401,36 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str) -> None:
     assert not here.notes
 
 
+def test_an_own_machine_is_planned_once_and_is_not_this_one(
+    probed: str, own_home: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    machine = {"name": "lab", "device": "A100-80GB", "devices": 8, "dollars_per_hour": 9.0}
+    file.write_text(json.dumps({"machines": [machine]}))
+    add(file)
+    teach(make_job(), probed, step_s=1e-6)
+    asked = make_job(goal={"cloud": ["own", "aws"], "gpu": ["A100-80GB"]})
+    ask, _ = make_ask(asked, open_catalog())
+    assert {rig.most_nodes for rig in ask.question.rigs} == {1, 1 << 20}
+    assert all(rig.measured is None for rig in ask.question.rigs)
+    options = foresee(make_job(goal={"cloud": ["own"]}), top=9)
+    assert {option.hardware.nodes for option in options} == {1}
+    with pytest.raises(PlanError, match="nodes: 2 does not go"):
+        options.replace(nodes=2)
+
+
+def test_what_is_assumed_of_shown_hardware_is_noted() -> None:
+    many = make_job(goal={"cloud": ["lambda"], "gpu": ["B200"], "objective": "time"})
+    assert foresee(many).best.hardware.nodes > 1
+    assert any("network between nodes of lambda:" in note for note in foresee(many).notes)
+    one = make_job(goal={"cloud": ["lambda"], "gpu": ["B200"], "max_devices": 8})
+    assert not any("network" in note for note in foresee(one).notes)
+    alone = make_job(train={"batch": 64, "epochs": 1, "precision": "fp8"}, goal={"gpu": ["H100"]})
+    options = foresee(alone)
+    assert {option.layout.world for option in options} == {1}
+    assert any(note.startswith("one device only, for train.precision") for note in options.notes)
+
+
 def small_job(**train: Any) -> Job:
     return make_job(
         data={"train": "nowhere.txt", "samples": 100, "max_length": 16, "tokenizer": "bytes"},
@@ -407,7 +440,7 @@ def small_job(**train: Any) -> Job:
     )
 
 
-def teach(job: Job, device: str, **measured: float) -> None:
+def teach(job: Job, device: str, *, busy: float = 1.0, **measured: float) -> None:
     figures = [
         RunFigure(
             run="a-run",
@@ -419,6 +452,7 @@ def teach(job: Job, device: str, **measured: float) -> None:
             work=name_work(job),
             predicted=1.0,
             measured=value,
+            busy=busy if quantity == "step_s" else 1.0,
         )
         for quantity, value in measured.items()
     ]
@@ -438,6 +472,16 @@ def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> Non
     assert after.step_s.value == pytest.approx(0.5)
     assert after.memory_bytes.value == pytest.approx(3e8)
     assert width(after.step_s) < width(before.step_s)
+
+
+def test_a_run_on_a_busy_machine_tells_its_memory_alone(probed: str) -> None:
+    before = foresee(small_job()).best
+    teach(small_job(), probed, busy=1.5, step_s=0.5, memory_bytes=3e8)
+    after = foresee(small_job()).best
+    assert after.step_s == before.step_s
+    assert after.memory_bytes.value == pytest.approx(3e8)
+    teach(small_job(), probed, busy=1.1, step_s=0.5)
+    assert foresee(small_job()).best.step_s.value == pytest.approx(0.5)
 
 
 def test_only_what_was_measured_is_narrower(probed: str) -> None:

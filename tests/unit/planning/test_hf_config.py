@@ -230,8 +230,6 @@ NOT_BUILT = {
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),  # parts of others
     *("clip_vision_model", "deit"),
 }
-CUT_IN_PART = {"gpt_oss"}
-"""The engine would cut the attention alone, and the experts stay whole: no layout to foretell."""
 
 
 def make_tiny(kind: str, auto: str) -> torch.nn.Module:
@@ -266,8 +264,6 @@ def test_plans_split_a_family_just_as_the_engine_does(kind: str) -> None:
     written = json.loads(model.config.to_json_string(use_diff=False))
     shape = shape_from_config({**written, "architectures": [type(model).__name__]})
     ways = [size for size in (2, 3, 4) if why_not_tensor(model, size) is None]
-    if kind in CUT_IN_PART:
-        ways = []
     assert list(tensor_ways(shape, most=4)[1:]) == ways, shape.why_not_cut
     assert (stages(shape) > 1) == can_be_parted(model, FAMILIES[kind].kind), shape.why_not_parted
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
-from yunlu.catalog.offer import Offer
+from yunlu.catalog.offer import HERE, Offer
 from yunlu.planning.choice.choosing import Ask, choose_options, weigh
 from yunlu.planning.choice.limits import Limits
 from yunlu.planning.choice.options import Option, Options, PlanError
 from yunlu.planning.choice.replacing import narrow
-from yunlu.planning.choice.rigs import HERE, Price
+from yunlu.planning.choice.rigs import Price
 from yunlu.planning.choice.search import USABLE, hold, search
 from yunlu.planning.choice.spot import lost_share
 
@@ -141,6 +141,17 @@ def test_a_budget_that_nothing_meets_gives_the_nearest_and_says_so() -> None:
     assert options.best.reason.startswith("nearest to the limits")
 
 
+def test_limits_that_are_met_only_one_by_one_are_said_together() -> None:
+    cheapest = choose(make_ask(objective="cost")).best
+    quickest = choose(make_ask(objective="time")).best
+    budget, deadline_s = dollars(cheapest) * 1.001, quickest.total_s.value * 1.001
+    options = choose(make_ask(limits=Limits(budget=budget, deadline_s=deadline_s)))
+    (problem,) = options.problems
+    assert problem.startswith("goal.budget, goal.deadline: nothing keeps to $")
+    (problem,) = choose(make_ask(limits=Limits(budget=0.01, deadline_s=1e9))).problems
+    assert problem.startswith("goal.budget: nothing fits")
+
+
 def test_a_deadline_that_nothing_meets_gives_the_quickest() -> None:
     options = choose(make_ask(limits=Limits(deadline_s=1.0)))
     (problem,) = options.problems
@@ -215,6 +226,22 @@ def test_this_machine_is_free_and_wins_small_work() -> None:
     assert dollars(options.best) == 0
 
 
+def test_what_is_free_and_takes_for_ever_is_not_shown_for_being_cheap() -> None:
+    here = Offer(HERE, "this machine", "T4", 1, dollars_per_hour=0.0)
+    ask = make_ask(offers=(OFFERS[0], here))
+    others = tuple(replace(T4, device=name) for name in ("T5", "T6"))
+    rigs = (A100, replace(T4, peak_flops={"fp32": 1e9}), *others)
+    prices = [
+        Price(place, OFFERS[2]._replace(device=rig.device), spot=False)
+        for place, rig in enumerate(others, start=2)
+    ]
+    slow = replace(ask, question=replace(ask.question, rigs=rigs), prices=(*ask.prices, *prices))
+    assert dollars(choose(slow, top=3).best) > 0
+    assert HERE not in {option.hardware.cloud for option in choose(slow, top=3)}
+    cost = choose(replace(slow, objective="cost"), top=3)
+    assert cost.best.hardware.cloud == HERE
+
+
 def test_a_change_is_foretold_and_checked_afresh() -> None:
     best = choose(make_ask(objective="time")).best
     halved = best.replace(tp=2)
@@ -252,6 +279,31 @@ def test_a_change_keeps_all_the_rest(layout: dict[str, int | bool]) -> None:
     parted = made.replace(pp=2, tp=2)
     assert (parted.layout.pp, parted.layout.tp, parted.layout.replicas) == (2, 2, 4)
     assert made.replace(nodes=2).hardware.devices == 8
+
+
+def test_replicas_share_only_where_the_search_would_let_them() -> None:
+    ask = make_ask(objective="time")
+    barred = rules(barred=frozenset({"tp", "pp", "zero1"}), zero1=(False,))
+    bound = replace(ask, question=replace(ask.question, rules={"tf32": barred, "bf16": rules()}))
+    best = choose(bound).best
+    assert best.precision == "bf16"
+    shared = best.replace(dp=16, tp=1, pp=1, zero1=True, micro_batch=1)
+    assert shared.layout.zero1
+    with pytest.raises(PlanError, match="zero1: True does not go") as caught:
+        shared.replace(precision="tf32", zero1=True)
+    assert caught.value.hint == "zero1 may be False"
+    assert not shared.replace(precision="tf32").layout.zero1
+
+
+def test_shards_become_replicas_that_share_and_a_lone_device_has_none() -> None:
+    best = choose(make_ask(objective="time")).best
+    sharded = best.replace(dp=1, fsdp=16, tp=1, pp=1, micro_batch=1)
+    shared = sharded.replace(zero1=True).layout
+    assert (shared.dp, shared.fsdp, shared.zero1) == (16, 1, True)
+    with pytest.raises(PlanError, match="zero1: True does not go"):
+        best.replace(dp=1, tp=4, pp=4, zero1=True)
+    with pytest.raises(PlanError, match="does not go"):
+        best.replace(fsdp=16, tp=1, pp=1, zero1=True, micro_batch=1)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -108,6 +108,8 @@ def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
             ):
                 if micro > 16 // (dp * fsdp):
                     continue
+                if virtual > 1 and 16 // (dp * fsdp * micro) < pp:
+                    continue
                 point = one_point(
                     rig, precision, devices, dp=dp, **cut, zero=zero, virtual=virtual, batch=16,
                     micro_batch=micro, recompute=recompute, sequence=float(tp > 1),
@@ -117,6 +119,17 @@ def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
                 run_s = run_seconds(asked.work, point, step_time(point).total_s)
                 least = min(least, float(run_s[0]))
     return least
+
+
+def test_stages_are_interleaved_only_where_micro_batches_fill_them() -> None:
+    grid = lay_out(4, 4, rules(batches=(2,), stages=8, pinned={"pp": 4}))
+    assert set(grid["virtual"]) == {1.0}
+    grid = lay_out(4, 4, rules(batches=(8,), stages=8, pinned={"pp": 4}))
+    passes = np.ceil(8 / grid["micro_batch"])
+    assert set(grid["virtual"]) == {1.0, 2.0}
+    assert passes[grid["virtual"] == 2.0].min() == 4
+    said = rules(batches=(2,), stages=8, pinned={"pp": 4}, stages_per_rank=(2,))
+    assert set(lay_out(4, 4, said)["virtual"]) == {2.0}
 
 
 def test_the_search_finds_what_a_plain_loop_finds() -> None:

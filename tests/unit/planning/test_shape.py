@@ -14,7 +14,6 @@ from yunlu.planning.models.arithmetic import (
     attention_flops_per_token,
     base_bytes,
     columns_of,
-    flops_per_sample,
     flops_per_token,
     met_matrices,
     parameters,
@@ -75,7 +74,6 @@ def test_flops_are_six_for_each_weight_and_attention() -> None:
     assert flops_per_token(LLAMA3_8B, 8192) == 6 * met_matrices(LLAMA3_8B) + causal
     whole = LLAMA3_8B.model_copy(update={"causal": False})
     assert attention_flops_per_token(whole, 8192) == 2 * causal
-    assert flops_per_sample(LLAMA3_8B, 8192) == 8192 * flops_per_token(LLAMA3_8B, 8192)
 
 
 @given(st.integers(1, 300), st.integers(1, 400), st.booleans())

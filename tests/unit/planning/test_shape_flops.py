@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, ViTConfig
 from transformers import ViTForImageClassification as Vit
 
-from yunlu.planning.models.arithmetic import flops_per_sample, flops_per_token
+from yunlu.planning.models.arithmetic import flops_per_token
 from yunlu.planning.models.hf_config import shape_from_config
 from yunlu.planning.models.shape import Adapter
 
@@ -87,4 +87,4 @@ def test_a_vision_model_computes_what_the_formula_says() -> None:
     counted = count(Vit(config), pixel_values=torch.randn(BATCH, 3, 56, 56)) / BATCH
     shape = shape_from_config(config.to_dict())
     assert shape.tokens_per_sample == 50
-    assert flops_per_sample(shape, 50) == pytest.approx(counted, rel=0.02)
+    assert 50 * flops_per_token(shape, 50) == pytest.approx(counted, rel=0.02)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import flops_per_sample, parameters, stages, tensor_ways
+from yunlu.planning.models.arithmetic import flops_per_token, parameters, stages, tensor_ways
 from yunlu.planning.models.own_models import own_transformer
 from yunlu.spec.job import Job
 from yunlu.training.measure_shape import describe, main, measure_job, measure_model
@@ -173,7 +173,7 @@ def test_our_transformer_computes_what_its_shape_says() -> None:
     found = measure(Hidden, batch)
     told = own_transformer("causal", vocabulary=50, max_length=24, width=32, heads=2)
     assert found.seq == 24
-    assert found.shape.measured_flops == pytest.approx(flops_per_sample(told, 24), rel=0.02)
+    assert found.shape.measured_flops == pytest.approx(24 * flops_per_token(told, 24), rel=0.02)
     assert (found.shape.layers, found.shape.hidden) == (4, 32)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -209,26 +206,6 @@ def test_a_quick_look_is_taken_once_and_kept(
     monkeypatch.setattr(torch, "__version__", "99.0")
     with pytest.raises(AssertionError, match="measured in the worker"):
         known_probe(machine)
-
-
-def test_a_measuring_process_ends_when_the_one_that_started_it_is_killed() -> None:
-    """The first starts a second as the probe does; the second says who it is, and waits."""
-    inner = "import os,time; from yunlu.training.probing.parent import end_with_parent as e; "
-    inner += "e(); print(os.getpid(), flush=True); time.sleep(600)"
-    outer = "import sys; from yunlu.training.probing.parent import started\n"
-    outer += f"with started([sys.executable, '-c', {inner!r}]) as child:\n"
-    outer += "    print(child.stdout.readline(), flush=True); child.wait()"
-    with subprocess.Popen(
-        [sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        second = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-    try:
-        second.wait(60)
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            second.kill()
 
 
 def test_a_second_worker_that_dies_costs_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ WAITING_DOLLARS_PER_HOUR = 1.0
 _LAST = 1e9
 _BETTER = 0.95
 """What is cheaper or faster by less is not shown for that."""
+_TOO_MUCH = 100.0
+"""What takes or costs so many times more than the best is not shown for being cheap or fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,9 @@ def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
     chosen = _pick(ask, found, candidates, order, top, by_rank_only=not is_met.any())
     options = _make_options(ask, weighed, chosen)
     if not is_met.any():
-        problems = tell_excess(ask.limits, options[0])
+        problems = tell_excess(
+            ask.limits, options[0], total_s=candidates.total_s, dollars=candidates.dollars
+        )
     return Options(
         options=tuple(give_reasons(options, ask.objective, ask.limits, is_met=bool(is_met.any()))),
         objective=ask.objective,
@@ -165,7 +169,9 @@ def _pick(
     seconds = np.where(np.isinf(dollars), np.inf, candidates.total_s[order])
     wanted = [int(order[0])]
     if top >= 3 and not by_rank_only:
-        for figure in (dollars, seconds):
+        is_slow = seconds > _TOO_MUCH * seconds[0]
+        is_dear = dollars > _TOO_MUCH * max(dollars[0], WAITING_DOLLARS_PER_HOUR)
+        for figure in (np.where(is_slow, np.inf, dollars), np.where(is_dear, np.inf, seconds)):
             place = int(np.argmin(figure))
             wanted += [int(order[place])] if figure[place] < _BETTER * figure[0] else []
     picks = list(dict.fromkeys(wanted))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import hypot
 from typing import TYPE_CHECKING
 
+from yunlu.catalog.offer import HERE
 from yunlu.planning.choice.options import Interval
-from yunlu.planning.choice.rigs import HERE
 from yunlu.planning.choice.spot import (
     RATE_FACTOR,
     START_FACTOR,

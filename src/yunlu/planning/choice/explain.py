@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from yunlu.core.units import show_bytes, show_count, show_duration
+from yunlu.core.units import show_bytes, show_duration
 
 if TYPE_CHECKING:
     from yunlu.planning.choice.options import Interval, Option
@@ -61,13 +61,6 @@ def show_interval(interval: Interval, show: object) -> str:
     """``3.1 h (2.6 h to 3.8 h)``."""
     words = show if callable(show) else str
     return f"{words(interval.value)} ({words(interval.low)} to {words(interval.high)})"
-
-
-def show_pace(option: Option) -> str:
-    """Tokens or samples a second."""
-    if option.tokens_per_s is not None:
-        return f"{show_count(option.tokens_per_s.value)} tokens/s"
-    return f"{show_count(option.samples_per_s.value)} samples/s"
 
 
 def main_wait(option: Option) -> str:

@@ -31,10 +31,11 @@ class Rules:
     stages: int = 1
     """The most parts that a pipeline can be made of."""
     barred: frozenset[str] = frozenset()
-    """Axes that stay 1."""
+    """Axes that stay 1; ``zero1`` where replicas cannot share out the optimiser's state."""
     pinned: Mapping[str, int] = field(default_factory=dict[str, int])
     """Axes whose size is said."""
     zero1: tuple[bool, ...] = (False, True)
+    """What is tried of it, or what was said; where it is barred, it is never had."""
     stages_per_rank: tuple[int, ...] = (1, 2)
     sequence: bool = True
     """Whether the sequence is cut where the matrices are."""
@@ -87,7 +88,9 @@ def _zero(dp: int, fsdp: int, rules: Rules) -> tuple[float, ...]:
     """What replicas share out: all where they are shards, else the optimiser's state or nothing."""
     if fsdp > 1:
         return (3.0,)
-    return tuple(float(each) for each in rules.zero1) if dp > 1 else (0.0,)
+    if dp == 1:
+        return (0.0,)
+    return tuple(float(each) for each in rules.zero1 if not each or "zero1" not in rules.barred)
 
 
 def _with_micro_batches(splits: Any, batch: int, rules: Rules) -> dict[str, Column]:
@@ -104,6 +107,9 @@ def _with_micro_batches(splits: Any, batch: int, rules: Rules) -> dict[str, Colu
         # Powers of two, and the whole share.
         whole = np.flatnonzero(_is_even(batch, replicas) & (np.log2(share) % 1 != 0))
         rows, micro = np.concatenate([rows, whole]), np.concatenate([micro, share[whole]])
+    if 1 in rules.stages_per_rank:
+        filled = _fills_pipe(splits[rows], np.ceil(share[rows] / micro))
+        rows, micro = rows[filled], micro[filled]
     kinds = np.array(rules.recompute, dtype=np.float64)
     rows, micro = np.repeat(rows, len(kinds)), np.repeat(micro, len(kinds))
     recompute = np.tile(kinds, len(rows) // len(kinds))
@@ -120,6 +126,12 @@ def _with_micro_batches(splits: Any, batch: int, rules: Rules) -> dict[str, Colu
         "micro_batch": micro,
         "recompute": recompute,
     }
+
+
+def _fills_pipe(splits: Any, passes: Column) -> Any:
+    """Whether interleaved stages have a micro-batch each to begin with: with fewer they gain nothing."""
+    _, _, _, pp, virtual, _ = splits.T
+    return (virtual == 1.0) | (passes >= pp)
 
 
 def _is_even(batch: int, replicas: Column) -> Any:

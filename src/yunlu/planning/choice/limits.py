@@ -31,21 +31,23 @@ class Limits:
         return worst
 
 
-def tell_excess(limits: Limits, nearest: Option) -> tuple[str, ...]:
-    """Which limit the nearest option breaks, and by how much."""
+def tell_excess(
+    limits: Limits, nearest: Option, *, total_s: Column, dollars: Column
+) -> tuple[str, ...]:
+    """Which limit nothing meets, or that nothing meets both, and how near the nearest comes."""
+    hardware, cost = nearest.hardware, nearest.dollars
+    price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
+    found = (
+        f"the nearest, {hardware} ({hardware.devices} x {hardware.device}), {price} "
+        f"and takes {show_duration(nearest.total_s.value)}."
+    )
     told: list[str] = []
-    where = f"{nearest.hardware} ({nearest.hardware.devices} x {nearest.hardware.device})"
-    dollars = nearest.dollars
-    if limits.budget is not None and (dollars is None or dollars.value > limits.budget):
-        cost = "has no known price" if dollars is None else f"costs ${dollars.value:,.2f}"
-        told.append(
-            f"goal.budget: nothing fits ${limits.budget:,.2f}; the nearest, {where}, {cost} "
-            f"and takes {show_duration(nearest.total_s.value)}."
-        )
-    if limits.deadline_s is not None and nearest.total_s.value > limits.deadline_s:
-        cost = "" if dollars is None else f" and costs ${dollars.value:,.2f}"
-        told.append(
-            f"goal.deadline: nothing is done within {show_duration(limits.deadline_s)}; the "
-            f"nearest, {where}, takes {show_duration(nearest.total_s.value)}{cost}."
-        )
+    budget, deadline_s = limits.budget, limits.deadline_s
+    if budget is not None and not (dollars <= budget).any():
+        told.append(f"goal.budget: nothing fits ${budget:,.2f}; {found}")
+    if deadline_s is not None and not (total_s <= deadline_s).any():
+        told.append(f"goal.deadline: nothing is done within {show_duration(deadline_s)}; {found}")
+    if not told and budget is not None and deadline_s is not None:
+        both = f"${budget:,.2f} and {show_duration(deadline_s)}"
+        told.append(f"goal.budget, goal.deadline: nothing keeps to {both} at once; {found}")
     return tuple(told)

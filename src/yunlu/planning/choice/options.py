@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from yunlu.catalog.offer import HERE
 from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
 from yunlu.planning.choice.explain import explain_option
@@ -60,7 +61,7 @@ class Hardware(Value):
 
     def __str__(self) -> str:
         """Such as ``aws p5.48xlarge x 2, spot``."""
-        name = self.cloud if self.cloud == "here" else f"{self.cloud} {self.instance}"
+        name = self.cloud if self.cloud == HERE else f"{self.cloud} {self.instance}"
         count = f" x {self.nodes}" if self.nodes > 1 else ""
         return f"{name}{count}{', spot' if self.spot else ''}"
 

@@ -19,18 +19,27 @@ _BEST = {"balanced": "best balance of cost and time", "cost": "cheapest", "time"
 
 
 def give_reasons(
-    options: Sequence[Option], objective: Objective, limits: Limits, *, is_met: bool
+    options: Sequence[Option],
+    objective: Objective,
+    limits: Limits,
+    *,
+    is_met: bool,
+    compared: int = 0,
 ) -> list[Option]:
-    """The same options, each with its reason; whether the limits are met decides what the first is."""
+    """The same options, each with its reason; whether the limits are met decides what the first is.
+
+    The last so many as are only ``compared`` are not chosen from.
+    """
     best = options[0]
-    costs = [option.dollars.value for option in options if option.dollars is not None]
-    times = [option.total_s.value for option in options if option.dollars is not None]
+    real = options[: len(options) - compared]
+    costs = [option.dollars.value for option in real if option.dollars is not None]
+    times = [option.total_s.value for option in real if option.dollars is not None]
     least = (_outstanding(costs), _outstanding(times))
     told: list[Option] = []
-    for option in options:
+    for place, option in enumerate(options):
         words = [_BEST[objective] if is_met else "nearest to the limits"]
         words = words if option is best and option.dollars is not None else []
-        words += _extremes(option, least)
+        words += _extremes(option, least) if place < len(real) else ["only compared"]
         words += [] if option is best else _against(option, best)
         words += [main_wait(option), _memory_words(option), *_doubts(option, limits)]
         reason = "; ".join(dict.fromkeys(word for word in words if word))

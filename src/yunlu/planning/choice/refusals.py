@@ -19,11 +19,14 @@ def refuse_all(question: Question, found: Found) -> PlanError:
     """No layout of any hardware holds the model, or none can be made at all."""
     if found.tightest is not None:
         rig, devices, excess = found.tightest
+        columns = question.work.columns
+        is_adapted = columns["trainable"] < columns["parameters"]
+        less = "take a smaller model" if is_adapted else "train an adapter (model.adapter: lora)"
         return PlanError(
             f"The model fits none of the hardware: the nearest, {devices} x "
             f"{question.rigs[rig].device}, would need {_tell(excess, question)}.",
             hint="allow more devices (--max-devices) or larger ones (--gpu), shorten "
-            "data.max_length, or train an adapter (model.adapter: lora)",
+            f"data.max_length, or {less}",
         )
     if question.least_devices == question.most_devices > 1:
         return _refuse_devices(question)

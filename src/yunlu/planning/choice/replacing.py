@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from yunlu.planning.choice.rigs import Price
     from yunlu.planning.choice.search import Question, Rig
     from yunlu.planning.foretell.points import Column
+    from yunlu.planning.layout import Layout
 
 _AXES = ("dp", "fsdp", "tp", "pp")
 _COUNTS = (*_AXES, "batch", "micro_batch", "nodes")
@@ -49,16 +50,17 @@ def narrow(
     if nodes > rig.node_limit:
         valid = "1" if rig.node_limit == 1 else f"1 to {rig.node_limit}"
         raise _refuse("nodes", nodes, valid)
-    layout = option.layout
-    zero1 = changes.get("zero1", layout.zero1 if layout.dp > 1 and layout.fsdp == 1 else None)
+    if changes.get("zero1") and "fsdp" not in changes:
+        changes = {**changes, "fsdp": 1}  # shards share out what zero1 would, and more
+    layout, usual = option.layout, question.rules[precision]
     pinned = {axis: changes.get(axis, layout.size_of(axis)) for axis in _AXES}
     rules = replace(
-        question.rules[precision],
+        usual,
         batches=(changes.get("batch", option.batch),),
         pinned=pinned,
         recompute=(RECOMPUTE.index(recompute),),
         micro_batch=changes.get("micro_batch"),
-        zero1=question.rules[precision].zero1 if zero1 is None else (zero1,),
+        zero1=_zero1(usual, layout, changes),
     )
     devices = nodes * rig.devices
     rules = _settle(rig, devices, rules, changes, option)
@@ -83,17 +85,35 @@ def _settle(
         return lay_out(devices, min(rig.domain, devices), tried)
 
     for tried in _loosened(rules, changes, option):
-        if len(lay(tried)["dp"]):
+        if _is_wanted(lay(tried), changes).any():
             return tried
         rules = tried
     for name in changes:
         free = _without(name, rules)
         if free is None:
             continue
-        found = np.unique(lay(free)["zero" if name == "zero1" else name]).astype(int).tolist()
+        grid = lay(free)
+        if name == "zero1":
+            found = ["False"] if len(grid["dp"]) else []
+        else:
+            sizes = grid[name][_is_wanted(grid, changes)]
+            found = [str(each) for each in np.unique(sizes).astype(int).tolist()]
         if found:
-            raise _refuse(name, changes[name], join_words([str(each) for each in found]))
+            raise _refuse(name, changes[name], join_words(found))
     raise refuse_layout(changes, devices=devices)
+
+
+def _is_wanted(grid: Mapping[str, Column], changes: Mapping[str, Any]) -> Any:
+    """Which layouts have zero1 where it is asked for: a lone replica has none, whatever is said."""
+    return grid["zero"] == 1.0 if changes.get("zero1") else np.ones(len(grid["dp"]), dtype=bool)
+
+
+def _zero1(usual: Rules, layout: Layout, changes: Mapping[str, Any]) -> tuple[bool, ...]:
+    """As it is said; else as the option has it, where it may."""
+    if "zero1" in changes:
+        return (changes["zero1"],)
+    is_free = layout.dp == 1 or layout.fsdp > 1 or (layout.zero1 and "zero1" in usual.barred)
+    return usual.zero1 if is_free else (layout.zero1,)
 
 
 def _loosened(rules: Rules, changes: Mapping[str, Any], option: Option) -> Iterator[Rules]:

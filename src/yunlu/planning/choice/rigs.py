@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunlu.catalog.offer import HERE
 from yunlu.planning.choice.search import Rig
 
 if TYPE_CHECKING:
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.catalog import Catalog
     from yunlu.catalog.offer import Offer
-
-HERE = "here"
-"""The cloud that this machine is."""
 
 
 class Price(NamedTuple):
@@ -37,11 +35,12 @@ def gather_rigs(
 
     What another rig of the same devices beats in network and price both is left out: it cannot win.
     """
-    places: dict[tuple[str, int, float | None, bool], int] = {}
+    places: dict[tuple[str, int, float | None, int | None, bool], int] = {}
     rigs: list[Rig] = []
     prices: dict[tuple[str, str, int, bool], Price] = {}
     for offer in offers:
-        kind = (offer.device, offer.devices, offer.network_bytes_per_s, offer.cloud == HERE)
+        network, most = offer.network_bytes_per_s, offer.most_nodes
+        kind = (offer.device, offer.devices, network, most, offer.cloud == HERE)
         if kind not in places:
             places[kind] = len(rigs)
             rigs.append(_rig(catalog, offer))
@@ -59,7 +58,7 @@ def _undominated(rigs: list[Rig], prices: list[Price]) -> tuple[tuple[Rig, ...],
         ranks = lowest[price.rig]
         ranks[price.spot] = min(ranks[price.spot], _rank(price))
     order = sorted(range(len(rigs)), key=lambda place: -rigs[place].network_bytes_per_s)
-    best: dict[tuple[str, int, int, int], list[float]] = {}
+    best: dict[tuple[str, int, int, int, bool], list[float]] = {}
     kept: list[int] = []
     for place in order:
         rig = rigs[place]
@@ -87,7 +86,8 @@ def _rig(catalog: Catalog, offer: Offer) -> Rig:
         network_bytes_per_s=network,
         peak_flops=device.peak_flops,
         reachable=math.nan if device.reachable is None else device.reachable,
-        most_nodes=1 if offer.cloud == HERE else 1 << 20,
+        most_nodes=offer.most_nodes or 1 << 20,
+        is_here=offer.cloud == HERE,
     )
 
 

@@ -72,6 +72,8 @@ class Rig:
     reachable: float = float("nan")
     """Share of its peak that was measured in large products."""
     most_nodes: int = 1 << 20
+    is_here: bool = False
+    """Whether it is this machine."""
     time_factor: float = 1.0
     """What runs on this very hardware took, by what was foretold for them."""
     memory_factor: float = 1.0
@@ -84,9 +86,9 @@ class Rig:
         return min(self.most_nodes, 1) if self.devices & (self.devices - 1) else self.most_nodes
 
     @property
-    def kind(self) -> tuple[str, int, int, int]:
+    def kind(self) -> tuple[str, int, int, int, bool]:
         """All of it but the network between nodes."""
-        return self.device, self.devices, self.domain, self.most_nodes
+        return self.device, self.devices, self.domain, self.most_nodes, self.is_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,13 +109,6 @@ def flops_per_token(shape: ModelShape, seq: int) -> float:
     return 4.0 * met_matrices(shape) + 6.0 * added + attention_flops_per_token(shape, seq)
 
 
-def flops_per_sample(shape: ModelShape, seq: int) -> float:
-    """Forward and backward of one sample."""
-    if shape.kind == "measured":
-        return shape.measured_flops
-    return seq * flops_per_token(shape, seq)
-
-
 def attention_flops_per_token(shape: ModelShape, seq: int) -> float:
     """Of scores and weighted sums alone, forward and backward."""
     attending = shape.attending

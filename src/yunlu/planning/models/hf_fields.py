@@ -74,7 +74,7 @@ class Fields:
             names = ALIASES[meaning]
             raise ModelError(
                 f"{self.where}: the field {names[0]!r} is missing: {expected}.",
-                hint=f"add it (or one of {', '.join(map(repr, names[1:]))})"
+                hint=f"add it (or {' or '.join(map(repr, names[1:]))})"
                 if len(names) > 1
                 else "add it",
             )

@@ -60,11 +60,6 @@ def find_config(name: str) -> dict[str, Any] | None:
     return None
 
 
-def list_models() -> tuple[str, ...]:
-    """The names of all models known here."""
-    return tuple(dict.fromkeys(config["_name_or_path"] for config in _table().values()))
-
-
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     """Configurations by every spelling."""

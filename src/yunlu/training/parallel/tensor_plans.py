@@ -157,8 +157,7 @@ def _cut_hf(model: nn.Module, ways: int) -> Styles:
             )
     _check_heads(model, styles, ways)
     _keep_ends_whole(model, styles, ways)
-    if not any(style in _COLWISE for style in styles.values()):
-        raise _refuse(f"the tensor-parallel plan of {type(model).__name__} names no layer of it")
+    _check_blocks(model, styles)
     return styles
 
 
@@ -171,6 +170,20 @@ def _check_parameters(model: nn.Module, plan: dict[str, str]) -> None:
                 f"the tensor-parallel plan of {type(model).__name__} cuts the bare weight {name} "
                 f"by {plan[pattern]!r}, which is not supported"
             )
+
+
+def _check_blocks(model: nn.Module, styles: Styles) -> None:
+    """Some plans name the head alone: every worker would compute every block, for nothing."""
+    in_blocks = (style for name, style in styles.items() if "*" in _without_numbers(name))
+    if any(style in _COLWISE for style in in_blocks):
+        return
+    if any(_without_numbers(name).endswith(".experts") for name, _ in model.named_modules()):
+        why = ": the weights of its experts belong to no layer of their own"
+    else:
+        why = f", only {', '.join(styles)}" if styles else ""
+    raise _refuse(
+        f"the tensor-parallel plan of {type(model).__name__} cuts none of its blocks{why}"
+    )
 
 
 def _check_heads(model: nn.Module, styles: Styles, ways: int) -> None:

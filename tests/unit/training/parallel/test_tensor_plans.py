@@ -138,6 +138,27 @@ def test_the_sequence_is_only_cut_in_our_transformers() -> None:
     assert "sequence" in (why_not_tensor(_llama(), 2, sequence=True) or "")
 
 
+def test_a_plan_that_names_the_head_alone_is_refused() -> None:
+    """GPT-OSS in training: its experts' weights are bare, and its plan leaves every block whole."""
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        )
+    )
+    assert why_not_tensor(model, 2) == (
+        "the tensor-parallel plan of GptOssForCausalLM cuts none of its blocks: the weights of its "
+        "experts belong to no layer of their own"
+    )
+
+
 def test_models_without_a_plan_and_unknown_ways_to_cut_are_refused() -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2)

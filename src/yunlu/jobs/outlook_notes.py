@@ -1,0 +1,57 @@
+"""What to know of a job's options besides their figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.catalog.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
+from yunlu.planning.conflicts import find_clashes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yunlu.planning.choice.options import Options
+    from yunlu.planning.choice.rigs import Price
+    from yunlu.spec.job import Job
+
+
+def note_lone(job: Job) -> list[str]:
+    """What keeps the job on one device, whatever the hardware."""
+    return [
+        f"one device only, for {clash.key}: {clash.why}"
+        for clash in find_clashes(job)
+        if {"dp", "fsdp", "tp", "pp"} <= set(clash.axes)
+    ]
+
+
+def note_terms(options: Options, prices: Iterable[Price]) -> list[str]:
+    """What is less sure of the hardware that is shown than its figures look."""
+    terms = {
+        (price.offer.cloud, price.offer.instance, price.offer.region): price.offer.terms
+        for price in prices
+    }
+    assumed, floor = list[str](), list[str]()
+    for option in options:
+        each = option.hardware
+        said = terms.get((each.cloud, each.instance, each.region), "")
+        if each.nodes > 1 and ASSUMED_NETWORK in said:
+            assumed.append(f"{each.cloud}:{each.instance}")
+        if each.spot and SPOT_FLOOR in said:
+            floor.append(f"{each.cloud}:{each.instance}")
+    notes: list[str] = []
+    if assumed:
+        names = ", ".join(dict.fromkeys(assumed))
+        notes.append(f"the network between nodes of {names} is assumed, not published")
+    if floor:
+        names = ", ".join(dict.fromkeys(floor))
+        notes.append(f"the spot price of {names} is the least the cloud asks: it may not be had")
+    return notes
+
+
+def note_prices(options: Options) -> list[str]:
+    """Whose price nobody knows, and how to set it."""
+    unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
+    if not unknown:
+        return []
+    names = ", ".join(sorted({f"{each.cloud}:{each.instance}" for each in unknown}))
+    return [f"no price is known of {names}; set one with: yunlu catalog add FILE"]

@@ -13,6 +13,7 @@ from benchmarks.planner_parts import memory_evidence
 from benchmarks.planner_parts.fit_memory import Fit, fit, foretell
 from benchmarks.planner_parts.memory_protocols import SWEEP, leave_model_out
 from yunlu.planning.foretell.constants import STACKS
+from yunlu.planning.foretell.intervals import widening
 from yunlu.planning.foretell.memory import cannot_run, peak_memory
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from benchmarks.planner_parts.memory_evidence import MemoryEvidence
 
 LOW, HIGH = 0.1, 0.9
-FEW = 3
-"""Models with fewer beside them borrow from other sources what their spread may be."""
+FEW = 2
+"""Sources with no more models to learn from borrow from others what their spread may be."""
 Row = dict[str, str | float]
 
 
@@ -73,9 +74,7 @@ def judge(folds: Folds, source: str) -> Row:
         error = folds.errors(source, model)
         # The interval, too, comes from models that it is not judged on.
         seen = [folds.errors(source, other, (source, model)) for other in models if other != model]
-        if len(seen) < FEW:
-            seen += _elsewhere(folds, source, (source, model))
-        low, high = _quantiles(seen)
+        low, high = _ends(folds, source, seen, (source, model))
         errors.append(error)
         inside.append((-error >= low) & (-error <= high))
     error = np.concatenate(errors)
@@ -111,7 +110,7 @@ def screen(folds: Folds) -> Row:
 
 
 def sweep_usable_share(folds: Folds, fitted: Fit, *, without: str = "") -> float:
-    """The share of memory from which runs of the sweep fail, but for those of one model."""
+    """The share of memory that tells best who of the sweep ran, but for those of one model."""
     own = (folds.evidence.source == SWEEP) & (folds.evidence.model != without)
     return round(usable_share(_fullness(folds.evidence, fitted, own), folds.evidence.ran[own]), 3)
 
@@ -124,17 +123,7 @@ def _fullness(evidence: MemoryEvidence, fitted: Fit, rows: np.ndarray) -> np.nda
 
 
 def usable_share(fullness: np.ndarray, ran: np.ndarray) -> float:
-    """The share of memory above which as many would be refused in vain as would be let through."""
-    shares = np.linspace(0.6, 1.0, 81)
-    vain = np.array([int(((fullness > share) & ran).sum()) for share in shares])
-    missed = np.array([int(((fullness <= share) & ~ran).sum()) for share in shares])
-    return float(shares[int(np.argmin(np.abs(vain - missed)))])
-
-
-def turning_share(folds: Folds, fitted: Fit, *, without: str) -> float:
-    """The share of memory that tells best who ran, where running is as likely as failing."""
-    own = (folds.evidence.source == SWEEP) & (folds.evidence.model != without)
-    fullness, ran = _fullness(folds.evidence, fitted, own), folds.evidence.ran[own]
+    """The share of memory above which to refuse, so that the fewest are told wrongly."""
     shares = np.linspace(0.6, 1.0, 81)
     wrong = np.array([int(((fullness > share) == ran).sum()) for share in shares])
     return float(np.median(shares[wrong == wrong.min()]))
@@ -147,7 +136,7 @@ def spreads(folds: Folds) -> dict[str, list[float]]:
     every: list[np.ndarray] = []
     for source in memory_evidence.SOURCES:
         errors = [folds.errors(source, model) for model in folds.models(source)]
-        low, high = _quantiles(errors if len(errors) > FEW else errors + _elsewhere(folds, source))
+        low, high = _ends(folds, source, errors)
         stack = STACKS[int(evidence.points.stack[evidence.source == source][0])]
         found[stack] = [round(float(np.exp(low)), 3), round(float(np.exp(high)), 3)]
         every.append(np.concatenate(errors))
@@ -155,6 +144,17 @@ def spreads(folds: Folds) -> dict[str, list[float]]:
     low, high = _quantiles(every)
     found["unknown"] = [round(float(np.exp(1.5 * low)), 3), round(float(np.exp(1.5 * high)), 3)]
     return found
+
+
+def _ends(
+    folds: Folds, source: str, errors: list[np.ndarray], *held: tuple[str, str]
+) -> tuple[float, float]:
+    """The quantiles of a source; of few models with what others tell, and wider."""
+    if len(errors) > FEW:
+        return _quantiles(errors)
+    low, high = _quantiles([*errors, *_elsewhere(folds, source, *held)])
+    middle, half = (low + high) / 2, (high - low) / 2 * widening(len(errors))
+    return middle - half, middle + half
 
 
 def _elsewhere(folds: Folds, source: str, *held: tuple[str, str]) -> list[np.ndarray]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.planner_parts import protocols
-from benchmarks.planner_parts.fit_time import fit_model, foretell
-from benchmarks.planner_parts.protocols import COLD_SOURCES, SCALE_SOURCES, Fold
+from benchmarks.planner_parts.evidence import COLD_SOURCES
+from benchmarks.planner_parts.fit_experts import SOURCE as ROUTED_SOURCE
+from benchmarks.planner_parts.fit_experts import fit_experts, routed_errors
+from benchmarks.planner_parts.fit_time import Fit, fit, fit_model, foretell
+from benchmarks.planner_parts.protocols import SCALE_SOURCES, Fold
 from yunlu.planning.foretell.intervals import Spread, make_spread, spread_factors
 
 if TYPE_CHECKING:
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
     from benchmarks.planner_parts.evidence import Evidence
 
+WORKERS = os.cpu_count() or 1
 MEDIAN_SOURCES = ("nanotron_playbook",)
 COVER = (0.75, 0.85)
 
@@ -38,14 +46,23 @@ class Figure:
         return asdict(self)
 
 
+def fold_errors(evidence: Evidence, folds: Iterable[Fold]) -> list[tuple[Fold, np.ndarray]]:
+    """For each fold: logs of measured over foretold of its test rows. Folds share the processors."""
+    wanted = [fold for fold in folds if fold.test.any()]
+    if len(wanted) < 2 or WORKERS < 2:
+        return [(fold, _errors(evidence, fold)) for fold in wanted]
+    with ProcessPoolExecutor(min(WORKERS, len(wanted)), get_context("fork")) as pool:
+        return list(zip(wanted, pool.map(partial(_errors, evidence), wanted), strict=True))
+
+
+def _errors(evidence: Evidence, fold: Fold) -> np.ndarray:
+    foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
+    return np.log(evidence.measured[fold.test] / foretold)
+
+
 def score_folds(evidence: Evidence, folds: Iterable[Fold], protocol: str, source: str) -> Figure:
     """The error of all folds' test rows together."""
-    errors = []
-    for fold in folds:
-        if not fold.test.any():
-            continue
-        foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
-        errors.append(np.abs(foretold / evidence.measured[fold.test] - 1))
+    errors = [np.abs(np.expm1(-error)) for _, error in fold_errors(evidence, folds)]
     every = np.concatenate(errors) if errors else np.array([np.nan])
     return Figure(
         protocol, source, len(every), 100 * float(every.mean()), 100 * float(np.median(every))
@@ -82,6 +99,9 @@ def evaluate(evidence: Evidence, say: Callable[[Figure], None]) -> list[Figure]:
     for source in SCALE_SOURCES:
         folds = protocols.scale_out(evidence, source)
         add(score_folds(evidence, folds, "scale-out", source))
+    routed = 100 * np.abs(np.expm1(-routed_model_errors(evidence, fit(evidence, evidence.timed))))
+    middle = float(np.median(routed))
+    add(Figure("LOMO, experts", ROUTED_SOURCE, len(routed), float(routed.mean()), middle))
     for figure in coverage(evidence, *out_of_fold_errors(evidence), cold_quantiles(apart)):
         add(figure)
     return found
@@ -90,22 +110,27 @@ def evaluate(evidence: Evidence, say: Callable[[Figure], None]) -> list[Figure]:
 def out_of_fold_errors(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """For each timed row: log of measured over foretold, its model unseen; and its fold."""
     errors, folds = np.full(len(evidence), np.nan), np.full(len(evidence), -1)
-    for place, fold in enumerate(protocols.model_folds(evidence)):
-        foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
-        errors[fold.test] = np.log(evidence.measured[fold.test] / foretold)
-        folds[fold.test] = place
+    found = fold_errors(evidence, protocols.model_folds(evidence))
+    for place, (fold, error) in enumerate(found):
+        errors[fold.test], folds[fold.test] = error, place
     return errors, folds
+
+
+def routed_model_errors(evidence: Evidence, dense: Fit) -> np.ndarray:
+    """Of models with experts, each unseen: logs of measured over foretold."""
+    folds = protocols.leave_routed_model_out(evidence, ROUTED_SOURCE)
+    return np.concatenate(
+        [
+            routed_errors(evidence, fit_experts(evidence, dense, fold.fit), fold.test)
+            for fold in folds
+        ]
+    )
 
 
 def cold_errors(evidence: Evidence) -> dict[str, np.ndarray]:
     """For each source: logs of measured over foretold, the source unseen."""
-    found = {}
-    for source in COLD_SOURCES:
-        for fold in protocols.cold_start(evidence, source):
-            if fold.test.any():
-                foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
-                found[source] = np.log(evidence.measured[fold.test] / foretold)
-    return found
+    folds = [fold for source in COLD_SOURCES for fold in protocols.cold_start(evidence, source)]
+    return {fold.name.partition(":")[0]: error for fold, error in fold_errors(evidence, folds)}
 
 
 def cold_quantiles(errors: dict[str, np.ndarray]) -> tuple[float, float]:

@@ -13,9 +13,11 @@ from yunlu.catalog.catalog import load_catalog
 from yunlu.planning.foretell.rows import measured_tokens_per_s, read_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from yunlu.planning.foretell.points import Points
 
-SOURCES = (
+COLD_SOURCES = (
     "vtrain_single",
     "vtrain_multi",
     "llm_foundry",
@@ -27,9 +29,10 @@ SOURCES = (
     "nanotron_playbook",
     "tpu_maxtext",
     "trainium",
-    "finetune_fms_acceleration",
 )
-"""Files of the evidence, without ``.csv``."""
+"""Files of the evidence, without ``.csv``, that the throughput protocols are about."""
+FINE_TUNING = "finetune_fms_acceleration"
+SOURCES = (*COLD_SOURCES, FINE_TUNING)
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "evidence" / "planner"
 
@@ -54,18 +57,40 @@ class Evidence:
     @property
     def timed(self) -> np.ndarray:
         """Rows whose throughput was measured and that the throughput protocols are about."""
-        dense = self.points.experts <= 1
-        kept = np.isin(self.source, [s for s in SOURCES if s != "finetune_fms_acceleration"])
-        return np.isfinite(self.measured) & dense & kept
+        return self._judged & (self.points.experts <= 1)
+
+    @property
+    def routed(self) -> np.ndarray:
+        """The same of models with experts; apart, since the frozen protocols are about dense ones."""
+        return self._judged & (self.points.experts > 1)
+
+    @property
+    def _judged(self) -> np.ndarray:
+        return np.isfinite(self.measured) & np.isin(self.source, COLD_SOURCES)
 
 
-def load(folder: Path = DEFAULT_FOLDER) -> Evidence:
-    """All sources of a folder, in their fixed order."""
+@dataclass(frozen=True)
+class Table:
+    """Rows of several files that can be foretold, and why the others cannot."""
+
+    rows: list[dict[str, str]]
+    points: Points
+    cores: np.ndarray
+    source: np.ndarray
+    reasons: dict[str, dict[str, int]]
+
+
+def read_tables(
+    folder: Path,
+    names: Sequence[str],
+    complete: Callable[[str, dict[str, str]], dict[str, str]] = lambda _, row: row,
+) -> Table:
+    """The named files in their order; ``complete`` may fill in what a source says elsewhere."""
     rows: list[dict[str, str]] = []
     source: list[str] = []
-    for name in SOURCES:
+    for name in names:
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-            part = list(csv.DictReader(file))
+            part = [complete(name, row) for row in csv.DictReader(file)]
         rows += part
         source += [name] * len(part)
     reading = read_rows(rows, load_catalog())
@@ -73,15 +98,25 @@ def load(folder: Path = DEFAULT_FOLDER) -> Evidence:
     for position, reason in reading.reasons.items():
         counts = reasons.setdefault(source[position], {})
         counts[reason] = counts.get(reason, 0) + 1
-    kept = [rows[i] for i in reading.index]
-    ok = np.array([row["status"] == "ok" for row in kept])
-    measured = np.where(ok, measured_tokens_per_s(kept), np.nan)
-    return Evidence(
-        rows=kept,
+    return Table(
+        rows=[rows[place] for place in reading.index],
         points=reading.points,
         cores=reading.cores,
         source=np.array(source)[reading.index],
-        model=np.array([row["model"].lower() for row in kept]),
-        measured=measured,
         reasons=reasons,
+    )
+
+
+def load(folder: Path = DEFAULT_FOLDER) -> Evidence:
+    """All sources of a folder, in their fixed order."""
+    table = read_tables(folder, SOURCES)
+    ran = np.array([row["status"] == "ok" for row in table.rows])
+    return Evidence(
+        rows=table.rows,
+        points=table.points,
+        cores=table.cores,
+        source=table.source,
+        model=np.array([row["model"].lower() for row in table.rows]),
+        measured=np.where(ran, measured_tokens_per_s(table.rows), np.nan),
+        reasons=table.reasons,
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NOISE = {"nanotron_playbook": 0.15}
 """Spread of a source's log errors that no model would explain; 0.05 elsewhere."""
 USUAL_NOISE = 0.05
+OWN_NOISE = 0.02
+"""The same where stacks depart: within a stack, rows far off are sick runs, and are heard less."""
 SHARED_VOICE = {
     "*": 40.0,
     "nanotron_playbook": 10.0,
@@ -79,7 +81,7 @@ class _Problem:
         self.weight = np.empty(len(chosen))
         for name in set(source):
             mine = source == name
-            noise = NOISE.get(name, USUAL_NOISE)
+            noise = NOISE.get(name, USUAL_NOISE if move_shared else OWN_NOISE)
             self.weight[mine] = min(1.0, np.sqrt(voice.get(name, voice["*"]) / mine.sum())) / noise
         self.present = sorted(set(self.stack))
         self.free = [k for k in range(_SHARED) if _STACK_SPREADS[k] > 0]

@@ -12,7 +12,7 @@ from sklearn.ensemble import GradientBoostingRegressor
 
 from benchmarks.planner_parts import evidence as timed_evidence
 from benchmarks.planner_parts import fit_time, memory_evidence
-from benchmarks.planner_parts.evaluate_memory import Folds, turning_share
+from benchmarks.planner_parts.evaluate_memory import Folds, sweep_usable_share
 from benchmarks.planner_parts.memory_protocols import (
     PROBES,
     SWEEP,
@@ -76,7 +76,7 @@ def foretell(evidence: Evidence, folds: Folds) -> Predictions:
         speed[fold.test] = _speeds(evidence, folds, fold)
         fitted = folds.without((SWEEP, fold.name))
         peak = peak_memory(points, fitted.constants).total
-        usable = turning_share(folds, fitted, without=fold.name)
+        usable = sweep_usable_share(folds, fitted, without=fold.name)
         room[fold.test] = np.log(usable * points.memory_bytes / peak)
         runs[fold.test] = np.where(cannot_run(points, fitted.constants), 1e-6, 1.0)
     return Predictions(

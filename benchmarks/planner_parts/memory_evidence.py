@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.planner_parts.evidence import DEFAULT_FOLDER
-from yunlu.catalog.catalog import load_catalog
-from yunlu.planning.foretell.rows import read_rows
+from benchmarks.planner_parts.evidence import DEFAULT_FOLDER, FINE_TUNING, read_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.planning.foretell.points import Points
 
-SOURCES = ("nanotron_playbook", "torchtitan", "finetune_fms_acceleration")
+SOURCES = ("nanotron_playbook", "torchtitan", FINE_TUNING)
 UNIT_BYTES = {"nanotron_playbook": 2**30}
 """Bytes of the unit of ``peak_mem_gb``: nanotron's log divides by 2^30; others were converted."""
 DEVICE_MIB = {
@@ -31,7 +28,6 @@ DEVICE_MIB = {
 FULL_VOICE = 150
 """Rows with which a source has its full say; more rows count together as the root of their number."""
 
-FINE_TUNING = "finetune_fms_acceleration"
 _FINE_TUNING_DEFAULTS = {"seq_len": "4096", "act_ckpt": "full"}
 """Of the fine-tuning table's own scripts: benchmark.py packs to 4096 tokens, and defaults.yaml
 has gradient_checkpointing on."""
@@ -64,22 +60,8 @@ class MemoryEvidence:
 
 def load(folder: Path = DEFAULT_FOLDER) -> MemoryEvidence:
     """All sources of a folder that have to do with memory, in their fixed order."""
-    rows: list[dict[str, str]] = []
-    source: list[str] = []
-    for name in SOURCES:
-        with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-            part = list(csv.DictReader(file))
-        if name == FINE_TUNING:
-            part = [_with_defaults(row) for row in part]
-        rows += part
-        source += [name] * len(part)
-    reading = read_rows(rows, load_catalog())
-    reasons: dict[str, dict[str, int]] = {}
-    for position, reason in reading.reasons.items():
-        counts = reasons.setdefault(source[position], {})
-        counts[reason] = counts.get(reason, 0) + 1
-    kept = [rows[place] for place in reading.index]
-    names = np.array(source)[reading.index]
+    table = read_tables(folder, SOURCES, _with_defaults)
+    kept, names = table.rows, table.source
     ran = np.array([row["status"] == "ok" for row in kept])
     unit = np.array([UNIT_BYTES.get(name, 1e9) for name in names], dtype=float)
     said = np.array([float(row["peak_mem_gb"] or "nan") for row in kept])
@@ -89,19 +71,21 @@ def load(folder: Path = DEFAULT_FOLDER) -> MemoryEvidence:
     mib = np.array([DEVICE_MIB[row["gpu_type"]] for row in kept], dtype=float)
     return MemoryEvidence(
         rows=kept,
-        points=reading.points.with_columns(
-            memory_bytes=mib * 2**20, vocab=np.where(fused, 0.0, reading.points.vocab)
+        points=table.points.with_columns(
+            memory_bytes=mib * 2**20, vocab=np.where(fused, 0.0, table.points.vocab)
         ),
         source=names,
         model=np.array([_family(row["model"]) for row in kept]),
         ran=ran,
         measured_bytes=np.where(ran, said * unit, np.nan),
         tokens_per_s=np.where(ran, speed, 0.0),
-        reasons=reasons,
+        reasons=table.reasons,
     )
 
 
-def _with_defaults(row: dict[str, str]) -> dict[str, str]:
+def _with_defaults(source: str, row: dict[str, str]) -> dict[str, str]:
+    if source != FINE_TUNING:
+        return row
     # Sequences of the table's other data set are as long as they are: nobody wrote it down.
     unknown = "refs_orca" in row["source"] or "padding-free" in row["notes"]
     seq = row["seq_len"] or ("" if unknown else _FINE_TUNING_DEFAULTS["seq_len"])

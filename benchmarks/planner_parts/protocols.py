@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 
     from benchmarks.planner_parts.evidence import Evidence
 
-COLD_SOURCES = (
-    "vtrain_single",
-    "vtrain_multi",
-    "llm_foundry",
-    "megatron_bridge",
-    "nemo",
-    "torchtitan",
-    "fms_fsdp",
-    "ascend",
-    "nanotron_playbook",
-    "tpu_maxtext",
-    "trainium",
-)
 SCALE_SOURCES = ("llm_foundry", "nanotron_playbook", "megatron_bridge", "nemo", "torchtitan")
 SCALE_DEVICES = 64
 SEEDS = (0, 1, 2)
@@ -70,6 +57,15 @@ def scale_out(evidence: Evidence, source: str) -> Iterator[Fold]:
     own = evidence.timed & (evidence.source == source)
     test = own & (evidence.points.devices > SCALE_DEVICES)
     yield Fold(f"{source}:scale", evidence.timed & ~test, test)
+
+
+def leave_routed_model_out(evidence: Evidence, source: str) -> Iterator[Fold]:
+    """Models with experts in turn; variants in brackets are one model. Dense rows are in no fold."""
+    own = evidence.routed & (evidence.source == source)
+    family = np.array([model.partition(" (")[0] for model in evidence.model])
+    for model in sorted(set(family[own])):
+        test = own & (family == model)
+        yield Fold(f"{source}:{model}", evidence.routed & ~test, test)
 
 
 def model_folds(evidence: Evidence, count: int = 5) -> Iterator[Fold]:

@@ -111,6 +111,11 @@ PRIORS: dict[str, Prior] = {
     "context_exposed": Prior(0.4, 0.5),
     "stall_s": Prior(1e-3, 0.5, 3.0),
     "imbalance": Prior(0.6, 0.4, 0.5),
+    # Where tokens choose experts: fitted apart, on models that have some.
+    "expert_share": Prior(0.7, 0.3),
+    "expert_launches": Prior(3.0, 0.5),
+    "exchange_exposed": Prior(0.5, 0.3),
+    "route_passes": Prior(8.0, 0.6),
     "bubble": Prior(1.0, 0.1, 0.15),
     "optimizer_bytes": Prior(30.0, 0.3, 0.3),
     "step_s": Prior(5e-3, 0.8, 0.8),
@@ -119,6 +124,8 @@ PRIORS: dict[str, Prior] = {
 """Every constant of the model. What each stands for: docs/planner-model.md."""
 
 NAMES = tuple(PRIORS)
+OF_EXPERTS = ("expert_share", "expert_launches", "exchange_exposed", "route_passes")
+"""Constants that no dense model has a use for."""
 
 
 @dataclass(frozen=True, slots=True)

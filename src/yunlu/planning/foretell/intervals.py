@@ -2,7 +2,7 @@
 
 Factors are quantiles of log errors on rows whose model (and, for unknown stacks, whose whole source)
 no constant had seen: split conformal prediction (Vovk et al. 2005; Lei et al. 2018), by stack, drawn
-towards all stacks where a stack has few rows.
+towards all stacks where a stack has few rows, and wider where it has few models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 _WIDER_PER_DOUBLING = 0.1
 """By how much an interval widens for each doubling of devices beyond those seen."""
-_ROWS_OF_THE_POOL = 8.0
+_ROWS_OF_THE_POOL = 4.0
 """As how many rows of a stack the quantiles of a cold start count."""
+_MODELS_OF_THE_POOL = 2
+"""The same of its models."""
+_NORMAL_90 = 1.2816
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Spread:
     """``[stack, 0 inside a node or 1 beyond]``; of stacks never seen, those of a cold start."""
     devices: Column
     """``[stack]``: most devices of a measured row."""
+    experts: tuple[float, float] = (-0.45, 0.35)
+    """The quantiles of models with experts, of any stack: the least that is said of these."""
 
 
 def spread_factors(points: Points, spread: Spread | None = None) -> tuple[Column, Column]:
@@ -45,7 +50,11 @@ def spread_factors(points: Points, spread: Spread | None = None) -> tuple[Column
     beyond = np.log2(np.maximum(points.devices / spread.devices[stack], 1.0))
     wider = 1.0 + _WIDER_PER_DOUBLING * beyond
     wide = is_wide(points).astype(np.intp)
-    return np.exp(spread.low[stack, wide] * wider), np.exp(spread.high[stack, wide] * wider)
+    low, high = spread.low[stack, wide], spread.high[stack, wide]
+    routed = points.experts > 1.0
+    low = np.where(routed, np.minimum(low, spread.experts[0]), low)
+    high = np.where(routed, np.maximum(high, spread.experts[1]), high)
+    return np.exp(low * wider), np.exp(high * wider)
 
 
 def make_spread(errors: Column, points: Points, cold: tuple[float, float]) -> Spread:
@@ -61,23 +70,43 @@ def make_spread(errors: Column, points: Points, cold: tuple[float, float]) -> Sp
             if not mine.any():
                 continue
             few = _ROWS_OF_THE_POOL / (mine.sum() + _ROWS_OF_THE_POOL)
-            for table, level, other in ((low, 0.1, cold[0]), (high, 0.9, cold[1])):
-                told = float(np.quantile(errors[mine], level, method="weibull"))
-                table[index, place] = (1.0 - few) * told + few * other
+            told = np.quantile(errors[mine], (0.1, 0.9), method="weibull")
+            ends = (1.0 - few) * told + few * np.array(cold)
+            # Rows of one model err alike: how much models differ is known from as many as there are.
+            half = 0.5 * (ends[1] - ends[0]) * widening(_models(points, mine))
+            low[index, place], high[index, place] = ends.mean() - half, ends.mean() + half
     return Spread(np.minimum(low, -0.01), np.maximum(high, 0.01), most)
+
+
+def _models(points: Points, rows: Column) -> int:
+    shapes = np.stack([points.layers, points.hidden, points.ffn, points.vocab], axis=1)
+    return len(np.unique(shapes[rows], axis=0))
+
+
+def widening(models: int) -> float:
+    """By how much wider an interval is that few models tell: Student's t over the normal, at 90 %.
+
+    An expansion in one over the degrees of freedom (Fisher 1925); the pool lends some.
+    """
+    z, freedom = _NORMAL_90, models + _MODELS_OF_THE_POOL
+    first, second = (z**3 + z) / 4.0, (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
+    return (z + first / freedom + second / freedom**2) / z
 
 
 def read_spread(data: Mapping[str, Mapping[str, Any]]) -> Spread:
     """From what ``write_spread`` made; stacks left out are as ``unknown``."""
     entries = [data.get(stack, data["unknown"]) for stack in STACKS]
-    return Spread(
-        *(np.array([entry[key] for entry in entries]) for key in ("low", "high", "devices"))
+    low, high, devices = (
+        np.array([entry[key] for entry in entries]) for key in ("low", "high", "devices")
     )
+    if "experts" not in data:
+        return Spread(low, high, devices)
+    return Spread(low, high, devices, (data["experts"]["low"], data["experts"]["high"]))
 
 
 def write_spread(spread: Spread) -> dict[str, dict[str, Any]]:
     """Plain numbers for JSON."""
-    return {
+    by_stack: dict[str, dict[str, Any]] = {
         stack: {
             "low": np.round(spread.low[index], 4).tolist(),
             "high": np.round(spread.high[index], 4).tolist(),
@@ -85,6 +114,8 @@ def write_spread(spread: Spread) -> dict[str, dict[str, Any]]:
         }
         for index, stack in enumerate(STACKS)
     }
+    low, high = (round(end, 4) for end in spread.experts)
+    return {**by_stack, "experts": {"low": low, "high": high}}
 
 
 @cache

@@ -24,8 +24,9 @@ _NEXT_BEST: dict[Kind, Kind] = {"convolution_back": "convolution", "attention": 
 """What stands for a kind that was not measured; sums do for what only moves, products for the rest."""
 _PASS_CALLS = 25
 """Python around the operators of a pass, in calls of one: the task, the loss, the batch."""
-_STEP_CALLS = 90
-"""Operators and calls of the engine's own in a step: counts, norm, loss to the host, the log."""
+_STEP_CALLS = 15
+"""Operators and calls of the engine's own in a step, whatever the model: counts, loss to the host, the
+log. What grows with the model (the norm, clearing gradients) is one call more a trained tensor."""
 _UPDATE_CALLS = 12
 """Operators that make up Adam where no kernel has them all."""
 _UPDATE_PASSES = 2.5

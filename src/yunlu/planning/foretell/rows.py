@@ -190,7 +190,8 @@ def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
         **split,
         **_hardware(device, precision, split["cores"], row),
         "seq": seq,
-        "recompute": float(_recompute(row)),
+        # The least fleet that holds the states has no room for activations.
+        "recompute": float(_recompute(row, is_full=_is_guessed(row) and split["devices"] > 1)),
         "precision": float(PRECISIONS.index(precision)),
         "stack": float(STACKS.index(stack_of(row))),
     }
@@ -221,8 +222,7 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
     cp = number(row, "cp") or 1.0
     told = number(row, "dp")
     gpus = number(row, "gpus")
-    layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp", "cp"))
-    devices = gpus or ((told or 1.0) * tp * pp * cp if layout_is_told else needed)
+    devices = gpus or (needed if _is_guessed(row) else (told or 1.0) * tp * pp * cp)
     cp = _cut_by_need(row, devices) or cp
     rest = tp * pp * cp
     cores = 1.0
@@ -257,6 +257,11 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
         "zero": float(zero),
         "sequence": float(tp > 1 and _cuts_sequence(row)),
     }
+
+
+def _is_guessed(row: Row) -> bool:
+    """Whether neither the number of devices nor the layout is told."""
+    return not any(row.get(name) for name in ("gpus", "dp", "tp", "pp", "cp"))
 
 
 def _cut_by_need(row: Row, devices: float) -> float | None:
@@ -382,8 +387,9 @@ def precision_of(text: str) -> str:
     raise UnreadableRowError(f"precision {text!r} is not one of {', '.join(PRECISIONS)}")
 
 
-def _recompute(row: Row) -> int:
+def _recompute(row: Row, *, is_full: bool) -> int:
     text = (row.get("act_ckpt") or "").strip().lower()
     if text in RECOMPUTE:
         return RECOMPUTE.index(text)
-    return RECOMPUTE.index("full") if text in {"1", "true", "yes", "on", "block"} else 0
+    told = text in {"1", "true", "yes", "on", "block"}
+    return RECOMPUTE.index("full") if told or (not text and is_full) else 0

@@ -84,6 +84,8 @@ def _step_time(points: Points, constants: Constants) -> StepTime:
     layer_s, head_s = _compute(points, c, tokens)
     tensor_s = _tensor(points, c, tokens)
     block_s = layer_s + tensor_s + _context(points, c, tokens)
+    if np.any(points.experts > 1.0):
+        block_s = block_s + _exchange(points, c, tokens)
     depth = points.layers / points.pp
 
     # The slowest stage sets the pace; the others wait for it (unequal stages, see the docs).
@@ -153,6 +155,12 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
     )
     share = tokens / p.tp
     gemm_s = matrices * share * loss / speed
+    routed = p.experts > 1.0
+    if np.any(routed):
+        # Products of experts are many and small, and the one with most tokens is waited for.
+        of_experts = 2.0 * passes * (2.0 + p.gated) * width * p.ffn
+        of_experts = np.where(routed, np.minimum(of_experts / np.maximum(matrices, 1.0), 1.0), 0.0)
+        gemm_s = gemm_s * (1.0 + of_experts * (1.0 / c["expert_share"] - 1.0))
     late = np.exp(steep * c["attention_power"] * c["tuned_power"])
     kernel = c["attention_share"] * c["first_flash"]
     attention_s = attention * share * late / (peak16 * kernel)
@@ -175,7 +183,7 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
         + plain_s * (1.0 + again + np.where(products > 0, some, 0.0))
         + (attention_s + score_s) * (1.0 + inner)
     )
-    launch_s = c["launch_s"] * (1.0 + again)
+    launch_s = c["launch_s"] * (1.0 + again) * np.where(routed, c["expert_launches"], 1.0)
     layer_s = np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
     logits = share * p.vocab
     # The head stays at 16 bits too.
@@ -207,6 +215,20 @@ def _context(points: Points, c: dict[str, Any], tokens: Column) -> Column:
     ring = make_ring(points, points.cp, _inside(points, points.tp, points.cp), c)
     around = 4.0 * tokens * points.cp * points.kv_heads * points.head_dim / points.tp
     return 3.0 * c["context_exposed"] * ring.gather_s(around)
+
+
+def _exchange(points: Points, c: dict[str, Any], tokens: Column) -> Column:
+    """Seconds in which one block's tokens go to their experts and back, forward and backward.
+
+    Four all-to-alls; what a device keeps to itself is only copied (Lepikhin et al. 2020).
+    """
+    p = points
+    routed = np.where(p.experts > 1.0, 2.0 * tokens * p.hidden * p.active_experts / p.tp, 0.0)
+    inside = _inside(p, p.tp, p.ep)
+    near_s = (inside - 1.0) / p.ep * routed / (p.link_bytes_per_s * c["link_share"])
+    far_s = (p.ep - inside) / p.ep * routed / (p.network_bytes_per_s * c["network_share"])
+    copied_s = c["route_passes"] * routed / p.memory_bytes_per_s
+    return 4.0 * c["exchange_exposed"] * np.maximum(near_s, far_s) + copied_s
 
 
 def _pipe(points: Points, c: dict[str, Any], tokens: Column) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,8 +30,10 @@ from yunlu.planning.foretell.step_time import step_time
 COLD = (-0.5, 0.4)
 
 
-def spread_of(errors: np.ndarray, stack: str = "yunlu"):
-    return make_spread(errors, points(len(errors), stack=STACKS.index(stack)), COLD)
+def spread_of(errors: np.ndarray, stack: str = "yunlu", models: int = 100):
+    layers = 1.0 + np.arange(len(errors)) % models
+    asked = points(len(errors), stack=STACKS.index(stack)).with_columns(layers=layers)
+    return make_spread(errors, asked, COLD)
 
 
 def test_eight_of_ten_lie_inside() -> None:
@@ -46,6 +49,25 @@ def test_few_rows_are_drawn_towards_a_cold_start() -> None:
     few, many = (spread_of(np.linspace(-0.02, 0.02, count)) for count in (5, 500))
     place = STACKS.index("yunlu")
     assert few.low[place, 0] < many.low[place, 0] < 0 < many.high[place, 0] < few.high[place, 0]
+
+
+def test_few_models_tell_less_however_many_their_rows() -> None:
+    errors = np.random.default_rng(0).normal(0.0, 0.1, 600)
+    place = STACKS.index("yunlu")
+    widths = [
+        spread.high[place, 0] - spread.low[place, 0]
+        for spread in (spread_of(errors, models=count) for count in (1, 3, 100))
+    ]
+    assert widths[0] > 1.1 * widths[1] > 1.1 * widths[2]
+
+
+def test_a_model_with_experts_is_no_surer_than_those_seen() -> None:
+    spread = replace(spread_of(np.linspace(-0.02, 0.02, 500)), experts=(-0.3, 0.2))
+    dense = points(stack=STACKS.index("yunlu"))
+    routed = dense.with_columns(experts=8.0)
+    low, high = spread_factors(routed, spread)
+    assert (np.log(low[0]), np.log(high[0])) == pytest.approx((-0.3, 0.2))
+    assert spread_factors(dense, spread)[0][0] > low[0]
 
 
 def test_an_unseen_stack_is_as_a_cold_start() -> None:
@@ -66,6 +88,7 @@ def test_spread_survives_json() -> None:
     again = read_spread(json.loads(json.dumps(write_spread(spread))))
     assert np.allclose(again.low, spread.low, atol=1e-4)
     assert np.allclose(again.high, spread.high, atol=1e-4)
+    assert again.experts == pytest.approx(spread.experts, abs=1e-4)
 
 
 def forest() -> Forest:

@@ -6,7 +6,7 @@ import pytest
 
 from yunlu.catalog.catalog import load_catalog
 from yunlu.planning.foretell.constants import STACKS
-from yunlu.planning.foretell.points import PRECISIONS
+from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE
 from yunlu.planning.foretell.rows import (
     foretell_rows,
     measured_tokens_per_s,
@@ -190,6 +190,15 @@ def test_devices_that_nobody_told_hold_the_model() -> None:
     assert small.points.devices[0] == 1
     large = read(**empty, params="", layers="80", hidden="8192", heads="64", ffn="28672")
     assert large.points.devices[0] == 16
+
+
+def test_the_least_fleet_has_no_room_for_activations() -> None:
+    empty = dict.fromkeys(("gpus", "dp", "tp", "pp", "cp", "sharding", "global_batch"), "")
+    large = {"params": "", "layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672"}
+    full, none = float(RECOMPUTE.index("full")), float(RECOMPUTE.index("none"))
+    assert read(**empty, **large, act_ckpt="").points.recompute[0] == full
+    assert read(**empty, **large, act_ckpt="none").points.recompute[0] == none
+    assert read(act_ckpt="").points.recompute[0] == none  # its layout is told
 
 
 def test_the_network_of_a_documented_cluster() -> None:

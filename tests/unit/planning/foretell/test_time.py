@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from yunlu.planning.foretell.constants import (
     NAMES,
+    OF_EXPERTS,
     PRIORS,
     STACKS,
     default_constants,
@@ -108,6 +109,26 @@ def test_selective_recomputation_repeats_what_the_stack_says() -> None:
     # Half of the products of a forward pass against attention alone.
     assert 1.1 < extra["torchtitan"] < 1.25
     assert 1.0 < extra["unknown"] < 1.1
+
+
+def routed(**columns: float) -> Points:
+    """Tokens choose 8 of 64 experts, each an eighth as wide: as much work as the dense model."""
+    return points(1, experts=64.0, active_experts=8.0, parameters=4e10, trainable=4e10, **columns)
+
+
+def test_experts_cost_more_than_their_flops_and_most_across_nodes() -> None:
+    dense = step_time(points(dp=16.0), default_constants()).total_s[0]
+    alone, near, far = (
+        step_time(routed(dp=16.0, ep=ep), default_constants()).total_s[0] for ep in (1.0, 8.0, 16.0)
+    )
+    assert dense < alone < near < far
+
+
+def test_constants_of_experts_leave_dense_models_alone() -> None:
+    other = make_constants({name: 2 * PRIORS[name].value for name in OF_EXPERTS}, {})
+    for asked, changes in ((points(), False), (routed(ep=1.0), True)):
+        usual, changed = (step_time(asked, c).total_s[0] for c in (default_constants(), other))
+        assert (usual != changed) == changes
 
 
 def test_four_byte_activations_take_longer() -> None:

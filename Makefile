@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types check install clean bench-trainers bench-parallel bench-faults
+.PHONY: demo test lint types check install clean bench-trainers bench-parallel bench-faults bench-comm
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -48,6 +48,10 @@ bench-trainers: .venv-bench/.trainers
 # torchft comes as a wheel with a server in Rust; where there is none, the benchmark goes on without it.
 bench-faults: .venv-bench/.faults
 	.venv-bench/bin/python benchmarks/faults.py $(ARGS)
+
+# Needs root: its hosts are network namespaces.
+bench-comm: $(VENV)/.train
+	$(BIN)/python benchmarks/comm.py $(ARGS)
 
 bench-parallel: .venv-bench/.faults
 	.venv-bench/bin/python benchmarks/parallel.py $(ARGS)

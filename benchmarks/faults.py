@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -31,10 +31,10 @@ from benchmarks.faults_parts.crews import (
     why_torchft_is_absent,
 )
 from benchmarks.faults_parts.figures import FAULTS, NAMES, judge, make_tables
-from benchmarks.faults_parts.hosts import Hosts, can_make_hosts
 from benchmarks.faults_parts.trials import NODE_TRIALS, TRIALS, Outcome, run_trial
 from benchmarks.faults_parts.workload import Workload
 from benchmarks.faults_parts.yunlu_crew import Yunlu
+from benchmarks.netrig import Rig, RigError, why_no_rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,9 +113,9 @@ def _choose(asked: argparse.Namespace, screen: Console) -> tuple[list[str], list
         else:
             screen.print(f"{NAMES[name]} is left out: {reason}")
     faults = list(asked.only or FAULTS)
-    if _CABLES & {*faults} and not can_make_hosts():
+    if _CABLES & {*faults} and (reason := why_no_rig()) is not None:
         faults = [fault for fault in faults if fault not in _CABLES]
-        screen.print("no cable can be cut here: that needs root and network namespaces")
+        screen.print(f"no cable can be cut here: {reason}")
     return contenders, faults
 
 
@@ -135,28 +135,29 @@ def _list_cases(
 def _measure(
     fault: str, contender: str, number: int, directory: Path, asked: argparse.Namespace
 ) -> Outcome:
-    hosts = Hosts(count=2) if fault in _CABLES else None
     options: dict[str, float] = {}
     if fault == "many kills":
         length = "long" if asked.long else "quick" if asked.quick else "full"
         options["every_s"], options["length_s"] = _LENGTHS[length]
     try:
-        if hosts is not None:
-            hosts.up()
-        crew = CONTENDERS[contender](
-            directory=_place(directory, fault, contender, number),
-            workload=Workload(),
-            hosts=hosts,
-            nodes=fault in NODE_TRIALS,
-        )
-        return run_trial(
-            crew, TRIALS[fault], fault=fault, contender=contender, round_number=number, **options
-        )
-    except (OSError, subprocess.SubprocessError) as error:  # of the machine; the others go on
+        with Rig(2) if fault in _CABLES else nullcontext() as hosts:
+            crew = CONTENDERS[contender](
+                directory=_place(directory, fault, contender, number),
+                workload=Workload(),
+                hosts=hosts,
+                nodes=fault in NODE_TRIALS,
+            )
+            return run_trial(
+                crew,
+                TRIALS[fault],
+                fault=fault,
+                contender=contender,
+                round_number=number,
+                **options,
+            )
+    # Of the machine; the others go on.
+    except (OSError, RigError, subprocess.SubprocessError) as error:
         return Outcome(fault=fault, contender=contender, round=number, failure=str(error))
-    finally:
-        if hosts is not None:
-            hosts.down()
 
 
 def _place(directory: Path, fault: str, contender: str, number: int) -> Path:

@@ -19,8 +19,8 @@ from benchmarks.faults_parts.processes import Processes, is_alive
 from benchmarks.faults_parts.workload import Workload, make_text
 
 if TYPE_CHECKING:
-    from benchmarks.faults_parts.hosts import Hosts
     from benchmarks.faults_parts.journal import Step
+    from benchmarks.netrig import Rig
 
 HANG_TIMEOUT_S = 20.0
 """torchrun's processes wait this long for each other; torch's own default is half an hour."""
@@ -40,7 +40,7 @@ class Crew(ABC):
 
     directory: Path
     workload: Workload
-    hosts: Hosts | None = None
+    hosts: Rig | None = None
     """Where each worker stands on a host of its own."""
     nodes: bool = False
     """Whether each worker is started apart, as on a node of its own."""

@@ -21,7 +21,7 @@ from yunlu.training.tasks.task import Batch, Evaluation, Splits, call, logits_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.parallel.agreement import Ask
+    from yunlu.training.communication.agreement import Ask
     from yunlu.training.parallel.world import World
 
 VOCABULARY, SAMPLES, BATCH, STEPS = 32, 80, 32, 22

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.optim.fused import FusedAdam
@@ -16,6 +17,8 @@ from yunlu.training.parallel.batch_norm import uncounted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from yunlu.training.parallel.world import World
 
 SAMPLES = 8
 
@@ -144,3 +147,8 @@ def furthest(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) 
         if one is not None and other is not None and one.numel():
             worst = max(worst, (one - other).abs().max().item())
     return worst
+
+
+def summation_of(world: World) -> TorchSummation:
+    """Sums by torch over the replicas of a world."""
+    return TorchSummation(world.group("dp"), world.wait_for)

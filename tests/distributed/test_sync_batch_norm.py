@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from tests.distributed.ranks import run_world
-from tests.distributed.shared_steps import accumulate, adam, alone, build, copies, furthest
+from tests.distributed.shared_steps import (
+    accumulate,
+    adam,
+    alone,
+    build,
+    copies,
+    furthest,
+    summation_of,
+)
 from yunlu.planning.layout import Layout
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
@@ -25,7 +33,7 @@ pytestmark = pytest.mark.distributed
 def _train(world: World, micros: int) -> tuple[float, float, float]:
     model = build("cnn")
     optimizer = adam(list(model.parameters()))
-    gradients = GradientSum(list(model.parameters()), world.group("dp"))
+    gradients = GradientSum(list(model.parameters()), summation_of(world))
     synchronise_batch_norm(model, world.group("dp"))
     losses: list[float] = []
     first: list[torch.Tensor | None] = []

@@ -23,6 +23,7 @@ TRANSLATED = [
             "finetuning",
             "self-tuning",
             "layouts",
+            "communication",
             "planning",
             "catalog",
             "probe",

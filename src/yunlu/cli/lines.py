@@ -61,7 +61,7 @@ def describe(event: Event, course: Course) -> RenderableType | None:
             row = event_row(_NOTICES[event.kind], notice_line(event), style="yellow")
         case EventKind.PRECISION | EventKind.TRACE:
             row = event_row(_NOTICES[event.kind], notice_line(event))
-        case EventKind.CREW | EventKind.FAULT | EventKind.STRAGGLER:
+        case EventKind.CREW | EventKind.FAULT | EventKind.STRAGGLER | EventKind.COMMUNICATION:
             row = _crew_row(event, course)
         case EventKind.ERROR:
             row = _trace_rows(event)
@@ -128,11 +128,22 @@ def straggler_line(event: Event) -> Text:
     return Text(f"{when}the others wait for {name_worker(slow)}, {slow.ratio:.1f} × slower")
 
 
+def communication_line(event: Event) -> Text:
+    """How the workers exchange what they learn from now on, and why."""
+    data, step = event.data, event.data.get("step")
+    name = str(data.get("chosen") or "")
+    text = Text(f"step {step}: " if step else "").append(name, style="bold")
+    reason = str(data.get("reason") or "").removeprefix(f"{name}: ")
+    return text.append(f"  {reason}", style="dim") if reason else text
+
+
 def _crew_row(event: Event, course: Course) -> RenderableType:
     if event.kind is EventKind.CREW:
         return event_row("workers", crew_line(event, course.crew_before))
     if event.kind is EventKind.STRAGGLER:
         return event_row("slow", straggler_line(event), style="yellow")
+    if event.kind is EventKind.COMMUNICATION:
+        return event_row("exchange", communication_line(event))
     gone = event.data.get("what") == "left"
     label, style = ("left", "yellow") if gone else ("lost", "bold red")
     return event_row(label, fault_line(event), style=style)

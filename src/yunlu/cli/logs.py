@@ -11,6 +11,7 @@ from rich.text import Text
 
 from yunlu.cli.display import Course, step_line
 from yunlu.cli.lines import (
+    communication_line,
     crew_line,
     data_line,
     evaluation_line,
@@ -185,6 +186,8 @@ def _gist(event: Event, before: CrewChange | None) -> Text:
             text.stylize("red" if data.get("what") != "left" else "")
         case EventKind.STRAGGLER:
             text = straggler_line(event)
+        case EventKind.COMMUNICATION:
+            text = communication_line(event)
         case EventKind.WARNING | EventKind.ERROR:
             style = "yellow" if event.kind is EventKind.WARNING else "red"
             text = Text(str(data.get("message")), style=style)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.cli.lines import fault_line, plan_block
+from yunlu.cli.lines import communication_line, fault_line, plan_block
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.client import Run
 from yunlu.core.rundir import Event, EventKind
@@ -49,6 +49,9 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
         _print_rows(console, f"workers: {crew.layout}", _workers(crew))
         for fault in data["faults"][-_FEW:]:
             console.print(Text(f" {fault_line(Event(kind=EventKind.FAULT, at=0.0, data=fault))}"))
+    if data["communication"]:
+        event = Event(kind=EventKind.COMMUNICATION, at=0.0, data=data["communication"])
+        console.print(Text("\n exchange    ").append_text(communication_line(event)))
     _print_rows(console, "evaluations", _evaluations(data["evaluations"]))
     _print_rows(console, "checkpoints", _checkpoints(data["checkpoints"]))
     console.print()
@@ -67,6 +70,7 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
     return {
         "plan": found[EventKind.PLAN][-1] if found[EventKind.PLAN] else None,
         "crew": found[EventKind.CREW][-1] if found[EventKind.CREW] else None,
+        "communication": (found[EventKind.COMMUNICATION] or [None])[-1],
         "faults": found[EventKind.FAULT],
         "evaluations": [
             {key: value for key, value in each.items() if key not in details}

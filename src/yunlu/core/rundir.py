@@ -42,7 +42,12 @@ class EventKind(StrEnum):
     CREW = "crew"  # generation, layout (text), reason, from_step, redone_steps, ranks (rank, member, host, pid, place), lost_s?
     FAULT = "fault"  # what ("killed"|"hung"|"cut off"|"left"|"failed"), member, rank, host, pid, step, detail?
     STRAGGLER = "straggler"  # rank, member, host, ratio (its step time over the median), step
+    COMMUNICATION = "communication"  # step, chosen (text), setting, guarantee, reason, predicted, candidates, refused, links
     PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
+
+
+WORKERS = "workers"
+"""In the servers' directory: how many workers there are to be, where that was changed."""
 
 
 class Event(Value):
@@ -69,6 +74,7 @@ class RunDir:
         self.ledger = path / "ledger.jsonl"
         self.crew = path / "crew.json"
         self.crew_metrics = path / "crew.jsonl"
+        self.servers = path / "servers"
         self.logs = path / "logs"
         self.log = path / "worker.log"
         self.checkpoints = path / "checkpoints"
@@ -125,6 +131,10 @@ METRIC_KEYS = {
     "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
     "loss_scale": "factor on the loss; under fp16",
     "low_share": "share of parameters in low precision; where it may change",
+    "exchange_s": "adding up gradients, hidden or not; where workers do",
+    "sent_bytes": "sent to other workers by the one that writes; where that is counted",
+    "compression_error": "share that compression left out; where there is any",
+    "staleness": "updates that the step's gradients did not know of, in the mean; of asynchronous workers",
     "generation": "the crew that did the step: number of its CREW event; where there is a crew",
 }
 """One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

@@ -96,6 +96,18 @@ def figures_of(report: Report) -> Iterator[Figure]:
     )
 
 
+def communication_figures(report: Report) -> Iterator[Figure]:
+    """What exchanges took, sent and left out, over the steps."""
+    units: dict[str, Unit] = {
+        "exchange_s": "duration",
+        "sent_bytes": "bytes",
+        "compression_error": "percent",
+    }
+    for key, unit in units.items():
+        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
+        yield from _figure(report, words(f"curve.{key}"), styles, unit=unit)
+
+
 def _marks(report: Report) -> list[Mark]:
     """Where the loss was interfered with. Overflows are part of finding the loss scale: no marks."""
     steps: dict[str, set[int]] = {kind: set() for kind in ("skip", "rollback", "out_of_memory")}

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from yunlu.core.states import RunState
 from yunlu.core.value import Value
+from yunlu.jobs.communication import Communication
 from yunlu.planning.plan import Plan
 
 
@@ -359,8 +360,7 @@ class Report(Value):
     created_at: float | None
     finished_at: float | None
     """The last sign of life, once the run rests."""
-    lives: int
-    """How often a worker started; each one after the first is a resume."""
+    lives: int  # how often a worker started; each one after the first is a resume
     resumed_from: tuple[int | None, ...]
     """The step each later life went on from, where it is known."""
     step: int
@@ -380,6 +380,7 @@ class Report(Value):
     trace: TracedSteps | None
     crew: Crew | None = None
     """Only where several workers trained together."""
+    communication: Communication | None = None  # likewise
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
     examples: tuple[Example, ...]

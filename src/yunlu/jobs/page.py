@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.charts import show_metric, show_quantity
+from yunlu.jobs.communication_page import picture_communication
 from yunlu.jobs.figures import figures_of, time_figure
 from yunlu.jobs.picture import picture_crew
 from yunlu.jobs.recorded import PARTS, number
@@ -71,6 +72,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
         incidents_total=len(incidents),
         trace=_trace(report.trace),
         crew=picture_crew(report.crew) if report.crew else None,
+        communication=picture_communication(report),
     )
 
 

@@ -21,6 +21,7 @@ from yunlu.core.settings import read_settings
 from yunlu.core.states import RunState, replay_move
 from yunlu.core.units import show_bytes
 from yunlu.jobs.charts import smooth, thin
+from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
 from yunlu.jobs.crew import first_failure, name_worker, read_crew, read_fault, read_samples
 from yunlu.jobs.findings import (
@@ -111,6 +112,7 @@ def build_report(run: RunDir) -> Report:
         padding=padding,
         trace=read_trace(recorded),
         crew=crew,
+        communication=read_communication(recorded),
         evaluations=evaluations,
         confusion=confusion_of(shown),
         examples=tuple(example_of(each) for each in shown.get("examples") or ()),
@@ -243,6 +245,9 @@ def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, .
         "batch": _batch_sizes(samples) if noise else [],
         "low_share": points(records, "low_share"),
         "loss_scale": points(records, "loss_scale"),
+        **_with_smoothed("exchange_s", points(records, "exchange_s")),
+        **_with_smoothed("sent_bytes", points(records, "sent_bytes")),
+        **_with_smoothed("compression_error", points(records, "compression_error")),
     }
     return tuple(_curve(key, curve) for key, curve in drawn.items() if curve)
 

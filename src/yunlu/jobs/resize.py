@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.crew import ask, read_crew
 from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import WORKERS
 from yunlu.core.states import RunState
 from yunlu.jobs.service import read_record
 
@@ -33,6 +35,9 @@ def resize(run_dir: RunDir, *, devices: int) -> Resized:
     if record.state not in {RunState.PLANNING, RunState.RUNNING}:
         again = f"yunlu resume {run_dir.id} goes on first" if record.state.can_resume else None
         raise StoreError(f"{run_dir.id} is {record.state}: it has no workers to resize", hint=again)
+    if run_dir.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
+        write_atomically(run_dir.servers / WORKERS, str(devices))
+        return Resized(text=f"{devices} workers from now on", layout=f"dp{devices}")
     crew = read_crew(run_dir)
     if crew is None:
         raise StoreError(

@@ -287,7 +287,9 @@ def _program_of(run_dir: RunDir) -> tuple[str, ...]:
     from yunlu.spec.job import Job  # noqa: PLC0415
 
     job = Job.model_validate_json(run_dir.job.read_bytes())
-    return program_for(count_devices(job, gpus=count_gpus()), spares=job.spares)
+    devices = count_devices(job, gpus=count_gpus())
+    is_asynchronous = job.communication.method == "asynchronous"
+    return program_for(devices, spares=job.spares, is_asynchronous=is_asynchronous)
 
 
 @contextmanager

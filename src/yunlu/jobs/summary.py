@@ -14,6 +14,7 @@ from rich.text import Text
 from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.charts import show_metric, show_quantity
+from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.crew import name_worker, say_fault
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
+    from yunlu.jobs.communication import Communication
     from yunlu.jobs.findings import (
         Comparison,
         ConfusionMatrix,
@@ -86,6 +88,8 @@ def print_summary(report: Report, console: Console) -> None:
         console.print(_time_line(report.time.totals))
     if report.crew is not None:
         console.print(_crew_block(report.crew))
+    if report.communication is not None:
+        console.print(_communication_block(report.communication))
     if report.trace is not None:
         console.print(_trace_table(report.trace))
     console.print(_paths(report), soft_wrap=True)  # a path is to be copied whole
@@ -247,6 +251,14 @@ def _crew_block(crew: Crew) -> Group:
     if len(crew.changes) > 1 or crew.faults:
         blocks.insert(0, _happened_table(crew))
     return Group(line, *blocks)
+
+
+def _communication_block(communication: Communication) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for place, line in enumerate(communication_lines(communication)):
+        label, style = ("", "dim") if place else ("  exchange", "bold")
+        grid.add_row(label, Text(_clean(line), style))
+    return grid
 
 
 def _happened_table(crew: Crew) -> Table:

@@ -31,6 +31,8 @@ WORKER = (sys.executable, "-m", "yunlu.training.worker")
 """The worker is started by name: nothing here imports the training room."""
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 """Who answers for several workers."""
+ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.program")
+"""Who answers for workers that do not wait for each other."""
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
@@ -99,10 +101,12 @@ def require_training() -> None:
         raise missing_part("torch", "train", "Training")
 
 
-def program_for(devices: int, *, spares: int) -> tuple[str, ...]:
+def program_for(devices: int, *, spares: int, is_asynchronous: bool = False) -> tuple[str, ...]:
     """What to start for a run on so many devices; the run's directory follows."""
     if devices == 1:
         return WORKER
+    if is_asynchronous:
+        return (*ASYNCHRONOUS, "--devices", str(devices))
     return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
 
 

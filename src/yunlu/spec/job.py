@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.value import Value
+from yunlu.spec.communication import CommunicationField, CommunicationSpec, spell_communication
 from yunlu.spec.fields import Auto, Count, CountOrZero, Fraction, Positive, conflict, shorthand
 from yunlu.spec.goal import GoalSpec
 from yunlu.spec.layout import LayoutField, LayoutSpec, spell_layout
@@ -130,6 +131,8 @@ class Job(Value):
     """With several workers: how many more stand by, loaded and ready to take a lost one's place."""
     layout: LayoutField = LayoutSpec()
     """How the work is split over devices: ``auto``, ``single``, text such as ``dp2 x tp2``, or a mapping."""
+    communication: CommunicationField = CommunicationSpec()
+    """How replicas exchange what they learn: ``auto``, a guarantee (``near``), ``direct + int8``, or a mapping."""
     goal: GoalSpec = GoalSpec()
     """What training may cost and take, and on which hardware: what ``yunlu plan`` chooses by."""
     trackers: list[str] = Field(default_factory=list)
@@ -164,5 +167,6 @@ SHORTHANDS: dict[tuple[str, ...], str] = {
 
 SPELLINGS: dict[tuple[str, ...], Callable[[str], dict[str, Any] | None]] = {
     ("layout",): spell_layout,
+    ("communication",): spell_communication,
 }
 """Keys that also take a text, and how the mapping is found that it stands for."""

@@ -23,17 +23,24 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
+    from yunlu.training.communication.communicator import Communicator
     from yunlu.training.parallel.whole import Arranged
     from yunlu.training.parallel.world import World
 
 
-def arrange(model: nn.Module, world: World) -> Arranged:
-    """Lay a model over the workers; one worker alone does not even load what that takes."""
-    if world.layout.is_single:
+def arrange(model: nn.Module, world: World, communicator: Communicator) -> Arranged:
+    """Lay a model over the workers; one that steps alone does not even load what that takes."""
+    if world.layout.is_single or communicator.is_apart:
         return Whole(model)
     from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import
 
-    return Arrangement(model, world)
+    return Arrangement(model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes)
+
+
+def level(world: World, model: nn.Module, average: AveragedModel | None) -> None:
+    """Make the same on all workers what only follows their own weights: counts and running averages."""
+    moving = [] if average is None else average.module.state_dict().values()
+    world.level([*model.buffers(), *moving])
 
 
 def seed_of_step(seed: int, step: int, replica: int) -> int:
@@ -55,6 +62,7 @@ def make_optimizer(
             weight_decay=plan.weight_decay,
             l2=train.l2,
             kernel=plan.kernel,
+            freezable=job.communication.kept != "exact",
         )
 
     if not train.gradient_release:

@@ -7,6 +7,7 @@ from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import TrainingError
@@ -23,13 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import torch
-
     from yunlu.core.rundir import RunDir
     from yunlu.training.checkpoint.crew import Crew
+    from yunlu.training.communication.agreement import Ask
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
-    from yunlu.training.parallel.agreement import Ask
     from yunlu.training.trackers.open import TrackerThread
 
 _REMEMBERED = 1024
@@ -92,6 +91,7 @@ class CrewLog(MetricLog):
         self._ledger.clear()
         records = _missing(self._recent, self._path, step)
         entries = _missing(self._recent_ledger, self._ledger_path, step)
+        self.forget_after(step)
         known = gather_json(len(records) + len(entries))
         rank = dist.get_rank() if dist.is_initialized() else 0
         if any(known) and known.index(max(known)) == rank:
@@ -211,6 +211,7 @@ class CrewWatch(TrainingWatch):
     def score(self, split: str, *, step: int | None = None) -> Score:
         """The first replica evaluates; all learn what it found."""
         before, self._phase = self._phase, "evaluate"
+        self._engine.settle()
         self._member.beat(phase="evaluate")
         found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
         started_at = perf_counter()
@@ -230,9 +231,17 @@ class CrewWatch(TrainingWatch):
         )
 
     def _save(self, metrics: dict[str, float]) -> None:
+        self._engine.settle()
         self._member.beat(phase="checkpoint")
         super()._save(metrics)
         self._member.beat(phase=self._phase)
+
+    def _is_in_doubt(self) -> bool:
+        is_in_doubt, engine = super()._is_in_doubt(), self._engine
+        if engine.company.communicator.is_apart:
+            # Each judges steps of its own, and all save or nobody does.
+            return bool(engine.world.sum_over_all(torch.tensor([int(is_in_doubt)])))
+        return is_in_doubt
 
     def _roll_back(self, step: Step) -> None:
         super()._roll_back(step)

@@ -155,6 +155,7 @@ class Worker:
         if not watch.stopped_early and engine.steps_done < engine.plan.steps:
             with memory_capped(self._cap_bytes(engine)):
                 ask = loop.run(engine, watch)
+                engine.settle()
         watch.log.flush()
         if ask == "pause":
             self._wait_for_save(watch)

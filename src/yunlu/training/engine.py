@@ -17,12 +17,14 @@ from yunlu.core.rundir import EventKind
 from yunlu.planning.layout import Layout
 from yunlu.training.assembly import (
     arrange,
+    level,
     make_average,
     make_optimizer,
     make_order_of,
     seed_of_step,
 )
 from yunlu.training.clipping import Clipper, measure_norm
+from yunlu.training.communication.company import Company
 from yunlu.training.compiler import (
     compile_model,
     compiled_call,
@@ -42,8 +44,8 @@ from yunlu.training.memory.shortage import (
     smaller,
 )
 from yunlu.training.noise import NoiseScale
+from yunlu.training.optim.frozen import hold_moments
 from yunlu.training.optim.schedule import Plateau, rate
-from yunlu.training.parallel.agreement import Agreed, Ask, agree
 from yunlu.training.parallel.boxes import find_aliases
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
+    from yunlu.training.communication.agreement import Agreed, Ask
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
 
@@ -73,6 +76,7 @@ class Engine:
         tell: Callable[..., Any],
         *,
         world: World | None = None,
+        optimizer_of: Callable[..., tuple[Any, Any]] = make_optimizer,
     ) -> None:
         """``tell`` takes what happens inside a step: the run's log of events."""
         self.tell = tell
@@ -84,12 +88,15 @@ class Engine:
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)
         aliases = find_aliases(self.model)
-        self.arranged = arrange(self.model, self.world)
+        self.steps_done = 0
+        self.lengths = lengths_of(parts.splits.train)
+        self.order = make_order_of(job, plan, self.lengths, samples=len(parts.splits.train))
+        self.company = Company(job, plan, self.model, self.order, tell)
+        self.company.join(self.world, self.steps_done)
+        self.arranged = arrange(self.model, self.world, self.company.communicator)
         self.weights = self.arranged.leaves
         self._start = StepStart(*self.arranged.parts)
-        self.optimizer, self.release = make_optimizer(
-            job, plan, self.model, self.arranged.optimized
-        )
+        self.optimizer, self.release = optimizer_of(job, plan, self.model, self.arranged.optimized)
         self.average = make_average(self.model, train.ema) if train.ema else None
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
@@ -100,11 +107,7 @@ class Engine:
         self.guard = Guard(train.guard.model_copy(update=released))
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
-        self.lengths = lengths_of(parts.splits.train)
-        self.order = make_order_of(job, plan, self.lengths, samples=len(parts.splits.train))
-        self.steps_done = 0
-        self._overflows = 0
-        self._items = 0
+        self._overflows = self._items = 0
         self._in_step = False
         self.is_torn = False
         """Weights and what the optimiser remembers are of two different steps."""
@@ -137,15 +140,40 @@ class Engine:
     def agree(self, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         """What the step holds over all workers, and whether one of them asks for an end."""
         self.note_waiting()
-        agreed = agree(self.world, micros, ask)
+        agreed, is_new = self.company.agree(micros, ask, self.steps_done)
+        if is_new:
+            self._rearrange()
         self.note_waiting(is_over=True)
         return agreed
+
+    def settle(self) -> None:
+        """Hold what all hold: before evaluating, saving and leaving; by all, after the same step."""
+        self.note_waiting()
+        if self.company.communicator.settle():
+            level(self.world, self.model, self.average)
+        self.note_waiting(is_over=True)
+
+    def begin(self) -> None:
+        """Everything is in place: go on from here."""
+        self.company.begin(self.steps_done)
+        if self.company.has_own_moments:
+            # Each remembers other gradients: from now on their updates must be the same.
+            self.optimizer.state.clear()
+            self.company.has_own_moments = False
+        hold_moments(self.optimizer, held=self.company.communicator.holds_moments)
+
+    def _rearrange(self) -> None:
+        self.arranged.close()
+        self.arranged = arrange(self.model, self.world, self.company.communicator)
+        hold_moments(self.optimizer, held=self.company.communicator.holds_moments)
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
         """Forward and backward over the micro-batches; the mean loss over the true count of items.
 
         None where memory ran out: what was done is undone, and micro-batches are smaller now.
         """
+        if items == 0 and self.company.communicator.is_apart:
+            items = 1  # fewer samples than workers: this one adds nothing
         if items == 0:
             raise DataError(
                 f"Step {self.steps_done + 1} holds nothing to learn from: every target is ignored.",
@@ -155,9 +183,8 @@ class Engine:
         self._set_rate()
         if not self.world.layout.is_single:
             # Any number of workers, any resume: the numbers of a step are its own.
-            torch.manual_seed(
-                seed_of_step(self.job.train.seed, self.steps_done, self.world.replica)
-            )
+            seed, replica = self.job.train.seed, self.world.replica
+            torch.manual_seed(seed_of_step(seed, self.steps_done, replica))
         self._start.mark()
         self._in_step = True
         try:
@@ -172,8 +199,7 @@ class Engine:
 
     def _loss_of(self, model: nn.Module, micro: Batch) -> Tensor:
         loss, _ = self.task.loss(model, micro.to(self.device))
-        # Divided by the count of the whole global batch, never by the micro-batch's own.
-        # (As a gradient to begin with it would cost less, were there not an import with it.)
+        # By the count of the whole global batch, never by the micro-batch's own.
         return loss / self._items if micro.counts else loss * 0.0
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,16 +213,18 @@ class Engine:
             for weight in self.weights:
                 if weight.grad is not None:
                     weight.grad.add_(weight.detach().sign(), alpha=self.job.train.l1)
-        if self.world.layout.is_single:
+        if self.company.steps_alone:
+            self.note_waiting(is_over=True)
             return loss, measure_norm(self._gradients())
         # Workers that cut one model between them have the same loss, or none.
         share = loss.double() / self.world.layout.tp
         both = self.world.sum_over_all(torch.stack((share, self._our_square())))
+        self.company.note_exchange(self.arranged.exchange_s)
         self.note_waiting(is_over=True)
         return both[0].float(), both[1].sqrt().float()
 
     def _measure(self) -> Tensor:
-        if self.world.layout.is_single:
+        if self.company.steps_alone:
             return measure_norm(self._gradients())
         return self.world.sum_over_all(self._our_square()).sqrt().float()
 
@@ -220,6 +248,8 @@ class Engine:
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
+        if verdict.action == "rollback" and self.company.communicator.is_apart:
+            verdict = Verdict("skip", verdict.reason)  # only all together can go back
         return loss_value, norm_value, verdict
 
     def _is_being_adapted(self, loss: float) -> bool:
@@ -233,7 +263,7 @@ class Engine:
     def update(self, norm: Tensor) -> bool:
         """Bound the gradient and change the weights; whether that was done, or overflow forbade."""
         if self.release is None:
-            self.noise.observe(self.steps_done, self.order.size_of(self.steps_done))
+            self.noise.observe(self.steps_done, self.company.batch_of(self.steps_done))
             self.clipper.clip(self._gradients(), norm, self._measure)
         self.before_change()
         self.is_torn = self.world.layout.zero1
@@ -244,6 +274,7 @@ class Engine:
             self._start.bring_back_buffers()
         elif self.average is not None:
             self.average.update_parameters(self.model)
+        self._exchange(self.company.after_update)
         self._end_step()
         return is_applied
 
@@ -251,6 +282,7 @@ class Engine:
         """End a bad step with weights and running averages as they were."""
         self.precision.skip()
         self._start.bring_back_buffers()
+        self._exchange(self.company.after_left_out)
         if self.release is not None:
             self.release.step()  # its weights have moved; a rollback follows
         self._end_step()
@@ -262,6 +294,7 @@ class Engine:
             self.release.close()
         self.precision.detach()
         self.arranged.close()
+        self.company.close()
         apply_recompute(self.model, "none")
         set_compiled_call(self.model, None)
 
@@ -273,6 +306,8 @@ class Engine:
         self._in_step = False
         self.optimizer.zero_grad(set_to_none=True)
         self.arranged.drop_gradients()
+        agreed = self.company.communicator.abandon()
+        self.steps_done = self.steps_done if agreed is None else agreed
 
     def rejoin(self, world: World, *, micro_batch: int) -> None:
         """Go on among other workers with what is here; only where everyone holds everything.
@@ -281,9 +316,17 @@ class Engine:
         """
         if world.layout != self.world.layout:
             self.micro_batch = micro_batch
-        self.arranged.close()
         self.world = world
-        self.arranged = arrange(self.model, world)
+        self.company.join_next(world, self.steps_done)
+        self._rearrange()
+
+    def _exchange(self, end_step: Callable[[int], None]) -> None:
+        is_apart = self.company.communicator.is_apart  # weights may be exchanged
+        if is_apart:
+            self.note_waiting()
+        end_step(self.steps_done + 1)
+        if is_apart:
+            self.note_waiting(is_over=True)
 
     def pass_over(self) -> None:
         """End a step that was bad before a rollback, without looking at its samples again."""
@@ -310,6 +353,8 @@ class Engine:
             "noise_scale": self.noise.value,
             "loss_scale": self.precision.scale,
             "low_share": self.precision.low_share,
+            "exchange_s": self.arranged.exchange_s or None,
+            **self.company.figures(),
         }
         return {name: value for name, value in found.items() if value is not None}
 

@@ -107,6 +107,11 @@ class EngineState:
             tensors["random"], state["random"] = states.copy_random()
         if not engine.arranged.is_cut:
             tensors["noise"], state["noise"] = engine.noise.state()
+        kept = engine.company.state()
+        if kept:
+            rank = engine.world.rank
+            tensors["communication"] = {f"{rank}:{name}": value for name, value in kept.items()}
+        state["communicating"] = engine.world.layout.world if kept else 0
         return Snapshot(
             step=engine.steps_done,
             tensors=tensors,
@@ -126,6 +131,9 @@ class EngineState:
         self._adopt(state, step=reader.step)
         if "noise" in state and not engine.arranged.is_cut:
             engine.noise.restore(_load(reader.group("noise")), state["noise"])
+        if state.get("communicating"):
+            kept = _load(reader.group("communication"))
+            engine.company.communicator.restore(_by_worker(kept, state["communicating"]))
         if "random" in state and engine.world.layout.is_single:
             states.restore_random(_load(reader.group("random")), state["random"])
         return state["extra"]
@@ -163,6 +171,14 @@ class EngineState:
 
 def _describe_layout(engine: Engine) -> dict[str, Any]:
     return engine.world.layout.model_dump(mode="json")
+
+
+def _by_worker(kept: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{} for _ in range(size)]
+    for key, value in kept.items():
+        rank, _, name = key.partition(":")
+        found[int(rank)][name] = value
+    return found
 
 
 def _load(reader: GroupReader) -> dict[str, Any]:

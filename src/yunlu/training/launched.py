@@ -152,7 +152,8 @@ def _take_part(
     device = _device(plan, muster.place)
     muster.meet("forming")
     store = PrefixStore("world", muster.store)
-    world = form_world(layout, muster.place.rank, store, device=device)
+    host = muster.address or "127.0.0.1"
+    world = form_world(layout, muster.place.rank, store, device=device, host=host)
     try:
         engine = _build(run_dir, job, plan, parts, world)
         return _train(run_dir, engine, muster, stop, life=life, machine=machine, pattern=pattern)
@@ -238,6 +239,7 @@ def _train(
             cap = cap_of_worker(engine.job, machine, engine.device, workers=muster.workers_here)
             with memory_capped(cap):
                 ask = loop.run(engine, watch)
+                engine.settle()
         watch.log.flush()
         if ask == "stop":
             move(run_dir, RunState.STOPPING, reason="asked to stop")

@@ -12,8 +12,8 @@ from yunlu.training.guard import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.training.communication.agreement import Ask
     from yunlu.training.engine import Engine
-    from yunlu.training.parallel.agreement import Ask
     from yunlu.training.tasks.task import Batch
 
 
@@ -36,7 +36,7 @@ class Step:
     """Of a worker among others: waiting for them."""
     samples: int = 0
     digest: int = 0
-    """Of the samples it took: see ``parallel.agreement``."""
+    """Of the samples it took: see ``communication.agreement``."""
 
 
 class Watch(Protocol):
@@ -55,6 +55,7 @@ def run(engine: Engine, watch: Watch) -> Ask:
     """Train until the plan's last step or until the watch says stop; or until a worker asked."""
     for part in engine.arranged.parts:
         part.train()
+    engine.begin()
     batches = engine.batches()
     while True:
         started_at = perf_counter()

@@ -62,6 +62,11 @@ class Muster:
         return self.place.rank == 0
 
     @property
+    def address(self) -> str | None:
+        """Where others reach this worker, as far as that can be told."""
+        return _address_towards(self.place.host, self.place.port)
+
+    @property
     def nodes(self) -> int:
         """Machines that the workers are on."""
         return len(set(self.hosts))
@@ -202,7 +207,8 @@ def assemble(place: Launched, *, turn: int) -> Muster:
     muster = Muster(place, PrefixStore(name, _open(place, turn)))
     muster.introduce()
     if "GLOO_SOCKET_IFNAME" not in launch_variables():
-        use_network_interface(_interface_towards(place.host, place.port))
+        address = muster.address
+        use_network_interface(None if address is None else interface_of(address))
     return muster
 
 
@@ -224,13 +230,13 @@ def _open(place: Launched, turn: int) -> Store:
         ) from error
 
 
-def _interface_towards(host: str, port: int) -> str | None:
-    """Over which others reach us, if the one that leads to rank 0 tells."""
+def _address_towards(host: str, port: int) -> str | None:
+    """Where others reach us, if the way to rank 0 tells."""
     with suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
             0
         ]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
-            return interface_of(probe.getsockname()[0])
+            return probe.getsockname()[0]
     return None

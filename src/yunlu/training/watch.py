@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from yunlu.training.checkpoint.crew import Crew
     from yunlu.training.checkpoint.files import Entry
     from yunlu.training.checkpoint.reader import FileReader
+    from yunlu.training.communication.agreement import Ask
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
-    from yunlu.training.parallel.agreement import Ask
     from yunlu.training.trackers.open import TrackerThread
 
 
@@ -180,12 +180,15 @@ class TrainingWatch:
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
         due = is_turn or (not by_epoch and done % plan.checkpoint_every == 0)
-        due = due and not engine.guard.is_in_doubt
+        due = due and not self._is_in_doubt()
         ending = last or stopping or self.stopped_early
         if due or ending or (improved and engine.job.train.checkpoint.keep_best):
             self._save(metrics)
         self.log.flush_if_due()
         return ending
+
+    def _is_in_doubt(self) -> bool:
+        return self._engine.guard.is_in_doubt
 
     def _log(self, step: Step) -> None:
         engine, done = self._engine, self._engine.steps_done

@@ -42,8 +42,8 @@ _SETTLE_S = 10.0
 _SETTLE_LONG_S = 120.0
 _REMEMBERED = 100
 """Generations in which somebody may still hold a copy."""
-_BARREN = 5
-"""So many generations in a row without one completed step: it will not get better."""
+_BARREN, _VAIN = 5, 30
+"""So many generations in a row without a completed step, or without a new one: it will not get better."""
 STILLBORN = 5
 _DETAIL_CHARACTERS = 500
 
@@ -93,7 +93,7 @@ class Helm:
         self._changed_at: float | None = None
         self._has_stepped = False
         self._furthest = 0
-        self._barren = 0
+        self._barren = self._vain = self._reached = 0
         self._detail = ""
         """What broke the last generation off, in the words of who noticed it first."""
         self._stillborn = 0
@@ -175,8 +175,8 @@ class Helm:
         if self.stage == "halting":
             return
         self._reason, self._changed_at = reason, now
-        if not self._has_stepped:
-            self._barren += 1
+        self._barren += not self._has_stepped
+        self._vain = self._vain + 1 if self._furthest <= self._reached else 0
         self._enter("halting", now)
         for member in self.roster.having("busy", "settled"):
             member.ending = None  # the others' end was not reached: it is to be tried again
@@ -195,8 +195,9 @@ class Helm:
                 self._lose_member(member, "hung", f"did not leave {phase!r} when told to")
 
     def _form(self, now: float) -> None:
-        if self._barren >= _BARREN:
-            words = f"{_BARREN} attempts in a row failed before one step was completed"
+        if self._barren >= _BARREN or self._vain >= _VAIN:
+            count = max(self._barren, self._vain)
+            words = f"{count} attempts in a row failed before one new step was completed"
             words += f"; the last: {self._detail[:_DETAIL_CHARACTERS]}" if self._detail else ""
             self._end_badly(words, None)
             return
@@ -222,7 +223,7 @@ class Helm:
         members = self.roster.members
         self.generation += 1
         self.history[self.generation] = decision.layout
-        self._has_stepped = False
+        self._has_stepped, self._reached = False, self._furthest
         for member in self.roster.having("settled"):
             if member.number not in decision.seats:
                 member.rank = None

@@ -138,7 +138,14 @@ class Member:
         self._begin_forming()
         store = None if assignment.layout.is_single else self._find_store(assignment, "train")
         where = device or torch.device("cpu")
-        self._world = form_world(assignment.layout, assignment.rank, store, device=where)
+        self._world = form_world(
+            assignment.layout,
+            assignment.rank,
+            store,
+            device=where,
+            host=self._contact.local_host,
+            check=self.check,
+        )
         self._sockets_before = None
         self.check()  # a halt that came while we formed has cut what was there by then
         return self._world

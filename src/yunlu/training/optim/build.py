@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from yunlu.core.errors import ModelError, TrainingError, missing_part
+from yunlu.training.optim.frozen import FrozenAdam
 from yunlu.training.optim.fused import FusedAdam
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ def build_optimizer(
     weight_decay: float,
     l2: float,
     kernel: Kernel = "fused",
+    freezable: bool = False,
 ) -> AnyOptimizer:
     """The optimiser over the trainable weights of a model, or these weights; no decay of vectors.
 
+    A ``freezable`` Adam can hold its second moment, where there is a kernel for all weights at once.
     A ``kernel`` that does not exist here gives way to the next best of ``kernels_for``.
     """
     # torch couples the weight decay of SGD and Adam with the gradient: that is the L2 penalty.
@@ -53,19 +56,25 @@ def build_optimizer(
                 groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, **how
             )
         case "adam" | "adamw":
-            return _adam(groups, spec, lr=lr, how=how)
+            return _adam(groups, spec, lr=lr, how=how, freezable=freezable)
         case "lamb" | "lars":
             return _layerwise(groups, spec, lr=lr)
 
 
 def _adam(
-    groups: list[dict[str, Any]], spec: OptimizerSpec, *, lr: float, how: dict[str, bool]
+    groups: list[dict[str, Any]],
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    how: dict[str, bool],
+    freezable: bool,
 ) -> AnyOptimizer:
     decoupled = spec.name == "adamw"
     if how["fused"]:
-        return FusedAdam(groups, lr=lr, betas=spec.betas, eps=spec.eps, decoupled=decoupled)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, **how)
+        kind = FrozenAdam if freezable else FusedAdam
+        return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, decoupled=decoupled)
+    plain = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return plain(groups, lr=lr, betas=spec.betas, eps=spec.eps, **how)
 
 
 def kernels_for(model: nn.Module | Sequence[Tensor], spec: OptimizerSpec) -> list[Kernel]:

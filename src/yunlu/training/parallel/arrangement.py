@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
 from yunlu.training.parallel.boxes import is_spread, local_of
 from yunlu.training.parallel.gradients import GradientSum
@@ -17,6 +18,7 @@ from yunlu.training.parallel.zero import OwnedWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from yunlu.training.communication.summation import Summation
     from yunlu.training.parallel.pipeline import Pipeline
     from yunlu.training.parallel.sharded import UsedWeights
     from yunlu.training.parallel.world import World
@@ -30,9 +32,17 @@ class Arrangement:
     other layout needs a copy of its own (``blank_like``).
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        summation: Summation | None = None,
+        *,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
+        """``summation`` adds up the gradients of replicas; torch's own where none is given."""
         layout = world.layout
-        self.world = world
+        self.world, self._summation, self._bucket_bytes = world, summation, bucket_bytes
         self._is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
         self._whole = model
         self._stages: dict[int, nn.Module] = {0: model}
@@ -117,6 +127,11 @@ class Arrangement:
             gradient = weight.grad
             leaf.grad = None if gradient is None else local_of(gradient)
 
+    @property
+    def exchange_s(self) -> float:
+        """What adding up gradients took in the last step, hidden or not."""
+        return sum(sums.exchange_s for sums in self._sums.values())
+
     def let_go(self) -> None:
         """Before weights are replaced: keep none that were gathered from others.
 
@@ -150,8 +165,9 @@ class Arrangement:
             for part in self.parts:
                 synchronise_batch_norm(part, world.group("dp", "fsdp"))
         if layout.dp > 1 and layout.fsdp == 1:
+            summation = self._summation or TorchSummation(world.group("dp"), world.wait_for)
             self._sums = {
-                number: GradientSum(_trained([stage]), world.group("dp"), wait_for=world.wait_for)
+                number: GradientSum(_trained([stage]), summation, bucket_bytes=self._bucket_bytes)
                 for number, stage in self._stages.items()
             }
         self._owned, self.optimized = None, self.leaves

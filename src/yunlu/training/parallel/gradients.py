@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from yunlu.training.communication.buckets import split, starts_of
 from yunlu.training.parallel.boxes import is_spread, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-_ALIGNED_BYTES = 64
+    from yunlu.training.communication.summation import Pending, Summation
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +44,10 @@ class _Bucket:
 
     flat: Tensor
     slots: list[_Slot]
+    gaps: list[Tensor]
+    """What no gradient fills."""
     missing: int = 0
-    work: dist.Work | None = None
+    pending: Pending | None = None
 
 
 class GradientSum:
@@ -60,24 +63,26 @@ class GradientSum:
 
     Args:
         weights: In the order in which the model uses them, the same on every member.
-        group: Over whom to add.
+        summation: How to add, and over whom.
         bucket_bytes: Gradients sent at a time; larger ones go alone.
-        wait_for: Waits for a sum that is under way.
     """
 
     def __init__(
         self,
         weights: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
+        summation: Summation,
         *,
         bucket_bytes: int = 25 << 20,
-        wait_for: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> None:
-        self._group = group
-        self._wait_for = wait_for
+        self._summation = summation
         self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        if not summation.is_exact:
+            self._flags = torch.zeros(len(self._slots))  # to be counted, not estimated
         self._next = 0
+        self._begun_at: float | None = None
+        self.exchange_s = 0.0
+        """From the first gradients sent to the last that came, in the last step."""
         self._is_armed = False
         self._hooks = [
             slot.weight.register_post_accumulate_grad_hook(partial(self._note, bucket, slot))
@@ -99,11 +104,19 @@ class GradientSum:
         self._is_armed = False
         while self._next < len(self._buckets):
             self._start_next()
+        counted = None
+        if not self._summation.is_exact:
+            counted = self._summation.begin(self._flags, key=-1)
         for bucket in self._buckets:
-            assert bucket.work is not None
-            self._wait_for(bucket.work)
-            bucket.work = None
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            bucket.pending = None
+        if counted is not None:
+            counted.wait()
         self._next = 0
+        if self._begun_at is not None:
+            self.exchange_s = perf_counter() - self._begun_at
+        self._begun_at = None
         if all(slot.is_used for slot in self._slots):
             return
         for slot, users in zip(self._slots, self._flags.tolist(), strict=True):
@@ -139,12 +152,18 @@ class GradientSum:
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
+        if self._begun_at is None:
+            self._begun_at = perf_counter()
         if not self._is_armed:
             for slot in bucket.slots:
                 _take(slot)
+        if not self._summation.is_exact:
+            # Sums that are estimates leave something there too, which would come back in the next.
+            for gap in bucket.gaps:
+                gap.zero_()
         if self._next == len(self._buckets):
             self._set_flags()
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.pending = self._summation.begin(bucket.flat, key=self._next - 1)
 
     def _set_flags(self) -> None:
         used = [slot.is_used for slot in self._slots]
@@ -169,16 +188,12 @@ def _make_buckets(
     weights: Sequence[nn.Parameter], bucket_bytes: int
 ) -> tuple[list[_Bucket], Tensor]:
     """The buckets in the order of sending, and room in the last one to tell who got a gradient."""
-    groups = _split(weights, bucket_bytes)
+    groups = split(weights, bucket_bytes, local=_local)
     buckets: list[_Bucket] = []
     flags = torch.zeros(0)
     for number, group in enumerate(groups):
-        slots: list[_Slot] = []
-        end = 0
-        for weight in group:
-            slots.append(_Slot(weight, end))
-            aligned = max(1, _ALIGNED_BYTES // weight.element_size())
-            end += -(-_local(weight).numel() // aligned) * aligned
+        starts, end = starts_of(group, local=_local)
+        slots = [_Slot(weight, start) for weight, start in zip(group, starts, strict=True)]
         extra = len(weights) if number == len(groups) - 1 else 0
         first = _local(group[0])
         flat = torch.zeros(end + extra, dtype=first.dtype, device=first.device)
@@ -186,24 +201,13 @@ def _make_buckets(
             slot.view, slot.grad = _place(slot.weight, flat, slot.start)
         if extra:
             flags = flat[end:]
-        buckets.append(_Bucket(flat, slots))
+        ends = [*starts[1:], len(flat)]
+        gaps = [
+            flat[slot.start + slot.view.numel() : end]
+            for slot, end in zip(slots, ends, strict=True)
+        ]
+        buckets.append(_Bucket(flat, slots, [gap for gap in gaps if len(gap)]))
     return buckets, flags
-
-
-def _split(weights: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Weights of one kind together, the last ones first: their gradients come first."""
-    whole: list[tuple[int, list[nn.Parameter]]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[int, list[nn.Parameter]]] = {}
-    for position, weight in enumerate(reversed(weights)):
-        local = _local(weight)
-        kind = (local.dtype, local.device)
-        size, group = filling.pop(kind, (0, []))
-        if group and size + local.nbytes > bucket_bytes:
-            whole.append((position, group))
-            size, group = 0, []
-        filling[kind] = (size + local.nbytes, [*group, weight])
-    rest = [(len(weights), group) for _, group in filling.values()]
-    return [group for _, group in sorted([*whole, *rest], key=lambda item: item[0])]
 
 
 def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:

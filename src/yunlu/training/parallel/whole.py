@@ -59,6 +59,11 @@ class Arranged(Protocol):
         """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
         ...
 
+    @property
+    def exchange_s(self) -> float:
+        """What adding up gradients took in the last step, hidden or not."""
+        ...
+
     def let_go(self) -> None:
         """Before weights are replaced: keep none that were gathered from others."""
         ...
@@ -89,6 +94,7 @@ class Whole:
         self.optimized = self.leaves
         self.copies = [1] * len(self.weights)
         self.is_cut = False
+        self.exchange_s = 0.0
         self.view = model
 
     def running(self) -> AbstractContextManager[Any]:

@@ -14,17 +14,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.planning.layout import AXES, Layout, Place
+from yunlu.training.communication.sums.doubling import doubling_sum
+from yunlu.training.communication.wire import connect
+from yunlu.training.parallel.boxes import piece_of
+from yunlu.training.parallel.exchange import exchange, gather_json, gather_specs
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
+
+    from yunlu.training.communication.wire import Wire
 
 NEVER_S = 24 * 3600.0
 """Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""
 _LOOK_S = 0.25
 _KEPT_S = 60.0
+_MEET_S = 600.0
+"""Building a large model takes minutes; whoever is lost meanwhile is cut off before."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +47,12 @@ class World:
     sockets: frozenset[Socket] = frozenset()
     """The connections to the others; ``cut`` ends them."""
     is_cut: bool = False
+    host: str = "127.0.0.1"
+    """Where the others reach this worker."""
+    _store: Any = None
+    _wires: list[Wire] = field(default_factory=list[Any])
+    _quick: Wire | None = None
+    _sums: int = 0
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
@@ -50,6 +64,11 @@ class World:
     def replica(self) -> int:
         """Which share of a step's samples is ours."""
         return self.layout.replica_of(self.rank)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where each worker is, as far as that matters: who shares an address shares a machine."""
+        return (self.host,) * self.layout.world if self._quick is None else self._quick.hosts
 
     @property
     def is_leader(self) -> bool:
@@ -75,11 +94,46 @@ class World:
 
     def sum_over_all(self, numbers: Tensor) -> Tensor:
         """The sum over every worker, in place."""
-        if not self.layout.is_single:
+        if self._quick is not None:
+            self._sums = (self._sums + 1) % (1 << 32)
+            doubling_sum(self._quick, numbers.view(-1), tag=self._sums)
+        elif not self.layout.is_single:
             work = dist.all_reduce(numbers, async_op=True)
             assert work is not None
             self.wait_for(work)
         return numbers
+
+    @torch.no_grad()
+    def level(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the mean over all workers in each of these; of whole numbers, what the leader has."""
+        real = [each for each in tensors if each.is_floating_point()]
+        whole = [each for each in tensors if not each.is_floating_point()]
+        shares = ((real, torch.float32, 1.0 / self.layout.world), (whole, torch.int64, 1))
+        for group, kind, factor in shares:
+            if not group:
+                continue
+            total = torch.cat([each.detach().reshape(-1).to("cpu", kind) for each in group])
+            if group is whole and not self.is_leader:
+                total.zero_()
+            self.sum_over_all(total)
+            parts = total.mul_(factor).split([each.numel() for each in group])
+            for each, part in zip(group, parts, strict=True):
+                each.copy_(part.view(each.shape))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each worker tells, which is JSON, by rank."""
+        return [value] if self.layout.is_single else gather_json(value)
+
+    def pass_on(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
+        """The tensors of one worker, for all."""
+        ours = tensors if self.rank == source else {}
+        held = [piece_of(name, tensor) for name, tensor in ours.items()]
+        found = {
+            name: torch.empty(spec.shape, dtype=spec.dtype)
+            for name, spec in gather_specs(held).items()
+        }
+        exchange(held, [piece_of(name, tensor) for name, tensor in found.items()])
+        return found
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective; raise once the world is cut.
@@ -96,10 +150,33 @@ class World:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if self.is_cut:
-                    raise dist.DistNetworkError("The connections were cut.") from None
+                self._check_uncut()
             else:
                 return
+
+    def open_wire(self, *, check: Callable[[], object] | None = None) -> Wire:
+        """Connections of their own for one thread; everyone calls this at the same point.
+
+        ``check`` may end the waiting for the others by raising.
+        """
+        wire = connect(
+            self._store,
+            self.rank,
+            self.layout.world,
+            self.host,
+            name=f"wire-{len(self._wires)}",
+            within_s=_MEET_S,
+            patience_s=NEVER_S,
+            check=check or self._check_uncut,
+        )
+        self._wires.append(wire)
+        if self.is_cut:
+            wire.abort()
+        return wire
+
+    def _check_uncut(self) -> None:
+        if self.is_cut:
+            raise dist.DistNetworkError("The connections were cut.")
 
     def cut(self, *, keep: Collection[int] = ()) -> None:
         """End the connections to the others: whoever waits for them gets an error at once.
@@ -109,12 +186,17 @@ class World:
         the groups', made by that thread while they were formed.
         """
         self.is_cut = True
+        for wire in list(self._wires):
+            wire.abort()
         for each in self.sockets:
             if each.descriptor not in keep:
                 shut(each)
 
     def close(self) -> None:
         """Leave the groups."""
+        if self._quick is not None:
+            self._quick.close()
+        self._quick = None
         if dist.is_initialized():
             if self.is_cut:
                 _keep_for_a_while(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
@@ -123,8 +205,20 @@ class World:
         self._joint.clear()
 
 
-def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -> World:
-    """Meet the others at the store; everyone calls this with the same layout."""
+def form_world(
+    layout: Layout,
+    rank: int,
+    store: Any,
+    *,
+    device: torch.device,
+    host: str = "127.0.0.1",
+    check: Callable[[], object] | None = None,
+) -> World:
+    """Meet the others at the store; everyone calls this with the same layout.
+
+    ``host`` is the address at which the others reach this worker; ``check`` may end the waiting for
+    them by raising.
+    """
     if layout.is_single:
         return World(layout=layout, rank=0, device=device)
     assert store is not None
@@ -141,10 +235,13 @@ def form_world(layout: Layout, rank: int, store: Any, *, device: torch.device) -
     names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
     shape = tuple(layout.size_of(axis) for axis in names)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    world = World(layout=layout, rank=rank, device=device, mesh=mesh)
+    world = World(layout=layout, rank=rank, device=device, mesh=mesh, host=host, _store=store)
     world.group("dp", "fsdp")  # made now, by everyone at once
     for axes in [*((name,) for name in names), ("dp", "fsdp")]:
         _wait_for_ever(world.group(*axes))
+    if device.type == "cpu":
+        # A few numbers take gloo milliseconds over a network, and a wait in it may never end.
+        world._quick = world.open_wire(check=check)  # pyright: ignore[reportPrivateUsage]
     world.sockets = frozenset(open_sockets() - before)
     return world
 

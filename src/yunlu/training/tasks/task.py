@@ -64,7 +64,7 @@ class Batch:
     counts: bool = True
     """False of a stand-in: a worker without samples runs one of the others' at weight zero."""
     digest: int = 0
-    """Of the samples in it, where a ledger is kept: see ``parallel.agreement``."""
+    """Of the samples in it, where a ledger is kept: see ``communication.agreement``."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
-Ask = Literal["", "pause", "stop"]
-_WEIGHT = {"": 0, "pause": 1, "stop": 1 << 32}
+Ask = Literal["", "relink", "pause", "stop"]
+"""``relink``: measure the links, they are no longer what they were."""
+_WEIGHT = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,27 @@ def agree(world: World, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         digest += micro.digest
     if world.layout.is_single:
         return Agreed(items, tokens, padding, samples, digest % _RANGE, ask)
-    ours = [items, tokens, padding, samples, _signed(digest), _WEIGHT[ask]]
+    ours = [items, tokens, padding, samples, _signed(digest), tell_ask(ask)]
     if world.place.tp or world.place.pp:
         # Workers that cut one model between them took the same samples: one of them tells.
         ours[:5] = [0] * 5
     found: list[int] = world.sum_over_all(torch.tensor(ours)).tolist()
-    asked: Ask = "stop" if found[5] >= _WEIGHT["stop"] else "pause" if found[5] else ""
-    items, tokens, padding, samples, digest, _ = found
-    return Agreed(items, tokens, padding, samples, digest % _RANGE, asked)
+    items, tokens, padding, samples, digest, asked = found
+    return Agreed(items, tokens, padding, samples, digest % _RANGE, read_ask(asked))
+
+
+def tell_ask(ask: Ask) -> int:
+    """What one asks, as a number to be summed over all workers."""
+    return _WEIGHT[ask]
+
+
+def read_ask(total: int) -> Ask:
+    """What is asked for, by such a sum."""
+    if total >= _WEIGHT["stop"]:
+        return "stop"
+    if total >= _WEIGHT["pause"]:
+        return "pause"
+    return "relink" if total else ""
 
 
 _RANGE = 1 << 64

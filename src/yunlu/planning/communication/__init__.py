@@ -1,0 +1,1 @@
+"""Which way to exchange gradients or weights: predicted from measured links, chosen with reasons. Pure."""

@@ -1,0 +1,258 @@
+"""The way to exchange that reaches the same loss first, of those that keep what was asked for. Pure."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, TypeVar
+
+from yunlu.core.errors import YunluError
+from yunlu.core.units import show_bytes, show_duration
+from yunlu.planning.communication.figures import Work  # noqa: TC001 - pydantic reads it
+from yunlu.planning.communication.forecast import Forecast, Setting, forecast, split_buckets
+from yunlu.planning.communication.methods import METHODS, PACKINGS, Guarantee, keeps
+from yunlu.planning.communication.timing import Clock
+from yunlu.planning.probed import Figures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from yunlu.planning.communication.figures import WireFigures
+
+_Any = TypeVar("_Any")
+
+_BUCKET_BYTES = 256 << 10, 1 << 20, 4 << 20, 25 << 20
+_EVERY = 2, 4, 8, 16, 32
+_DILOCO_EVERY = 20, 50, 100
+_DELAYS = 0, 1
+_WORTH = 0.9
+"""Torch's own sum stays unless something is predicted to take less than this share of its time."""
+_SHOWN_MBITS = 0.05
+
+
+class CommunicationError(YunluError):
+    """No way to exchange is left of what was asked for."""
+
+    code = "communication"
+
+
+class Pinned(Figures):
+    """What the user decides; the rest is chosen."""
+
+    method: str | None = None
+    codec: str | None = None
+    bucket_bytes: int | None = None
+    every: int | None = None
+    delay_steps: int | None = None
+    rank: int | None = None
+
+
+class Question(Figures):
+    """What to choose for."""
+
+    work: Work
+    guarantee: Guarantee = "exact"
+    pinned: Pinned = Pinned()
+    available: tuple[str, ...] = tuple(METHODS)
+    """Methods that this run can use."""
+
+
+class Refusal(Figures):
+    """What was not considered, and why."""
+
+    name: str
+    reason: str
+
+
+class Decision(Figures):
+    """What was chosen, against what, and why."""
+
+    question: Question
+    chosen: Forecast
+    plain: Forecast
+    """torch's own all-reduce with its usual buckets."""
+    candidates: tuple[Forecast, ...]
+    """The best of each method and codec, the chosen one among them, the fastest first."""
+    refused: tuple[Refusal, ...]
+    reason: str
+
+    @property
+    def setting(self) -> Setting:
+        """What was chosen."""
+        return self.chosen.setting
+
+    @property
+    def gain(self) -> float:
+        """How many times sooner than with plain all-reduce."""
+        return self.plain.cost_s / self.chosen.cost_s
+
+
+def choose(figures: WireFigures, question: Question) -> Decision:
+    """Choose by the predicted time to the same loss; never what is predicted slower than plain all-reduce.
+
+    Raises:
+        CommunicationError: What was pinned does not exist, or does not keep the guarantee.
+    """
+    _check(question)
+    clock = Clock(figures)
+    plain = forecast(clock, question.work, Setting(method="all-reduce"))
+    refused = _refuse(figures, question)
+    names = {each.name for each in refused}
+    best: dict[str, Forecast] = {}
+    for setting in _settings(question):
+        if {setting.method, setting.codec} & names:
+            continue
+        told = forecast(clock, question.work, setting)
+        key = f"{setting.method} {setting.codec}"
+        if key not in best or told.cost_s < best[key].cost_s:
+            best[key] = told
+    candidates = tuple(sorted(best.values(), key=lambda each: each.cost_s))
+    if not candidates:
+        reasons = "; ".join(f"{each.name}: {each.reason}" for each in refused)
+        raise CommunicationError(
+            f"communication: nothing is left to choose from ({reasons}).",
+            hint="Pin less, or allow more with communication.guarantee.",
+        )
+    chosen = candidates[0]
+    is_free = question.pinned.method is None and question.pinned.codec is None
+    dense = best.get("all-reduce none")
+    if is_free and dense is not None and chosen.cost_s > _WORTH * dense.cost_s:
+        chosen = dense
+    return Decision(
+        question=question,
+        chosen=chosen,
+        plain=plain,
+        candidates=candidates,
+        refused=refused,
+        reason=explain(figures, question.work, chosen, plain),
+    )
+
+
+def explain(figures: WireFigures, work: Work, chosen: Forecast, plain: Forecast) -> str:
+    """In words: what is sent over which links, how long that takes, and what of it hides."""
+    told = (
+        f"{chosen.setting.name}: {_links(figures)};"
+        f" {show_bytes(chosen.bytes_per_step)} a step from each of {figures.size} workers take"
+        f" {show_duration(chosen.exchange_s)}"
+    )
+    if chosen.hidden_s > 0:
+        told += f", of which {show_duration(chosen.hidden_s)} hide behind computing"
+    parts = [told]
+    if chosen.steps_factor > 1:
+        parts.append(f"it may need {chosen.steps_factor - 1:.0%} more steps")
+    gain = plain.cost_s / chosen.cost_s
+    if chosen.setting.method != "all-reduce":
+        parts.append(f"{gain:.2f} times as fast as all-reduce to the same loss")
+    elif len(split_buckets(work, chosen.setting.bucket_bytes)) > 1 and gain > 1:
+        parts.append(f"sent in parts of {show_bytes(chosen.setting.bucket_bytes)}")
+    slowest = figures.slowest_compute_s
+    if slowest is not None and slowest > 1.3 * sorted(figures.compute_s)[figures.size // 2]:
+        late = figures.compute_s.index(slowest)
+        parts.append(f"worker {late} takes {show_duration(slowest)} a step and is waited for")
+    return "; ".join(parts)
+
+
+def _links(figures: WireFigures) -> str:
+    """The range of what hosts can send or receive."""
+    if len(figures.host_names) == 1:
+        return f"within one host, {show_bytes(figures.bytes_per_s[0][0])}/s"
+    rates = [8e-6 * rate for rate in (*figures.send_bytes_per_s, *figures.receive_bytes_per_s)]
+    low, high = min(rates), max(rates)
+    if high - low <= (2 * _SHOWN_MBITS + 0.1) * high:
+        return f"links of {(low + high) / 2:.3g} Mbit/s"
+    return f"links of {low:.3g} to {high:.3g} Mbit/s"
+
+
+def _check(question: Question) -> None:
+    pinned = question.pinned
+    for name, known in ((pinned.method, METHODS), (pinned.codec, PACKINGS)):
+        if name is not None and name not in known:
+            raise CommunicationError(
+                f"communication: {name} is not known.", hint=f"There are {', '.join(known)}."
+            )
+    method, codec = pinned.method or "all-reduce", pinned.codec or "none"
+    if not keeps(question.guarantee, method, codec):
+        name = pinned.method if keeps(question.guarantee, "all-reduce", codec) else pinned.codec
+        level = max(
+            (METHODS[method].guarantee, PACKINGS[codec].guarantee),
+            key=("exact", "near", "relaxed").index,
+        )
+        raise CommunicationError(
+            f"communication: {name} does not keep what guarantee '{question.guarantee}' asks for.",
+            hint=f"Set communication.guarantee to {level}, or leave out {name}.",
+        )
+
+
+def _refuse(figures: WireFigures, question: Question) -> tuple[Refusal, ...]:
+    refused = [
+        Refusal(name=name, reason=reason)
+        for name in METHODS
+        if (reason := _against_method(figures, question, name)) is not None
+    ]
+    refused += [
+        Refusal(name=name, reason=reason)
+        for name in PACKINGS
+        if (reason := _against_codec(figures, question, name)) is not None
+    ]
+    return tuple(refused)
+
+
+def _against_method(figures: WireFigures, question: Question, name: str) -> str | None:
+    method = METHODS[name]
+    hosts = len(figures.host_names)
+    if name not in question.available:
+        return "this run cannot use it"
+    if not keeps(question.guarantee, name, "none"):
+        return f"it is {method.guarantee}, {question.guarantee} was asked for"
+    if method.needs_whole_model and not question.work.is_replicated:
+        return "it needs the whole model on each worker"
+    if method.needs_shared_hosts and not 1 < hosts < figures.size:
+        return "it needs several hosts with several workers each"
+    return None
+
+
+def _against_codec(figures: WireFigures, question: Question, name: str) -> str | None:
+    packing = PACKINGS[name]
+    if not keeps(question.guarantee, "all-reduce", name):
+        return f"it is {packing.guarantee}, {question.guarantee} was asked for"
+    if packing.optimizers and question.work.optimizer not in packing.optimizers:
+        return f"it needs {' or '.join(packing.optimizers)} as optimiser"
+    if name == "powersgd" and not question.work.matrices:
+        return "the model has no matrices"
+    if name not in ("none", "powersgd") and figures.codec(name) is None:
+        return "what it costs here was not measured"
+    return None
+
+
+def _settings(question: Question) -> Iterator[Setting]:
+    pinned = question.pinned
+    for method in _only(METHODS, pinned.method):
+        kind = METHODS[method].kind
+        buckets = (
+            _only(_BUCKET_BYTES, pinned.bucket_bytes) if kind == "synchronous" else (25 << 20,)
+        )
+        usual = _DILOCO_EVERY if method == "diloco" else _EVERY
+        every = _only(usual, pinned.every) if kind == "local" else (1,)
+        delays = _only(_DELAYS, pinned.delay_steps) if kind == "local" else (0,)
+        codecs = [name for name in _only(PACKINGS, pinned.codec) if _fits(method, name)]
+        for codec, bucket, steps, delay in product(codecs, buckets, every, delays):
+            yield Setting(
+                method=method,
+                codec=codec,
+                bucket_bytes=bucket,
+                every=steps,
+                delay_steps=delay,
+                rank=pinned.rank or 4,
+            )
+
+
+def _fits(method: str, codec: str) -> bool:
+    """Encoded parts go to their owners; PowerSGD's factors are dense, and go any way."""
+    if codec == "none":
+        return True
+    if codec == "powersgd":
+        return METHODS[method].kind == "synchronous"
+    return method == "direct" or METHODS[method].kind != "synchronous"
+
+
+def _only(usual: Iterable[_Any], pinned: _Any | None) -> tuple[_Any, ...]:
+    return tuple(usual) if pinned is None else (pinned,)

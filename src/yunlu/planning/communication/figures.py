@@ -1,0 +1,144 @@
+"""What was measured between the workers of a job, and what is known of the work they share. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from yunlu.planning.probed import Figures, MessageTime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Row = tuple[float, ...]
+
+
+class CodecCost(Figures):
+    """What packing and unpacking takes on this machine."""
+
+    name: str
+    bytes_per_value: float = Field(gt=0)
+    encode_s_per_value: float = Field(ge=0)
+    decode_s_per_value: float = Field(ge=0)
+    call_s: float = Field(default=0.0, ge=0)
+    """What even a single value takes."""
+
+
+class WireFigures(Figures):
+    """Links between hosts, in the order in which the workers' ``hosts`` first name them.
+
+    By host and not by worker: a host's upload and download are what is limited, and its workers share
+    them.
+    """
+
+    hosts: tuple[str, ...] = Field(min_length=1)
+    """Of each worker."""
+    latency_s: tuple[Row, ...]
+    """From one host (row) to another, one way, of a message of next to no bytes; within it, on the diagonal."""
+    bytes_per_s: tuple[Row, ...]
+    """Of one message alone; on the diagonal between two workers of the host."""
+    send_bytes_per_s: Row
+    """What a host uploads while everyone sends to everyone."""
+    receive_bytes_per_s: Row
+    both_ways: float = Field(default=1.0, gt=0, le=1)
+    """What is left of a rate while the same connection carries as much the other way."""
+    extra_message_s: float = Field(default=0.0, ge=0)
+    """What each further message takes that a worker sends and receives at the same time."""
+    add_bytes_per_s: float = Field(default=4e9, gt=0)
+    """How fast one worker adds what came to what it has."""
+    compute_s: Row = ()
+    """A step of each worker without any exchange; empty where nobody has taken one yet."""
+    all_reduce: MessageTime | None = None
+    """torch's own sum, where it was tried: it passes messages in another way than ours.
+
+    It takes the longer of the two: of gloo, what a small one takes is no part of a large one.
+    """
+    codecs: tuple[CodecCost, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_square(self) -> Self:
+        count = len(self.host_names)
+        tables = self.latency_s, self.bytes_per_s
+        if any(len(table) != count or any(len(row) != count for row in table) for table in tables):
+            raise ValueError(f"latency and rate must be told between {count} hosts")
+        if {len(self.send_bytes_per_s), len(self.receive_bytes_per_s)} != {count}:
+            raise ValueError(f"upload and download must be told of {count} hosts")
+        rates = *self.send_bytes_per_s, *self.receive_bytes_per_s, *sum(self.bytes_per_s, ())
+        if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+            raise ValueError("rates must be above 0")
+        if not all(math.isfinite(span) and span >= 0 for span in sum(self.latency_s, ())):
+            raise ValueError("latencies cannot be below 0")
+        if self.compute_s and len(self.compute_s) != len(self.hosts):
+            raise ValueError("compute_s must be told of each worker")
+        return self
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self.hosts)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Each host once."""
+        return tuple(dict.fromkeys(self.hosts))
+
+    @property
+    def host_numbers(self) -> NDArray[np.int64]:
+        """Which host each worker is on."""
+        names = {name: number for number, name in enumerate(self.host_names)}
+        return np.array([names[host] for host in self.hosts], dtype=np.int64)
+
+    @property
+    def slowest_compute_s(self) -> float | None:
+        """Of the worker for whom a synchronous step waits."""
+        return max(self.compute_s, default=None)
+
+    def codec(self, name: str) -> CodecCost | None:
+        """What a codec costs here, if that was measured."""
+        return next((each for each in self.codecs if each.name == name), None)
+
+
+class Work(Figures):
+    """What the workers do between two exchanges, and what they have to exchange."""
+
+    gradient_bytes: tuple[int, ...]
+    """Of each weight in fp32, in the order in which the backward pass yields them: the last weight first."""
+    compute_s: float = Field(gt=0)
+    """A step of one worker without any exchange, all its passes and the optimiser."""
+    backward_s: float = Field(ge=0)
+    """The last backward pass of a step, behind which sums can hide."""
+    matrices: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of the weights that PowerSGD would make smaller."""
+    optimizer: str = "adamw"
+    steps: int | None = None
+    """How many are left."""
+    is_replicated: bool = True
+    """Whether each worker has the whole model."""
+    hides: float = Field(default=1.0, ge=0, le=1)
+    """How much of an exchange runs beside computing: less than 1 where it takes cores from it."""
+    staging_bytes_per_s: float | None = None
+    """Between a GPU and its host: our own paths start and end in the host's memory."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all gradients."""
+        return sum(self.gradient_bytes)
+
+
+def make_even(
+    hosts: tuple[str, ...], *, latency_s: float, bytes_per_s: float, inside_bytes_per_s: float = 1e9
+) -> WireFigures:
+    """Figures of hosts that are all alike, for plans made before anything was measured."""
+    count = len(dict.fromkeys(hosts))
+    rates = np.full((count, count), bytes_per_s)
+    np.fill_diagonal(rates, inside_bytes_per_s)
+    return WireFigures(
+        hosts=hosts,
+        latency_s=((latency_s,) * count,) * count,
+        bytes_per_s=tuple(tuple(row) for row in rates.tolist()),
+        send_bytes_per_s=(bytes_per_s,) * count,
+        receive_bytes_per_s=(bytes_per_s,) * count,
+    )

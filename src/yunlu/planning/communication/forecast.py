@@ -1,0 +1,236 @@
+"""What a step takes with one way to exchange, what of it hides behind computing, and what it is worth. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from yunlu.planning.communication.methods import METHODS, PACKINGS, steps_factor
+from yunlu.planning.communication.timing import Clock, Span
+from yunlu.planning.probed import Figures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.planning.communication.figures import Work
+
+_VALUE_BYTES = 4
+
+
+class Setting(Figures):
+    """One way to exchange."""
+
+    method: str
+    codec: str = "none"
+    bucket_bytes: int = Field(default=25 << 20, gt=0)
+    every: int = Field(default=1, ge=1)
+    """Steps between two exchanges, of local methods."""
+    delay_steps: int = Field(default=0, ge=0)
+    """For how many steps an exchange of a local method may be under way."""
+    rank: int = Field(default=4, ge=1)
+    """Of PowerSGD."""
+
+    @property
+    def name(self) -> str:
+        """As people read it: ``local int4, every 8 steps``."""
+        parts = [self.method if self.codec == "none" else f"{self.method} {self.codec}"]
+        if self.codec == "powersgd":
+            parts[0] += f" rank {self.rank}"
+        if METHODS[self.method].kind == "local":
+            parts.append(f"every {self.every} steps")
+        if self.delay_steps:
+            parts.append("in the background")
+        return ", ".join(parts)
+
+
+class Forecast(Figures):
+    """What a setting is predicted to do."""
+
+    setting: Setting
+    step_s: float
+    """On average, warm-up included."""
+    exchange_s: float
+    """Of the step's exchanges, hidden or not."""
+    hidden_s: float
+    """Of these, while the workers compute."""
+    bytes_per_step: float
+    """Sent by one worker."""
+    steps_factor: float
+    one_exchange_s: float
+    """A single one, as it can be timed: of all buckets, or of one averaging."""
+
+    @property
+    def cost_s(self) -> float:
+        """What one dense synchronous step's progress takes: by this settings are compared."""
+        return self.step_s * self.steps_factor
+
+
+def forecast(clock: Clock, work: Work, setting: Setting) -> Forecast:
+    """Predict a step with one setting."""
+    kind = METHODS[setting.method].kind
+    told = {"synchronous": _synchronous, "local": _local, "asynchronous": _asynchronous}[kind](
+        clock, work, setting
+    )
+    return _warmed_up(clock, work, told)
+
+
+def split_buckets(work: Work, bucket_bytes: int) -> tuple[int, ...]:
+    """Gradients sent together, in their order; a larger one goes alone."""
+    buckets: list[int] = []
+    for size in work.gradient_bytes:
+        if buckets and buckets[-1] + size <= bucket_bytes:
+            buckets[-1] += size
+        else:
+            buckets.append(size)
+    return tuple(buckets)
+
+
+def _synchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
+    compute_s, backward_s = _computing(clock, work)
+    buckets = split_buckets(work, setting.bucket_bytes)
+    spans = [_exchange(clock, work, setting, size) for size in buckets]
+    exchange_s = sum(span.seconds for span in spans)
+    ready, ended = 0, 0.0
+    for size, span in zip(buckets, spans, strict=True):
+        ready += size
+        # Gradients come about as fast as their weights are large.
+        begins = max(ended, backward_s * ready / max(work.bytes, 1))
+        ended = begins + span.seconds
+    hidden = max(exchange_s - max(ended - backward_s, 0.0), 0.0) * work.hides
+    return _make(
+        clock,
+        work,
+        setting,
+        compute_s=compute_s,
+        exchange_s=exchange_s,
+        hidden_s=hidden,
+        sent_bytes=sum(span.sent_bytes for span in spans),
+    )
+
+
+def _local(clock: Clock, work: Work, setting: Setting) -> Forecast:
+    compute_s, _ = _computing(clock, work)
+    span = _exchange(clock, work, setting, work.bytes)
+    hidden = min(span.seconds, setting.delay_steps * compute_s) * work.hides
+    each = setting.every
+    told = _make(
+        clock,
+        work,
+        setting,
+        compute_s=compute_s,
+        exchange_s=span.seconds / each,
+        hidden_s=hidden / each,
+        sent_bytes=span.sent_bytes / each,
+    )
+    return told.model_copy(update={"one_exchange_s": span.seconds})
+
+
+def _asynchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
+    """Nobody waits for another: what counts is how many steps all of them do together."""
+    figures = clock.figures
+    each_s = figures.compute_s or (work.compute_s,) * figures.size
+    span = _exchange(clock, work, setting, work.bytes)
+    together = sum(1 / max(own + span.seconds, 1e-9) for own in each_s)
+    step_s = figures.size / together
+    return _make(
+        clock,
+        work,
+        setting,
+        compute_s=step_s - span.seconds,
+        exchange_s=span.seconds,
+        hidden_s=0.0,
+        sent_bytes=span.sent_bytes,
+    )
+
+
+def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:
+    setting = told.setting
+    share = PACKINGS[setting.codec].warmup_share
+    if not share or METHODS[setting.method].kind != "synchronous":
+        return told
+    before = _synchronous(clock, work, setting.model_copy(update={"codec": "none"}))
+
+    def mixed(read: Callable[[Forecast], float]) -> float:
+        return share * read(before) + (1 - share) * read(told)
+
+    return told.model_copy(
+        update={
+            "step_s": mixed(lambda each: each.step_s),
+            "exchange_s": mixed(lambda each: each.exchange_s),
+            "hidden_s": mixed(lambda each: each.hidden_s),
+            "bytes_per_step": mixed(lambda each: each.bytes_per_step),
+        }
+    )
+
+
+def _make(
+    clock: Clock,
+    work: Work,
+    setting: Setting,
+    *,
+    compute_s: float,
+    exchange_s: float,
+    hidden_s: float,
+    sent_bytes: float,
+) -> Forecast:
+    return Forecast(
+        setting=setting,
+        step_s=compute_s + exchange_s - hidden_s,
+        exchange_s=exchange_s,
+        hidden_s=hidden_s,
+        bytes_per_step=sent_bytes,
+        one_exchange_s=exchange_s,
+        steps_factor=steps_factor(
+            setting.method,
+            setting.codec,
+            every=setting.every,
+            delay_steps=setting.delay_steps,
+            workers=clock.figures.size,
+            steps=work.steps,
+        ),
+    )
+
+
+def _computing(clock: Clock, work: Work) -> tuple[float, float]:
+    """A step and its last backward pass, of the slowest worker."""
+    compute_s = clock.figures.slowest_compute_s or work.compute_s
+    return compute_s, compute_s * min(work.backward_s / work.compute_s, 1.0)
+
+
+def _exchange(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> Span:
+    span = _pass_on(clock, work, setting, size_bytes)
+    if setting.method == "all-reduce" or work.staging_bytes_per_s is None:
+        return span
+    staged_s = 2 * size_bytes / work.staging_bytes_per_s
+    return Span(span.seconds + staged_s, span.sent_bytes)
+
+
+def _pass_on(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> Span:
+    is_synchronous = METHODS[setting.method].kind == "synchronous"
+    method = setting.method if is_synchronous else "direct"
+    if setting.codec == "none":
+        return clock.sum_s(method, size_bytes)
+    cost = clock.figures.codec(setting.codec)
+    if setting.codec == "powersgd":
+        return _low_rank(clock, work, setting, method, size_bytes)
+    assert cost is not None, f"{setting.codec} was not measured"
+    return clock.compressed_s(cost, size_bytes)
+
+
+def _low_rank(clock: Clock, work: Work, setting: Setting, method: str, size_bytes: float) -> Span:
+    """Two thin factors, one after the other; what is no matrix goes dense with the first."""
+    share = size_bytes / max(work.bytes, 1)
+    full = _VALUE_BYTES * sum(rows * columns for rows, columns in work.matrices)
+    rows = _VALUE_BYTES * setting.rank * sum(rows for rows, _ in work.matrices)
+    columns = _VALUE_BYTES * setting.rank * sum(columns for _, columns in work.matrices)
+    first = clock.sum_s(method, share * (rows + work.bytes - full))
+    second = clock.sum_s(method, share * columns)
+    cost = clock.figures.codec("powersgd")
+    spent = 0.0
+    if cost is not None:
+        per_value = cost.encode_s_per_value + cost.decode_s_per_value
+        spent = (
+            share * full / _VALUE_BYTES * per_value + 2 * len(work.matrices) * cost.call_s * share
+        )
+    return Span(first.seconds + second.seconds + spent, first.sent_bytes + second.sent_bytes)

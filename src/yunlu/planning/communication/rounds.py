@@ -1,0 +1,213 @@
+"""Who sends how much to whom, round by round, in each way of adding up. Pure.
+
+Told as messages and not as formulas, so that the same few lines give the time with any number of
+workers, with slow and uneven links, and with several workers on a host. Rounds and their counts are
+those of Thakur, Rabenseifner and Gropp (2005); the two trees those of Sanders, Speck and Träff (2009).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    Schedule = Callable[[Sequence[int], float], list["Round"]]
+
+_PIECE_BYTES = 16 << 10, 256 << 10
+_SMALL_BYTES = 8 << 10
+"""Between hosts: by doubling up to this, by owners beyond."""
+_PIECES = 4
+"""A message is passed on piece by piece, as the sums do it: into four, none smaller or larger than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Messages that are under way at the same time; a worker's next ones wait for a piece of these."""
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    bytes: NDArray[np.float64]
+    is_added: bool = True
+    """Whether who receives adds it to its own."""
+    pieces: int = 1
+    """In which each comes: once the first is there, its receiver can pass it on."""
+    is_two_way: bool = False
+    """Whether a connection carries messages both ways at the same time, and their receipts wait for them."""
+
+
+def make_round(
+    messages: Iterable[tuple[int, int, float]],
+    *,
+    is_added: bool = True,
+    pieces: int = 1,
+    is_two_way: bool = False,
+) -> Round:
+    """A round of (source, target, bytes)."""
+    listed = list(messages)
+    sources, targets, sizes = zip(*listed, strict=True) if listed else ((), (), ())
+    return Round(
+        np.array(sources, dtype=np.int64),
+        np.array(targets, dtype=np.int64),
+        np.array(sizes, dtype=np.float64),
+        is_added,
+        pieces,
+        is_two_way,
+    )
+
+
+def ring(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Each passes a part on to the next: n - 1 times to add up, n - 1 times to tell."""
+    count = len(hosts)
+    turn = [(rank, (rank + 1) % count, size_bytes / count) for rank in range(count)]
+    pieces = count_pieces(size_bytes / count)
+    added = make_round(turn, pieces=pieces, is_two_way=count == 2)
+    told = make_round(turn, is_added=False, pieces=pieces, is_two_way=count == 2)
+    return [added] * (count - 1) + [told] * (count - 1)
+
+
+def direct(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Each owns a part: all send it theirs, and it sends the sum to all."""
+    count = len(hosts)
+    return serve(tuple(range(count)), count, size_bytes)
+
+
+def serve(servers: Sequence[int], count: int, size_bytes: float) -> list[Round]:
+    """Servers among the workers own a part each."""
+    part = size_bytes / len(servers)
+    there = [(rank, server, part) for server in servers for rank in range(count) if rank != server]
+    back = [(server, rank, part) for rank, server, part in there]
+    pieces = count_pieces(part)
+    return [
+        make_round(there, pieces=pieces, is_two_way=True),
+        make_round(back, is_added=False, pieces=pieces, is_two_way=True),
+    ]
+
+
+def served(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """One server, the first worker."""
+    return serve((0,), len(hosts), size_bytes)
+
+
+def doubling(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Everything to a partner at twice the distance in each round; those beyond a power of two lean on one."""
+    count = len(hosts)
+    power = 1 << (count.bit_length() - 1)
+    rounds: list[Round] = []
+    reach = 1
+    while reach < power:
+        turn = [(rank, rank ^ reach, size_bytes) for rank in range(power)]
+        rounds.append(make_round(turn, is_two_way=True))
+        reach *= 2
+    rest = [(rank, rank - power, size_bytes) for rank in range(power, count)]
+    if not rest:
+        return rounds
+    back = [(target, source, size) for source, target, size in rest]
+    return [make_round(rest), *rounds, make_round(back, is_added=False)]
+
+
+def tree(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Up a binary tree to add, down to tell, piece by piece."""
+    return _through_trees([_parents(len(hosts))], size_bytes)
+
+
+def double_tree(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Half through each of two trees; who passes on in one is a leaf of the other."""
+    count = len(hosts)
+    first = [_parent_in_order(number, count) if number else -1 for number in range(count)]
+    second = [-1] * count
+    for number, parent in enumerate(first):
+        second[_swap(number, count)] = -1 if parent < 0 else _swap(parent, count)
+    return _through_trees([first, second], size_bytes)
+
+
+def hierarchical(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+    """Within each host to one of its workers, a sum over those, and back within the host."""
+    members = _members(hosts)
+    leaders = [group[0] for group in members]
+    inward = [(rank, group[0], size_bytes) for group in members for rank in group[1:]]
+    outward = [(leader, rank, size_bytes) for rank, leader, _ in inward]
+    among = doubling if size_bytes <= _SMALL_BYTES else direct
+    between = _renamed(among(leaders, size_bytes), leaders) if len(leaders) > 1 else []
+    if not inward:
+        return between
+    return [make_round(inward), *between, make_round(outward, is_added=False)]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "ring": ring,
+    "tree": tree,
+    "double-tree": double_tree,
+    "doubling": doubling,
+    "direct": direct,
+    "server": served,
+    "hierarchical": hierarchical,
+}
+
+
+def _parents(count: int) -> list[int]:
+    return [(rank - 1) // 2 if rank else -1 for rank in range(count)]
+
+
+def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[Round]:
+    """Level by level up and down again, each passing on the pieces that it has."""
+    share = size_bytes / len(trees)
+    pieces = count_pieces(share)
+    depths = [_depths(parents) for parents in trees]
+    up: list[Round] = []
+    down: list[Round] = []
+    for level in range(1, max(max(each) for each in depths) + 1):
+        links = [
+            (rank, parent, share)
+            for parents, depth in zip(trees, depths, strict=True)
+            for rank, parent in enumerate(parents)
+            if depth[rank] == level
+        ]
+        up.append(make_round(links, pieces=pieces, is_two_way=pieces > 1))
+        back = [(parent, rank, size) for rank, parent, size in links]
+        down.append(make_round(back, is_added=False, pieces=pieces, is_two_way=pieces > 1))
+    return up[::-1] + down
+
+
+def count_pieces(size_bytes: float) -> int:
+    """In how many a message of that size comes."""
+    least, most = _PIECE_BYTES
+    return max(math.ceil(size_bytes / min(max(size_bytes / _PIECES, least), most)), 1)
+
+
+def _parent_in_order(number: int, count: int) -> int:
+    """0 is the root; below it, how often a number can be halved is its height: odd ones are leaves."""
+    height = number & -number
+    above = (number ^ height) | (height << 1)
+    return above if above < count else number ^ height
+
+
+def _swap(number: int, count: int) -> int:
+    return (number + 1) % count if count % 2 else count - 1 - number
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    def climb(rank: int) -> int:
+        return 0 if parents[rank] < 0 else 1 + climb(parents[rank])
+
+    return [climb(rank) for rank in range(len(parents))]
+
+
+def _members(hosts: Sequence[int]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(int(host), []).append(rank)
+    return list(groups.values())
+
+
+def _renamed(rounds: list[Round], ranks: Sequence[int]) -> list[Round]:
+    names = np.array(ranks, dtype=np.int64)
+    return [
+        replace(each, sources=names[each.sources], targets=names[each.targets]) for each in rounds
+    ]

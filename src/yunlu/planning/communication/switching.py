@@ -1,0 +1,83 @@
+"""When to change the way of exchanging during training, and how to notice that a link has changed. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from yunlu.planning.communication.choosing import choose
+from yunlu.planning.communication.forecast import forecast
+from yunlu.planning.communication.timing import Clock
+
+if TYPE_CHECKING:
+    from yunlu.planning.communication.choosing import Decision
+    from yunlu.planning.communication.figures import WireFigures
+
+GAIN = 0.15
+"""Of the time to the same loss, below which nothing is changed: about what predictions are off by."""
+SWITCH_S = 2.0
+"""New connections and buffers, and residuals that are lost."""
+_WORTH = 2.0
+"""By how much a switch must repay what it takes."""
+_WINDOW = 9
+_CHANGED = 1.3
+"""Beyond this, in either direction, exchanges no longer take what they took."""
+
+
+def should_switch(
+    decision: Decision,
+    figures: WireFigures,
+    *,
+    steps_left: int | None = None,
+    switch_s: float = SWITCH_S,
+) -> Decision | None:
+    """A new decision where it gains at least 15 % and repays the switch in the steps that are left."""
+    fresh = choose(figures, decision.question)
+    if fresh.setting == decision.setting:
+        return None
+    now = forecast(Clock(figures), decision.question.work, decision.setting)
+    gained_s = now.cost_s - fresh.chosen.cost_s
+    if gained_s < GAIN * now.cost_s:
+        return None
+    left = decision.question.work.steps if steps_left is None else steps_left
+    if left is not None and gained_s * left < _WORTH * switch_s:
+        return None
+    return fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What exchanges took of late, over what was predicted.
+
+    Predictions may be off by a constant share, so the first exchanges say what is usual. The median of a
+    few is compared: single ones are late for many reasons.
+    """
+
+    predicted_s: float
+    ratios: tuple[float, ...] = ()
+    usual: float | None = None
+
+    def note(self, seconds: float) -> Watch:
+        """With one exchange more; what is no time at all tells nothing."""
+        if not (math.isfinite(seconds) and seconds > 0 and self.predicted_s > 0):
+            return self
+        ratios = (*self.ratios, seconds / self.predicted_s)[-_WINDOW:]
+        usual = self.usual
+        if usual is None and len(ratios) == _WINDOW:
+            return replace(self, ratios=(), usual=statistics.median(ratios))
+        return replace(self, ratios=ratios)
+
+    @property
+    def ratio(self) -> float | None:
+        """What exchanges take now over what was predicted; none until enough were seen."""
+        return statistics.median(self.ratios) if len(self.ratios) == _WINDOW else self.usual
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is worth measuring the links again."""
+        if self.usual is None or len(self.ratios) < _WINDOW:
+            return False
+        change = statistics.median(self.ratios) / self.usual
+        return change > _CHANGED or change < 1 / _CHANGED

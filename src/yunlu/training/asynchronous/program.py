@@ -1,0 +1,232 @@
+"""The program of a run whose workers train for servers: it keeps all of its processes alive.
+
+``python -m yunlu.training.asynchronous.program RUN_DIR --devices N`` stands where the supervisor of a crew
+does. It loads everything once and forks the servers, the workers, and the *chief*, which evaluates
+and saves. Whoever dies is forked again; the others do not stop. The servers' directory is the truth:
+it outlives all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from yunlu.core.rundir import WORKERS, EventKind, RunDir
+from yunlu.core.settings import bind_address
+from yunlu.core.states import RunState
+from yunlu.planning.layout import Layout
+from yunlu.planning.plan import Plan
+from yunlu.planning.splitting import fit_plan
+from yunlu.spec.job import Job
+from yunlu.training.asynchronous.chief import Chief
+from yunlu.training.asynchronous.fleet import STOPPED, Fleet, Place, describe, last_step
+from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
+from yunlu.training.asynchronous.worker import work
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.communication.servers.shard import serve
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.logbook import Logbook
+from yunlu.training.environment import describe_environment
+from yunlu.training.life import (
+    RunBusyError,
+    begin_life,
+    move,
+    only_worker,
+    signals_as_stop,
+)
+from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.probe import probe_machine
+
+if TYPE_CHECKING:
+    from yunlu.training.parts import Parts
+    from yunlu.training.watch import StopRequest
+
+_LOOK_S = 0.05
+_LEAVE_S = 10.0
+
+
+def main() -> int:
+    """The command line that the pool uses."""
+    parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.program")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--devices", type=int, required=True)
+    asked = parser.parse_args()
+    state = run(asked.run_dir, devices=asked.devices)
+    return 1 if state is RunState.FAILED else 0
+
+
+def run(run_dir: Path, *, devices: int) -> RunState:
+    """Live one life of a run; every way it can end is an event."""
+    directory = RunDir(run_dir)
+    # A fork copies no threads: none may have been started, by torch's kernels least of all.
+    torch.set_num_threads(1)
+    try:
+        with only_worker(directory), signals_as_stop() as stop:
+            life, started_at = begin_life(directory)
+            move(directory, RunState.PLANNING)
+            return _live(directory, stop, devices=devices, life=life, started_at=started_at)
+    except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
+        sys.stderr.write(f"{error}\n")
+    except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+        traceback.print_exc()
+        with suppress(OSError):  # a full disk takes no words either
+            Logbook(directory).tell_failure(describe(error), None)
+            move(directory, RunState.FAILED)
+    return RunState.FAILED
+
+
+def _live(
+    directory: RunDir, stop: StopRequest, *, devices: int, life: int, started_at: float
+) -> RunState:
+    job = Job.model_validate_json(directory.job.read_text())
+    refuse_job(job, workers=devices)
+    set_deterministic(job.train.deterministic)
+    parts = prepare(directory, job)
+    gc.collect()
+    gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
+    fleet = Fleet(directory)
+
+    def settle() -> None:
+        machine = probe_machine()
+        directory.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+        asked = job.model_copy(update={"devices": devices})
+        settle_plan(directory, asked, parts, machine, started_at=started_at)
+
+    try:
+        fleet.complete(Place("planner", settle))
+        if stop.is_set:
+            reason = "asked to stop before the first step"
+            return move(directory, RunState.STOPPED, reason=reason)
+        plan = Plan.model_validate_json(directory.plan.read_bytes())
+        refuse_plan(plan)
+        state = _train(fleet, _Run(directory, job, plan, parts, life), stop)
+        # Those who are in the middle of a ticket end it; what is not ended is handed out again.
+        fleet.end(patience_s=_LEAVE_S)
+    finally:
+        fleet.end()
+    if state is RunState.FINISHED:
+        shutil.rmtree(directory.servers, ignore_errors=True)
+    return move(directory, state)
+
+
+def _train(fleet: Fleet, run: _Run, stop: StopRequest) -> RunState:
+    chief = Place("chief", run.lead, is_stoppable=True)
+    shards: list[Place] = []
+    workers: list[Place] = []
+    told = 0
+    while not chief.is_over:
+        fleet.keep_alive(chief)
+        if shards := shards or run.make_shards():
+            run.resize(workers, fleet)
+        fleet.keep_alive(*shards, *workers)
+        if not any(place.is_over for place in workers):
+            run.tell_crew(workers)
+        if stop.is_set and chief.pid not in {0, told}:
+            told = chief.pid
+            os.kill(chief.pid, signal.SIGTERM)
+        time.sleep(_LOOK_S)
+        fleet.bury()
+    return RunState.STOPPED if chief.code == STOPPED else RunState.FINISHED
+
+
+@dataclass
+class _Run:
+    """What the forked processes do."""
+
+    directory: RunDir
+    job: Job
+    plan: Plan
+    parts: Parts
+    life: int
+    _told: tuple[int, ...] = ()
+    _generation: int = 0
+
+    def make_shards(self) -> list[Place]:
+        """One for each server, when there is what they are to hold."""
+        count = len(list(self.directory.servers.glob("shard-*")))
+        return [self._make_shard(index) for index in range(count)]
+
+    def resize(self, workers: list[Place], fleet: Fleet) -> None:
+        """Have as many workers as are asked for now."""
+        wanted = self._count_wanted()
+        workers += [self._make_worker(number) for number in range(len(workers), wanted)]
+        while len(workers) > wanted:
+            fleet.dismiss(workers.pop())
+
+    def _count_wanted(self) -> int:
+        try:
+            return int((self.directory.servers / WORKERS).read_text())
+        except (OSError, ValueError):
+            return self.plan.layout.world
+
+    def _make_shard(self, index: int) -> Place:
+        def body() -> None:
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+            serve(self.directory.servers, index, bind_address(), with_parent=True)
+
+        return Place(f"server-{index}", body, is_server=True)
+
+    def _make_worker(self, number: int) -> Place:
+        def body() -> None:
+            plan = self._fit(slot=number)
+            work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
+
+        return Place(f"worker-{number}", body, number=number)
+
+    def lead(self) -> int:
+        """The chief's whole life."""
+        with signals_as_stop() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            plan = self._fit(slot=0)
+            seed_everything(self.job.train.seed)
+            chief = Chief(self.directory, self.job, plan, self.parts, stop=stop, life=self.life)
+            state = chief.lead()
+        return STOPPED if state is RunState.STOPPED else 0
+
+    def tell_crew(self, workers: list[Place]) -> None:
+        """Say who the workers are, whenever that has changed."""
+        pids = tuple(place.pid for place in workers)
+        if pids == self._told or not all(pids):
+            return
+        reason = "a lost worker is replaced" if len(pids) == len(self._told) else "as asked"
+        ranks = [
+            {"rank": number, "member": number, "host": socket.gethostname(), "pid": pid}
+            for number, pid in enumerate(pids)
+        ]
+        self.directory.emit(
+            EventKind.CREW,
+            generation=self._generation,
+            layout=str(Layout(dp=len(pids))),
+            reason=reason,
+            from_step=last_step(self.directory),
+            redone_steps=0,
+            ranks=ranks,
+        )
+        self._told = pids
+        self._generation += 1
+
+    def _fit(self, *, slot: int) -> Plan:
+        if self.plan.device == "cuda":
+            torch.cuda.set_device(slot % torch.cuda.device_count())
+        plan = fit_plan(self.plan, self.job, self.plan.layout, cores=psutil.cpu_count() or 1)
+        torch.set_num_threads(plan.threads)
+        return plan
+
+
+if __name__ == "__main__":
+    sys.exit(main())

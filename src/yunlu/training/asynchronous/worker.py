@@ -1,0 +1,147 @@
+"""A worker that trains for servers: it takes tickets and gives gradients, and waits for no other."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.core.rundir import EventKind
+from yunlu.training import loop
+from yunlu.training.assembly import seed_of_step
+from yunlu.training.communication.servers.client import ServerClient
+from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
+from yunlu.training.engine import Engine
+from yunlu.training.guard import Verdict, diverged
+from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.memory.shortage import cap_of_worker, memory_capped
+from yunlu.training.probe import probe_machine
+from yunlu.training.tasks.task import collate_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.planning.plan import Plan
+    from yunlu.spec.job import Job
+    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.servers.rules import Ticket
+    from yunlu.training.loop import Step
+    from yunlu.training.parts import Parts
+    from yunlu.training.tasks.task import Batch
+
+
+def work(run: RunDir, job: Job, plan: Plan, parts: Parts, *, name: str) -> None:
+    """Train until no ticket is left; ``plan`` is that of one worker."""
+    engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name=name)
+    cap = cap_of_worker(job, probe_machine(), engine.device, workers=engine.client.rules.shares)
+    with closing(engine.client), memory_capped(cap):
+        loop.run(engine, _Onlooker(engine, run))
+
+
+class ServedEngine(Engine):
+    """An engine whose weights live in servers."""
+
+    optimizer: ServedOptimizer
+    client: ServerClient
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        parts: Parts,
+        tell: Callable[..., Any],
+        *,
+        servers: Path,
+        name: str,
+    ) -> None:
+        def open_servers(
+            _job: Job, _plan: Plan, _model: object, weights: Sequence[Tensor]
+        ) -> tuple[ServedOptimizer, None]:
+            self.client = ServerClient(servers, weights, worker=name)
+            return ServedOptimizer(self.client, weights), None
+
+        super().__init__(job, plan, parts, tell, optimizer_of=open_servers)
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each ticket; of one for which memory did not suffice, again."""
+        return ticket_batches(
+            self.client,
+            self.splits.train,
+            collate_for(self.task, self.plan.padding),
+            self.order,
+            micro_batch=self.micro_batch,
+            begin=self._begin_ticket,
+            held=self.optimizer.ticket,
+            lengths=None if self.plan.padding == "pack" else self.lengths,
+            digests=True,
+        )
+
+    def _begin_ticket(self, ticket: Ticket, items: int, metrics: Mapping[str, float]) -> None:
+        self.steps_done = ticket.step
+        # Whoever does a ticket draws the same numbers.
+        torch.manual_seed(seed_of_step(self.job.train.seed, ticket.step, ticket.share))
+        self.optimizer.begin(ticket, items, metrics)
+
+    def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:
+        """As alone, but nobody can go back: others have gone on."""
+        loss_value, norm_value, verdict = super().judge(loss, norm)
+        self.optimizer.metrics |= {
+            "loss": loss_value,
+            "grad_norm": norm_value,
+            "memory_bytes": peak_resident_bytes(),
+        }
+        if verdict.action == "rollback":
+            verdict = Verdict("skip", verdict.reason)
+        return loss_value, norm_value, verdict
+
+    def update(self, norm: Tensor) -> bool:
+        """Give the gradient; where it overflowed the ticket is over without."""
+        is_applied = super().update(norm)
+        if not is_applied:
+            self.optimizer.leave_out()
+        return is_applied
+
+    def leave_out(self) -> bool:
+        """End a bad ticket without its gradient."""
+        self.optimizer.leave_out()
+        return super().leave_out()
+
+    def pass_over(self) -> None:
+        """End a ticket of a step that was bad before."""
+        self.optimizer.leave_out()
+        super().pass_over()
+
+
+class _Onlooker:
+    """Tells what happened to a step; who leads hears the rest from the servers."""
+
+    def __init__(self, engine: Engine, run: RunDir) -> None:
+        self._engine, self._run = engine, run
+
+    def before_step(self) -> Ask:
+        return ""
+
+    def after_step(self, step: Step) -> bool:
+        engine, done = self._engine, self._engine.steps_done
+        for move in engine.precision.observe(step=done, loss=step.loss):
+            self._run.emit(EventKind.PRECISION, step=done, **asdict(move))
+        if step.is_applied:
+            return False
+        self._run.emit(
+            EventKind.SKIP,
+            step=done,
+            reason=step.verdict.reason or "overflow",
+            # JSON has no NaN.
+            loss=step.loss if math.isfinite(step.loss) else str(step.loss),
+            norm=step.norm if math.isfinite(step.norm) else str(step.norm),
+        )
+        if step.verdict.action == "fail":
+            raise diverged(done, step.loss, step.norm, engine.lr)
+        return False

@@ -1,0 +1,1 @@
+"""How workers exchange gradients and weights: over which paths, how packed, and how often."""

@@ -1,0 +1,153 @@
+"""Eight, four or one bit for each number, and a scale for each block of them (Dettmers et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yunlu.training.communication.codecs.codec import put, read_as
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SCALE_BYTES = 2
+"""bf16: all the range, and no more digits than the numbers have."""
+_ROUNDED_UP = 1 + 2**-8
+"""Makes a scale as bf16 at least what it was."""
+
+
+class _Packing(Protocol):
+    """What to do with blocks that all have one length."""
+
+    bits: int
+    multiple: int
+    """Of how many numbers a block must be."""
+
+    def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
+        """Fill ``payload``, and return the scales; ``count`` is how many of a row are not padding."""
+        ...
+
+    def unpack(self, payload: Tensor, scales: Tensor, rows: Tensor) -> None:
+        """Fill ``rows``."""
+        ...
+
+
+class Blocks:
+    """Numbers in blocks, each with its scale; the last one may be shorter.
+
+    A block whose scale is not finite comes back as not finite.
+    """
+
+    def __init__(self, name: str, packing: _Packing, *, block: int) -> None:
+        if block < packing.multiple or block % packing.multiple:
+            raise ValueError(f"a block of {block} is not a multiple of {packing.multiple}")
+        self.name, self.block = name, block
+        self._packing = packing
+
+    def size_bytes(self, length: int) -> int:
+        """See ``Codec``."""
+        scales = _SCALE_BYTES * -(-length // self.block)
+        whole = length - length % self.block
+        return scales + (whole + self._padded(length % self.block)) * self._packing.bits // 8
+
+    def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
+        """See ``Codec``."""
+        del seed
+        for scales, payload, start, count in self._pieces(len(values), out):
+            rows = values[start : start + len(scales) * count].view(len(scales), count)
+            if padding := self._padded(count) - count:
+                rows = torch.nn.functional.pad(rows, (0, padding))
+            found = self._packing.pack(rows, count, payload)
+            scales.view(-1).copy_(found.view(torch.uint8).view(-1))
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See ``Codec``."""
+        for scales, payload, start, count in self._pieces(len(out), data):
+            place = out[start : start + len(scales) * count].view(len(scales), count)
+            width = self._padded(count)
+            is_direct = width == count and not add
+            rows = place if is_direct else torch.empty(len(scales), width)
+            known = read_as(scales.reshape(-1), torch.bfloat16).float().view(-1, 1)
+            self._packing.unpack(payload, known, rows)
+            if not is_direct:
+                put(rows[:, :count], place, add=add)
+
+    def _pieces(self, length: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+        """The whole blocks, then the short one: scales, packed numbers, where and how long."""
+        whole, rest = divmod(length, self.block)
+        blocks = whole + bool(rest)
+        scales = data[: _SCALE_BYTES * blocks].view(blocks, _SCALE_BYTES)
+        payload = data[_SCALE_BYTES * blocks :]
+        end = whole * self.block * self._packing.bits // 8
+        if whole:
+            yield scales[:whole], payload[:end], 0, self.block
+        if rest:
+            yield scales[whole:], payload[end:], whole * self.block, rest
+
+    def _padded(self, count: int) -> int:
+        return -(-count // self._packing.multiple) * self._packing.multiple
+
+
+class _Eight:
+    bits, multiple = 8, 1
+
+    def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
+        del count
+        levels, scales = _round(rows, 127)
+        payload.view(torch.int8).view(rows.shape).copy_(levels)
+        return scales
+
+    def unpack(self, payload: Tensor, scales: Tensor, rows: Tensor) -> None:
+        rows.copy_(payload.view(torch.int8).view(rows.shape)).mul_(scales)
+
+
+class _Four:
+    """The first half of a block in the low bits, the second half in the high ones."""
+
+    bits, multiple = 4, 2
+
+    def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
+        del count
+        levels, scales = _round(rows, 7)
+        low, high = levels.chunk(2, dim=1)
+        # -7..7 become 1..15, and both together a number below 256.
+        payload.view(low.shape).copy_(torch.add(low, high, alpha=16).add_(8 + 8 * 16))
+        return scales
+
+    def unpack(self, payload: Tensor, scales: Tensor, rows: Tensor) -> None:
+        low, high = rows.chunk(2, dim=1)
+        packed = payload.view(low.shape)
+        low.copy_(packed & 15)
+        high.copy_(packed >> 4)
+        rows.sub_(8).mul_(scales)
+
+
+class _One:
+    """Signs, and the mean size of a block's numbers (Seide et al. 2014; Karimireddy et al. 2019)."""
+
+    bits, multiple = 1, 8
+
+    def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
+        # NumPy's: torch has nothing that packs, and its signbit takes ten times as long.
+        signs = np.packbits(np.signbit(rows.numpy()))
+        payload.copy_(torch.from_numpy(signs))
+        return (rows.abs().sum(1) / count).to(torch.bfloat16)
+
+    def unpack(self, payload: Tensor, scales: Tensor, rows: Tensor) -> None:
+        signs = np.unpackbits(payload.numpy()).reshape(rows.shape)
+        rows.copy_(torch.from_numpy(signs))
+        rows.mul_(-2).add_(1).mul_(scales)
+
+
+def _round(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers up to ``largest``, and what one of them is worth."""
+    scales = (rows.abs().amax(1) * (_ROUNDED_UP / largest)).to(torch.bfloat16)
+    inverse = scales.float().reciprocal().nan_to_num_(nan=0.0, posinf=0.0)
+    # What is not finite becomes any whole number here: its scale tells.
+    return torch.mul(rows, inverse.view(-1, 1)).round_(), scales
+
+
+EIGHT, FOUR, ONE = _Eight(), _Four(), _One()

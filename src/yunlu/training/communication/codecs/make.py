@@ -1,0 +1,43 @@
+"""Codecs by the names that jobs use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.training.communication.codecs.blocks import EIGHT, FOUR, ONE, Blocks
+from yunlu.training.communication.codecs.codec import Plain
+from yunlu.training.communication.codecs.floats import BrainFloat, Half
+from yunlu.training.communication.codecs.sparse import RandomK, TopK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.training.communication.codecs.codec import Codec
+
+
+def make_codec(name: str, *, block: int | None = None, share: float = 0.01) -> Codec:
+    """Make a codec.
+
+    Args:
+        name: One of ``CODECS``.
+        block: Numbers that share a scale (``int8``, ``int4``, ``onebit``).
+        share: Of the numbers that travel (``topk``, ``randomk``).
+    """
+    try:
+        make = CODECS[name]
+    except KeyError:
+        raise ValueError(f"{name} is no codec; there are {', '.join(CODECS)}") from None
+    return make(block, share)
+
+
+CODECS: dict[str, Callable[[int | None, float], Codec]] = {
+    "none": lambda _block, _share: Plain(),
+    "fp16": lambda _block, _share: Half(),
+    "bf16": lambda _block, _share: BrainFloat(),
+    "int8": lambda block, _share: Blocks("int8", EIGHT, block=block or 256),
+    "int4": lambda block, _share: Blocks("int4", FOUR, block=block or 64),
+    "onebit": lambda block, _share: Blocks("onebit", ONE, block=block or 512),
+    "topk": lambda _block, share: TopK(share),
+    "randomk": lambda _block, share: RandomK(share),
+}
+"""PowerSGD is none of them: it needs the shapes of the weights."""

@@ -1,0 +1,152 @@
+"""One exchange of what the workers have learned: the same mean for all of them, to the bit.
+
+Every worker owns a share of what is exchanged. Shares go to their owners, packed; an owner takes the mean,
+packs it again and sends it to all. What packing leaves out is kept, at the sender and at the owner, and
+goes with the next (error feedback: Seide et al. 2014; on both ways: Tang et al. 2019, DoubleSqueeze).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.training.communication.wire import RefusedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yunlu.training.communication.codecs.codec import Codec
+    from yunlu.training.communication.wire import Wire
+
+_HEADER = struct.Struct("<dQ")
+_TAGS = 1 << 32
+
+
+def share_of(length: int, rank: int, size: int) -> slice:
+    """The share that a worker owns."""
+    return slice(length * rank // size, length * (rank + 1) // size)
+
+
+class Meeting:
+    """Exchanges of all workers, one after another; what they need of memory is kept between them.
+
+    Args:
+        wire: To the others.
+        codec: How values travel.
+    """
+
+    def __init__(self, wire: Wire, codec: Codec) -> None:
+        self.codec = codec
+        self._wire = wire
+        self._others = [peer for peer in range(wire.size) if peer != wire.rank]
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    def take_mean(
+        self, learned: Tensor, owed: Tensor, *, weight: float, origin: int, number: int
+    ) -> Tensor:
+        """The mean over all workers, until the next one is taken.
+
+        Args:
+            learned: Ours; afterwards what packing has left out of it.
+            owed: What was left out of the means of our share so far; updated.
+            weight: Of ours in the mean; 0 leaves it out.
+            origin: Digest of the weights from which it was learned: the others' must be the same.
+            number: Which exchange this is, on all workers.
+        """
+        shares = [share_of(len(learned), rank, self._wire.size) for rank in range(self._wire.size)]
+        parts = [learned[share] for share in shares]
+        mean = self._collect(parts, weight, origin, number)
+        mean += owed
+        whole = self._keep("whole", 0, len(learned), torch.float32)
+        self._spread(mean, [whole[share] for share in shares], number)
+        torch.sub(mean, whole[shares[self._wire.rank]], out=owed)
+        return whole
+
+    def _collect(self, parts: list[Tensor], weight: float, origin: int, number: int) -> Tensor:
+        """The mean of our share; what is sent of the others' shares is taken off ``parts``."""
+        ours = parts[self._wire.rank]
+        outgoing = {peer: self._room("to", peer, len(parts[peer])) for peer in self._others}
+        incoming = {peer: self._room("from", peer, len(ours)) for peer in self._others}
+        header = bytearray(_HEADER.pack(weight, origin))
+        for peer, message in outgoing.items():
+            message.numpy()[: _HEADER.size] = header
+            self._encode(parts[peer], message[_HEADER.size :], number)
+        self._exchange(outgoing, incoming, tag=2 * number)
+        weights = {peer: _read_header(peer, message, origin) for peer, message in incoming.items()}
+        total = weight + sum(weights.values())
+        mean = self._keep("mean", 0, len(ours), torch.float32)
+        mean.zero_()
+        if weight:
+            mean.add_(ours, alpha=weight / total)
+            ours.zero_()  # on its way to ourselves nothing is left out
+        for peer, share in weights.items():
+            if share:
+                values = self._decode(incoming[peer][_HEADER.size :], len(ours))
+                mean.add_(values, alpha=share / total)
+        if weight:
+            for peer, message in outgoing.items():
+                parts[peer] -= self._decode(message[_HEADER.size :], len(parts[peer]))
+        return mean
+
+    def _spread(self, mean: Tensor, wholes: list[Tensor], number: int) -> None:
+        """Fill in the means of all shares, each as its owner has packed it."""
+        rooms = [
+            self._room("mean of", peer, len(part))[_HEADER.size :]
+            for peer, part in enumerate(wholes)
+        ]
+        ours = rooms[self._wire.rank]
+        self._encode(mean, ours, number)
+        incoming = {peer: rooms[peer] for peer in self._others}
+        self._exchange(dict.fromkeys(incoming, ours), incoming, tag=2 * number + 1)
+        for part, room in zip(wholes, rooms, strict=True):
+            if len(part):
+                self.codec.decode(room, part)
+
+    def _exchange(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], *, tag: int
+    ) -> None:
+        self._wire.exchange(
+            {peer: _buffer(message) for peer, message in outgoing.items()},
+            {peer: _buffer(message) for peer, message in incoming.items()},
+            tag=tag % _TAGS,
+        )
+
+    def _encode(self, values: Tensor, out: Tensor, number: int) -> None:
+        if len(values):
+            self.codec.encode(values, out, seed=number)
+
+    def _decode(self, data: Tensor, length: int) -> Tensor:
+        values = self._keep("values", 0, length, torch.float32)
+        if length:
+            self.codec.decode(data, values)
+        return values
+
+    def _room(self, name: str, peer: int, length: int) -> Tensor:
+        """For a message of so many values."""
+        size = self.codec.size_bytes(length) if length else 0
+        return self._keep(name, peer, _HEADER.size + size, torch.uint8)
+
+    def _keep(self, name: str, peer: int, length: int, dtype: torch.dtype) -> Tensor:
+        # Fresh memory costs more than what is done in it: every page of it is a fault.
+        kept = self._kept.get((name, peer))
+        if kept is None or len(kept) < length:
+            kept = self._kept[name, peer] = torch.empty(length, dtype=dtype)
+        return kept[:length]
+
+
+def _read_header(peer: int, message: Tensor, origin: int) -> float:
+    weight, found = _HEADER.unpack(bytes(message[: _HEADER.size].numpy()))
+    if found != origin:
+        reason = "the weights that were last agreed on are not the same there"
+    elif not 0 <= weight < math.inf:
+        reason = f"what it has learned cannot weigh {weight}"
+    else:
+        return weight
+    raise RefusedError(peer, reason)
+
+
+def _buffer(message: Tensor) -> Any:
+    return message.numpy()

@@ -1,0 +1,244 @@
+"""A worker's way to the servers: take a ticket, pull the weights, push the gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from yunlu.core.errors import ModelError, TrainingError
+from yunlu.training.communication.codecs.codec import Plain
+from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.flow import Traffic
+from yunlu.training.communication.residual import Residual
+from yunlu.training.communication.servers.flat import FlatWeights
+from yunlu.training.communication.servers.link import ServerLink
+from yunlu.training.communication.servers.messages import (
+    Claim,
+    Complete,
+    Pause,
+    Pull,
+    Push,
+    Resume,
+    Stop,
+    Take,
+    finite,
+)
+from yunlu.training.communication.servers.rules import cut
+from yunlu.training.communication.servers.weights import is_finite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from yunlu.training.communication.servers.messages import Outcome
+    from yunlu.training.communication.servers.rules import ServerRules, Ticket
+
+_PATIENCE_S = 120.0
+_MARGIN_BYTES = 1 << 16
+"""Packed, a few values may take more than as they are."""
+
+
+class ServerClient:
+    """One worker's connections to all servers; used by one thread, but for ``abort``.
+
+    Args:
+        directory: Of the servers: where their addresses are.
+        weights: What is trained, in the order in which all workers have it.
+        worker: Its name; no other worker has the same.
+        patience_s: How long a server may stay away.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        weights: Sequence[Tensor],
+        *,
+        worker: str,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self.traffic = Traffic()
+        self._flat = FlatWeights(weights)
+        self._held: list[Ticket] = []
+        self._residual = Residual()
+
+        def connect(index: int) -> ServerLink:
+            return ServerLink(
+                directory, index, worker, lambda: self._held, self.traffic, patience_s=patience_s
+            )
+
+        first = connect(0)
+        welcome = first.welcome()
+        assert welcome.rules is not None
+        self.rules: ServerRules = welcome.rules
+        if welcome.length != self._flat.length:
+            first.close()
+            raise ModelError(
+                f"The servers hold {welcome.length} weights, the model has {self._flat.length}.",
+                hint="All workers of a run train the same model.",
+            )
+        self._cut = cut(welcome.length, self.rules.shards)
+        self._links = [first, *(connect(index) for index in range(1, self.rules.shards))]
+        for link, part in zip(self._links, self._cut, strict=True):
+            link.expect(4 * len(part) + _MARGIN_BYTES)
+        self._codec = make_codec(self.rules.codec, share=self.rules.codec_share)
+        self._pull_codec = make_codec(self.rules.pull_codec, share=self.rules.codec_share)
+        self.versions = [0] * self.rules.shards
+        """Updates in each server's weights when they were pulled last."""
+        self.staleness = 0
+        """Updates of others that the last gradient did not know, at most over the servers."""
+        self._told_bytes = 0
+
+    def take_ticket(self) -> Ticket | None:
+        """The next piece of work, when there is one; none when training is over."""
+        ticket = self._links[0].ask(Take(), waits=True).ticket
+        if ticket is not None:
+            self._held.append(ticket)
+        return ticket
+
+    def pull(self) -> None:
+        """Set the weights to those for the ticket taken last.
+
+        In mode ``bsp`` they are those with which its step began. Otherwise they are the servers' as
+        they are; updates of others may be in one shard and not yet in another.
+        """
+        version = None
+        if self.rules.mode == "bsp" and self._held:
+            version = self._held[-1].step - self.rules.first_step
+        self._flat.write(self._fetch(Pull(version=version)))
+
+    def push(
+        self,
+        ticket: Ticket,
+        *,
+        lr: float,
+        items: int,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Outcome:
+        """Give the servers the gradients that lie beside the weights; when this returns they are kept.
+
+        Args:
+            ticket: Whose gradients they are.
+            lr: The rate of its step.
+            items: Over how many the gradients are the mean; with none, the ticket is over without.
+            metrics: Written beside the ticket in the first server's ``done.jsonl``.
+
+        Returns:
+            ``taken``; ``duplicate`` where another worker was given the ticket meanwhile and was
+            faster; ``late`` where the step ended without it.
+        """
+        first = self._links[0]
+        if self.rules.backups:
+            outcome = first.ask(Claim(ticket=ticket)).outcome
+            if outcome == "late":
+                self._held.remove(ticket)
+                return outcome
+        outcome = self._push_parts(ticket, lr, items)
+        sent_bytes = self.traffic.sent_bytes - self._told_bytes
+        self._told_bytes += sent_bytes
+        ours: dict[str, float] = {"staleness": self.staleness, "sent_bytes": sent_bytes}
+        error = self.compression_error() if items else None
+        if error is not None:
+            ours["compression_error"] = error
+        first.ask(Complete(ticket=ticket, metrics=finite({**ours, **(metrics or {})})))
+        self._held.remove(ticket)
+        return outcome
+
+    def snapshot(self, look: Callable[[], object] | None = None) -> Tensor | None:
+        """All weights with the same tickets in every shard: nothing is handed out until all are done.
+
+        None where a ticket of a lost worker must be done first and nobody else is there: take it, and
+        ask again. ``spread`` sets a model to what this gives. ``look`` is called while nothing is
+        under way, perhaps more than once.
+        """
+        first = self._links[0]
+        while True:
+            is_drained = first.ask(Pause(), waits=True).is_drained
+            before = first.connections
+            weights = self._fetch(Pull(is_packed=False)) if is_drained else None
+            if is_drained and look is not None:
+                look()
+            first.ask(Resume())
+            if weights is None or first.connections == before:
+                return weights
+
+    def spread(self, weights: Tensor) -> None:
+        """Set the weights."""
+        self._flat.write(weights)
+
+    def stop(self) -> None:
+        """Let training end for everyone with what is under way."""
+        self._links[0].ask(Stop())
+
+    def compression_error(self) -> float | None:
+        """Norm of what the last gradient left out, relative to it; none where nothing is."""
+        return self._residual.error()
+
+    def abort(self) -> None:
+        """End every wait, now and later; from any thread."""
+        for link in self._links:
+            link.abort()
+
+    def close(self) -> None:
+        """Hang up; tickets not pushed are for others."""
+        for link in self._links:
+            link.close()
+
+    def _fetch(self, request: Pull) -> Tensor:
+        asked = [link.begin(request) for link in self._links]
+        flat = torch.empty(self._flat.length)
+        for index, (link, part) in enumerate(zip(self._links, self._cut, strict=True)):
+            heard = link.finish(asked[index])
+            self.versions[index] = heard.answer.version
+            if len(part):
+                data = torch.frombuffer(heard.beside, dtype=torch.uint8)
+                codec = self._pull_codec if request.is_packed else Plain()
+                codec.decode(data, flat[part.start : part.stop])
+        return flat
+
+    def _push_parts(self, ticket: Ticket, lr: float, items: int) -> Outcome:
+        flat = self._flat.read_gradients() if items else torch.empty(0)
+        if not is_finite(flat):
+            raise TrainingError(
+                f"The gradient of step {ticket.step + 1} is not finite.",
+                hint="Push it without items: the ticket is then over without a gradient.",
+            )
+        packed = [
+            self._pack(flat, index, ticket) if items else None for index in range(len(self._cut))
+        ]
+        requests = [
+            Push(ticket=ticket, lr=lr, items=items, version=version) for version in self.versions
+        ]
+        asked = [
+            link.begin(request, b"" if data is None else data[0].numpy().data)
+            for link, request, data in zip(self._links, requests, packed, strict=True)
+        ]
+        outcomes: list[Outcome] = []
+        self.staleness = 0
+        for index, link in enumerate(self._links):
+            heard = link.finish(asked[index])
+            outcomes.append(heard.answer.outcome)
+            if outcomes[-1] == "taken" and items and self.rules.mode != "bsp":
+                others = heard.answer.version - 1 - self.versions[index]
+                self.staleness = max(self.staleness, others)
+            data = packed[index]
+            # What another worker's gradient stood in for was not sent: it is still left out.
+            is_ours = heard.answer.outcome == "taken" or heard.is_again
+            if is_ours and data is not None and data[1] is not None:
+                self._residual.keep(str(index), data[1])
+        return "taken" if "taken" in outcomes else outcomes[0]
+
+    def _pack(self, flat: Tensor, index: int, ticket: Ticket) -> tuple[Tensor, Tensor | None]:
+        """One shard's gradient as it travels, and what that leaves out."""
+        part = self._cut[index]
+        values = flat[part.start : part.stop]
+        if self.rules.codec == "none":
+            return values.view(torch.uint8), None
+        packed = torch.empty(self._codec.size_bytes(len(part)), dtype=torch.uint8)
+        self._residual.add_to(str(index), values)
+        self._codec.encode(values, packed, seed=ticket.number(self.rules))
+        left = torch.empty(len(part))
+        self._codec.decode(packed, left)
+        return packed, torch.sub(values, left, out=left)

@@ -1,0 +1,117 @@
+"""Frames: a JSON object and raw bytes, checksummed; the same over sockets and in files.
+
+Lengths are checked before room is made for them, and nothing that comes in is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from typing_extensions import Buffer
+
+CONTROL_BYTES = 256 << 10
+"""No control message comes near this."""
+_LENGTHS = struct.Struct("<2sBxIQQ")
+_CHECK = struct.Struct("<I")
+_HEADER_BYTES = _LENGTHS.size + _CHECK.size
+_MAGIC, _VERSION = b"YS", 1
+
+
+class BadFrameError(Exception):
+    """What came is not a frame of ours, too long, or damaged."""
+
+
+class Frame(NamedTuple):
+    """One message or record."""
+
+    control: dict[str, Any]
+    body: memoryview
+
+
+def pack(control: Mapping[str, Any], *bodies: Buffer) -> list[memoryview]:
+    """A frame, in pieces; the bodies are not copied."""
+    said = json.dumps(control).encode()
+    views = [memoryview(body).cast("B") for body in bodies if memoryview(body).nbytes]
+    total = sum(len(view) for view in views)
+    head = _LENGTHS.pack(_MAGIC, _VERSION, len(said), total, _checksum(said, *views))
+    return [memoryview(head + _CHECK.pack(xxhash.xxh32_intdigest(head)) + said), *views]
+
+
+class FrameReader:
+    """Bytes in, frames out, for any source that fills a buffer."""
+
+    def __init__(self, *, control_bytes: int = CONTROL_BYTES, body_bytes: int = 0) -> None:
+        self.control_bytes, self.body_bytes = control_bytes, body_bytes
+        self._start()
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the last frame ended where reading did."""
+        return self._control is None and self._filled == 0
+
+    def read(self, fill: Callable[[memoryview], int]) -> Frame | None:
+        """Read once; the frame, if that ended one. ``EOFError`` where nothing more comes."""
+        count = fill(self._place[self._filled :])
+        if count == 0:
+            raise EOFError
+        self._filled += count
+        if self._filled < len(self._place):
+            return None
+        if self._control is None:
+            self._open()
+        elif self._place is self._control:
+            self._turn_to(self._body)
+        if len(self._place) > self._filled:
+            return None
+        return self._end()
+
+    def _start(self) -> None:
+        self._control: memoryview | None = None
+        self._turn_to(memoryview(bytearray(_HEADER_BYTES)))
+
+    def _turn_to(self, place: memoryview) -> None:
+        self._place, self._filled = place, 0
+
+    def _open(self) -> None:
+        head, check = self._place[: _LENGTHS.size], self._place[_LENGTHS.size :]
+        if _CHECK.unpack(check)[0] != xxhash.xxh32_intdigest(head):
+            raise BadFrameError("what came is no frame")
+        magic, version, control, body, self._sum = _LENGTHS.unpack(head)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise BadFrameError("what came is no frame of this version")
+        if not 0 < control <= self.control_bytes or body > self.body_bytes:
+            raise BadFrameError(
+                f"a frame of {control} and {body} bytes came, {self.control_bytes} and"
+                f" {self.body_bytes} may"
+            )
+        # Numbers are read where they lie: the body begins where memory is aligned.
+        self._control, self._body = memoryview(bytearray(control)), memoryview(bytearray(body))
+        self._turn_to(self._control)
+
+    def _end(self) -> Frame:
+        assert self._control is not None
+        if _checksum(self._control, self._body) != self._sum:
+            raise BadFrameError("a frame came damaged")
+        try:
+            control = json.loads(bytes(self._control))
+        except (ValueError, RecursionError) as error:
+            raise BadFrameError("a frame does not hold JSON") from error
+        if not isinstance(control, dict):
+            raise BadFrameError("a frame does not hold a JSON object")
+        frame = Frame(cast("dict[str, Any]", control), self._body)
+        self._start()
+        return frame
+
+
+def _checksum(*parts: Buffer) -> int:
+    sum_of = xxhash.xxh3_64()
+    for part in parts:
+        sum_of.update(part)
+    return sum_of.intdigest()

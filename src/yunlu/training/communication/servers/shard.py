@@ -1,0 +1,60 @@
+"""The program of one server: ``python -m yunlu.training.communication.servers.shard DIRECTORY INDEX``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from yunlu.core.settings import bind_address
+from yunlu.training.communication.servers.server import ShardServer
+from yunlu.training.communication.servers.store import Shard, shard_directory
+
+
+def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) -> None:
+    """Serve one shard of a directory that ``prepare`` made, until a SIGTERM or SIGINT.
+
+    Args:
+        directory: Of all servers.
+        index: Which of them this is.
+        host: The address to listen on, at which workers reach it.
+        with_parent: End when the process that started this one does.
+    """
+    parent = os.getppid()
+    server = ShardServer(
+        Shard(shard_directory(directory, index)),
+        host,
+        is_needed=lambda: not with_parent or os.getppid() == parent,
+    )
+
+    def end(*_: object) -> None:
+        server.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server.run()
+
+
+def main() -> int:
+    """Read the arguments, and serve."""
+    parser = argparse.ArgumentParser(description="Serve a part of a model's weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("index", type=int)
+    parser.add_argument("--host", default=bind_address())
+    parser.add_argument("--with-parent", action="store_true")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(
+        1
+    )  # it shares a machine with workers; an update is memory, not arithmetic
+    serve(given.directory, given.index, given.host, with_parent=given.with_parent)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""One server's whole state, kept on disk: a part of the weights, and on the first one the tickets."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.core.errors import StoreError
+from yunlu.core.files import append_lines, sync_directory
+from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.servers.dispatcher import Dispatcher
+from yunlu.training.communication.servers.journal import Journal, write_state
+from yunlu.training.communication.servers.messages import Claim, Complete, Push
+from yunlu.training.communication.servers.rules import ServerRules, cut
+from yunlu.training.communication.servers.weights import HeldWeights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+    from yunlu.training.communication.servers.frames import Frame
+    from yunlu.training.communication.servers.messages import Outcome
+    from yunlu.training.communication.servers.rules import Ticket
+
+_STATE_GROWTH = 4
+"""A log may be so many times as long as the state itself before that is written anew."""
+
+
+def prepare(directory: Path, rules: ServerRules, flat: Tensor, decayed: int) -> None:
+    """Lay down what the servers begin with: the directory is there with all of it, or not at all.
+
+    Servers only ever go on from what their directory holds; to begin is to go on from this.
+
+    Args:
+        directory: Of all servers; for its owner alone, since it holds the token.
+        rules: See there.
+        flat: All weights, as ``FlatWeights`` reads them.
+        decayed: How many of the first ones decay.
+    """
+    aside = directory.with_name(f".{directory.name}.part")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(mode=0o700, parents=True)
+    token = secrets.token_hex(32)
+    for index, part in enumerate(cut(len(flat), rules.shards)):
+        place = shard_directory(aside, index)
+        place.mkdir(mode=0o700)
+        ours = flat[part.start : part.stop].detach().float().cpu().contiguous()
+        below = min(max(decayed - part.start, 0), len(part))
+        told, tensors = HeldWeights(rules, ours, below).state()
+        control: dict[str, Any] = {
+            "rules": rules.model_dump(mode="json"),
+            "token": token,
+            "index": index,
+            "length": len(flat),
+            "weights": told,
+            "log": "log-0",
+        }
+        write_state(place, control, *[each.numpy().data for each in tensors])
+    sync_directory(aside)
+    aside.rename(directory)
+    sync_directory(directory.parent)
+
+
+def shard_directory(directory: Path, index: int) -> Path:
+    """Where one server keeps what is its own."""
+    return directory / f"shard-{index}"
+
+
+class Shard:
+    """What one server holds; every change is on disk before its method returns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._journal = Journal(directory)
+        try:
+            self._restore()
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _restore(self) -> None:
+        frame = self._journal.read_state()
+        self._fixed = {name: frame.control[name] for name in ("rules", "token", "index", "length")}
+        self.rules = ServerRules.model_validate(self._fixed["rules"])
+        self.index, self.length = int(self._fixed["index"]), int(self._fixed["length"])
+        self.token = str(self._fixed["token"])
+        self._journal.waits_for_disk = self.rules.sync
+        self.dispatcher = Dispatcher(self.rules) if self.index == 0 else None
+        ours = cut(self.length, self.rules.shards)[self.index]
+        flat = torch.empty(len(ours))
+        if len(flat):
+            flat.numpy().data.cast("B")[:] = frame.body[: flat.nbytes]
+        self._state_bytes = len(frame.body)
+        self.weights = HeldWeights(self.rules, flat, frame.control["weights"]["decayed"])
+        self.weights.restore(frame.control["weights"], frame.body)
+        if self.dispatcher is not None and "tickets" in frame.control:
+            self.dispatcher.restore(frame.control["tickets"])
+        self._published: tuple[int, Tensor] | None = None
+        self._before: tuple[int, Tensor] | None = None
+        self._packed: tuple[int, Tensor] | None = None
+        self._pull_codec = make_codec(self.rules.pull_codec, share=self.rules.codec_share)
+        for change in self._journal.read_changes():
+            self._repeat(change)
+
+    def _repeat(self, change: Frame) -> None:
+        match change.control["kind"]:
+            case "push":
+                push = Push.model_validate(change.control)
+                self._take(push, self._gradient_of(push, change.body))
+            case "claim":
+                self._tickets().claim(Claim.model_validate(change.control).ticket)
+            case "complete":
+                self._tickets().complete("", Complete.model_validate(change.control).ticket)
+            case kind:
+                raise StoreError(f"{self.directory} holds a change of an unknown kind: {kind}")
+
+    def _gradient_of(self, push: Push, body: memoryview) -> Tensor | None:
+        if self.rules.correction == "delay" and push.items:
+            return torch.frombuffer(body, dtype=torch.float32)  # as it was carried over
+        return self.weights.unpack(push, body)
+
+    def publish(self, version: int | None = None) -> tuple[int, Tensor]:
+        """The weights as they are, or as the last update found them, in a tensor that stays so.
+
+        A step that one server has ended and another not, since a worker was lost between them, is
+        done again: with the weights it began with.
+        """
+        if self._before is not None and self._before[0] == version:
+            return self._before
+        if self._published is None or self._published[0] != self.weights.version:
+            self._published = (self.weights.version, self.weights.flat.clone())
+        return self._published
+
+    def pack(self, version: int, weights: Tensor) -> Tensor:
+        """Published weights as they travel."""
+        if self._packed is None or self._packed[0] != version:
+            packed = torch.empty(self._pull_codec.size_bytes(len(weights)), dtype=torch.uint8)
+            self._pull_codec.encode(weights, packed, seed=version)
+            self._packed = (version, packed)
+        return self._packed[1]
+
+    def push(self, push: Push, body: Buffer, before: Tensor | None = None) -> Outcome:
+        """Take a gradient; ``before`` are the weights it was computed with, if they are known."""
+        outcome = self.weights.judge(push.ticket)
+        if outcome != "taken":
+            return outcome
+        gradient = self.weights.unpack(push, body)
+        kept = memoryview(body) if gradient is not None else memoryview(b"")
+        if self.rules.correction == "delay" and gradient is not None:
+            if before is not None:
+                self.weights.compensate(gradient, before)
+            kept = gradient.numpy().data
+        self._tidy()  # before, not after: all servers have ended the step before this one
+        self._journal.append(push.model_dump(mode="json"), kept)
+        self._take(push, gradient)
+        return outcome
+
+    def _take(self, push: Push, gradient: Tensor | None) -> None:
+        before = self.publish() if self.rules.mode == "bsp" else None
+        self.weights.take(push, gradient)
+        if before is not None and before[0] != self.weights.version:
+            self._before = before
+
+    def claim(self, ticket: Ticket) -> bool:
+        """Whether this ticket's gradient counts; from then on it does."""
+        if not self._tickets().may_claim(ticket):
+            return False
+        self._journal.append(Claim(ticket=ticket).model_dump(mode="json"))
+        self._tickets().claim(ticket)
+        return True
+
+    def complete(self, worker: str, done: Complete) -> None:
+        """All servers have a ticket's gradient."""
+        dispatcher = self._tickets()
+        if done.ticket.number(self.rules) not in dispatcher.over:
+            # Told before it is certain: twice rather than never, and a reader can tell by the ticket.
+            told = {"step": done.ticket.step, "share": done.ticket.share, "worker": worker}
+            append_lines(self.directory / "done.jsonl", [told | done.metrics])
+            self._journal.append(Complete(ticket=done.ticket).model_dump(mode="json"))
+        dispatcher.complete(worker, done.ticket)
+
+    def save(self) -> None:
+        """Write the state anew."""
+        told, tensors = self.weights.state()
+        tickets = {} if self.dispatcher is None else {"tickets": self.dispatcher.state()}
+        control = {**self._fixed, **tickets, "weights": told}
+        self._journal.write_state(control, *[each.numpy().data for each in tensors])
+        self._state_bytes = sum(each.nbytes for each in tensors)
+
+    def close(self) -> None:
+        """Let another process have the files."""
+        self._journal.close()
+
+    def _tidy(self) -> None:
+        if not self.weights.is_between_steps:
+            return
+        enough = max(self.rules.log_bytes, _STATE_GROWTH * self._state_bytes)
+        if self._journal.log_bytes > enough:
+            self.save()
+
+    def _tickets(self) -> Dispatcher:
+        assert self.dispatcher is not None
+        return self.dispatcher

@@ -1,0 +1,150 @@
+"""What an engine needs to train for servers: its optimiser's place, and batches by ticket."""
+
+from __future__ import annotations
+
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.training.data.batches import load
+from yunlu.training.data.order import weight_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from yunlu.training.communication.servers.client import ServerClient
+    from yunlu.training.communication.servers.messages import Outcome
+    from yunlu.training.communication.servers.rules import Ticket
+    from yunlu.training.data.order import Order
+    from yunlu.training.tasks.task import Batch, Samples
+
+
+class ServedOptimizer:
+    """Stands where an engine's optimiser does: its step gives the gradients to the servers.
+
+    They hold what an optimiser remembers; here is nothing to save.
+    """
+
+    def __init__(self, client: ServerClient, weights: Sequence[Tensor]) -> None:
+        self._client = client
+        self.param_groups: list[dict[str, Any]] = [{"params": list(weights), "lr": 0.0}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.ticket: Ticket | None = None
+        self.items = 0
+        self.metrics: dict[str, float] = {}
+        """Told with the next gradient, then forgotten."""
+        self.outcome: Outcome = "taken"
+        """Of the last one."""
+        self._began_at = 0.0
+
+    def begin(self, ticket: Ticket, items: int, metrics: Mapping[str, float]) -> None:
+        """The gradients that come next are the mean over these items."""
+        self.ticket, self.items, self.metrics = ticket, items, dict(metrics)
+        self._began_at = perf_counter()
+
+    def step(self) -> None:
+        """Push; the weights here stay as they are until they are pulled."""
+        self._push(self.items)
+
+    def leave_out(self) -> None:
+        """Let the ticket be over without a gradient."""
+        self._push(0)
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for weight in self.param_groups[0]["params"]:
+            if set_to_none or weight.grad is None:
+                weight.grad = None
+            else:
+                weight.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimisers give it."""
+        group = self.param_groups[0]
+        numbers = list(range(len(group["params"])))
+        return {"state": {}, "param_groups": [{**group, "params": numbers}]}
+
+    def load_state_dict(self, packed: dict[str, Any]) -> None:
+        """Nothing was saved."""
+        del packed
+
+    def _push(self, items: int) -> None:
+        assert self.ticket is not None, "a gradient without a ticket"
+        lr = self.param_groups[0]["lr"]
+        self.metrics |= {"compute_s": perf_counter() - self._began_at, "at": time()}
+        self.outcome = self._client.push(self.ticket, lr=lr, items=items, metrics=self.metrics)
+        self.ticket = None
+
+
+def ticket_batches(
+    client: ServerClient,
+    samples: Samples,
+    collate: Callable[[Sequence[Any]], Batch],
+    order: Order,
+    *,
+    micro_batch: int,
+    begin: Callable[[Ticket, int, Mapping[str, float]], None],
+    held: Ticket | None = None,
+    lengths: NDArray[np.integer] | None = None,
+    digests: bool = False,
+) -> Iterator[list[Batch]]:
+    """The micro-batches of each ticket this worker is given; the weights are pulled before.
+
+    Args:
+        client: Hands out the tickets.
+        samples: See ``step_batches``, as for all that is not said here.
+        collate: See there.
+        order: See there.
+        micro_batch: See there.
+        begin: Told each ticket, its items and what is known of it before its batches come.
+        held: A ticket that was taken before, and is to be done first.
+        lengths: See there.
+        digests: See there.
+    """
+    weights = None if lengths is None else weight_of(lengths)
+    while True:
+        started_at = perf_counter()
+        ticket, held = held or client.take_ticket(), None
+        if ticket is None:
+            return
+        taken_at = perf_counter()
+        ours = _find_samples(order, ticket, client.rules.shares, weights)
+        pieces = (ours[first : first + micro_batch] for first in range(0, len(ours), micro_batch))
+        micros = list(load(samples, collate, pieces, workers=0, digests=digests))
+        items = sum(micro.items for micro in micros)
+        if items == 0:  # more shares than samples, or nothing to learn from
+            client.push(ticket, lr=0.0, items=0, metrics=_describe(micros))
+            continue
+        fetched_at = perf_counter()
+        client.pull()
+        waited_s = taken_at - started_at + perf_counter() - fetched_at
+        seconds = {"data_s": fetched_at - taken_at, "communication_s": waited_s}
+        begin(ticket, items, _describe(micros) | seconds)
+        yield micros
+
+
+def _find_samples(
+    order: Order, ticket: Ticket, shares: int, weights: NDArray[np.integer] | None
+) -> NDArray[np.int64]:
+    """The samples of a ticket: the same whoever does it, in pieces of whatever size."""
+    indices = next(order.steps_from(ticket.step))
+    if weights is not None:
+        indices = indices[np.argsort(weights[indices], kind="stable")]
+    return indices[ticket.share :: shares]  # so that all shares are of like length
+
+
+def _describe(micros: Sequence[Batch]) -> dict[str, float]:
+    # Sixty-four bits do not fit into a number of JSON that everybody reads alike.
+    high, low = divmod(sum(micro.digest for micro in micros) % (1 << 64), 1 << 32)
+    return {
+        "items": sum(micro.items for micro in micros),
+        "samples": sum(micro.samples for micro in micros),
+        "tokens": sum(micro.tokens for micro in micros),
+        "padding": sum(micro.padding for micro in micros),
+        "digest_high": high,
+        "digest_low": low,
+    }

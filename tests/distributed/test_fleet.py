@@ -1,0 +1,75 @@
+"""Processes that are forked again when they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from yunlu.core.errors import DataError, YunluError
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.training.asynchronous.fleet import Fleet, Place
+
+pytestmark = pytest.mark.distributed
+
+
+def _live(_rank: int, directory: Path, what: str) -> Any:
+    """In a process of its own: who forks must not have threads."""
+    fleet = Fleet(RunDir(directory))
+    tries = directory / "tries"
+    tries.touch()
+
+    def body() -> None:
+        tries.write_bytes(tries.read_bytes() + b".")
+        count = tries.stat().st_size
+        if what == "killed once" and count == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "bad data":
+            raise DataError("There is no such column.", hint="Name another.")
+        if what == "broken":
+            raise RuntimeError(f"try {count}")
+
+    place, idle = Place("worker-0", body, number=0), Place("idle", _wait_for_ever)
+    try:
+        while not place.is_over:
+            fleet.keep_alive(place, idle)
+            time.sleep(0.01)
+            fleet.bury()
+    except YunluError as error:
+        return error.code, error.message, error.hint, tries.stat().st_size
+    finally:
+        fleet.end()
+    return idle.pid, tries.stat().st_size
+
+
+def _wait_for_ever() -> None:
+    signal.pause()
+
+
+def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
+    (answer,) = run_ranks(_live, 1, tmp_path, "killed once")
+    idle, tries = answer
+    assert tries == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(idle, 0)
+    (fault,) = [event.data for event, _ in RunDir(tmp_path).read_events()]
+    assert (fault["what"], fault["member"]) == ("killed", 0)
+    assert fault["detail"] == "ended by SIGKILL"
+
+
+def test_what_the_user_must_mend_is_not_tried_again(tmp_path: Path):
+    (answer,) = run_ranks(_live, 1, tmp_path, "bad data")
+    assert answer == ("data", "There is no such column.", "Name another.", 1)
+
+
+def test_after_several_quick_deaths_the_first_failure_is_told(tmp_path: Path):
+    (answer,) = run_ranks(_live, 1, tmp_path, "broken")
+    code, message, _, tries = answer
+    assert (code, message, tries) == ("internal", "RuntimeError: try 1", 5)
+    faults = [event for event, _ in RunDir(tmp_path).read_events() if event.kind is EventKind.FAULT]
+    assert [fault.data["what"] for fault in faults] == ["failed"] * 5

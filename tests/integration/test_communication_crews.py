@@ -1,0 +1,118 @@
+"""Real crews that exchange in ways of their own, really disturbed: nothing is lost, nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import load, read
+from tests.distributed.test_crews import (
+    BATCH,
+    Runs,
+    events,
+    losses,
+    strike,
+    wait_for_end,
+    wait_for_step,
+    wait_for_workers,
+    write_job,
+)
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import service
+from yunlu.jobs.resize import resize
+from yunlu.training.data.order import StepOrder, digest_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 100
+
+
+@pytest.fixture
+def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
+    write_job(tmp_path)
+    job = tmp_path / "job.yaml"
+    # Both in the middle of the way, and what was best is what is exported.
+    told = job.read_text().replace("evaluate: never", "evaluate: 25")
+    job.write_text(told.replace("{every: 60, keep_best: 0}", "{every: 30, keep_best: 1}"))
+    made = Runs(tmp_path, own_home)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def start(runs: Runs, communication: str, *, steps: int = STEPS) -> RunDir:
+    words = ["--set", f"communication={communication}", "--set", f"train.steps={steps}"]
+    run = runs.start("--devices", "2", *words)
+    wait_for_step(run, 5)
+    return run
+
+
+def check_run(run: RunDir, *, steps: int = STEPS) -> None:
+    """It is finished, and the last time that a step was made it took its samples, each of them once."""
+    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    about = events(run, EventKind.DATA)[0]
+    order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
+    expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
+    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    assert {record["step"]: int(record["digest"], 16) for record in records} == expected
+    curve = losses(run)
+    assert curve[steps] < curve[1]
+
+
+def test_who_is_killed_is_replaced_by_one_who_has_to_choose_alike(runs: Runs) -> None:
+    run = start(runs, "{codec: int8}", steps=40)
+    strike(run, 1, signal.SIGKILL)
+    wait_for_end(run)
+    check_run(run, steps=40)
+    assert [crew["redone_steps"] for crew in events(run, EventKind.CREW)] == [0, 0]
+    chosen = {told["setting"]["codec"] for told in events(run, EventKind.COMMUNICATION)}
+    assert chosen == {"int8"}
+
+
+@pytest.mark.parametrize(
+    "communication",
+    [
+        "{method: diloco, every: 4, codec: int8}",
+        "{method: post-local, start: 10, every: 4}",
+    ],
+)
+def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
+    runs: Runs, communication: str
+) -> None:
+    run = start(runs, communication)
+    wait_for_step(run, 15)
+    strike(run, 0, signal.SIGKILL)  # the one who speaks for all
+    told = events(run, EventKind.CREW)[-1]
+    assert told["redone_steps"] <= 4 + 1  # back to where they last met
+    resize(run, devices=3)
+    wait_for_workers(run, 3)
+    wait_for_step(run, max(losses(run)) + 2)
+    service.stop(run)
+    done = max(losses(run))
+    assert done < STEPS
+    assert runs.call("resume", run.id, "--detach").returncode == 0
+    wait_for_end(run)
+    check_run(run)
+    assert [event["resumed_from_step"] for event in events(run, EventKind.STATE)
+            if event.get("state") == "running"] == [None, done]  # fmt: skip
+    check_exported(run)
+
+
+def check_exported(run: RunDir) -> None:
+    """What was best is what is saved and exported, to the bit."""
+    scores = {event["step"]: event["loss"] for event in events(run, EventKind.EVALUATION)
+              if event["split"] == "validation"}  # fmt: skip
+    best = min(scores, key=lambda step: scores[step])
+    assert events(run, EventKind.EXPORT)[-1]["from_step"] == best
+    saved = load(read(run.checkpoints / f"step-{best:010d}"), "model")
+    exported = load_file(run.model / "model.safetensors")
+    assert exported
+    for name, value in exported.items():
+        assert torch.equal(value, saved[name]), name

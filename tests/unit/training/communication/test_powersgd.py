@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.training.communication.crowd import run_workers
+from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
+from yunlu.training.communication.residual import share_out
+from yunlu.training.communication.sums import ring_sum
+from yunlu.training.communication.wire import Wire
+
+_MATRICES = [Matrix(5, 40, 60), Matrix(2405, 30, 50)]
+_LENGTH = 2405 + 1500 + 7
+_PLACES = torch.cat([torch.arange(5, 2405), torch.arange(2405, 3905)])
+
+
+def share(rank: int, step: int) -> Tensor:
+    return torch.randn(_LENGTH, generator=torch.Generator().manual_seed(31 * rank + step))
+
+
+def total(size: int, steps: range) -> Tensor:
+    return torch.stack([share(rank, step) for rank in range(size) for step in steps]).sum(0)
+
+
+def run_steps(wire: Wire, compressed: PowerSgdSum, steps: range) -> list[Tensor]:
+    found: list[Tensor] = []
+    for step in steps:
+        flat = share(wire.rank, step)
+        compressed(wire, flat, 0, step)
+        found.append(flat)
+    return found
+
+
+def test_all_get_the_same_bits_and_what_they_lack_is_kept() -> None:
+    sums = [PowerSgdSum({0: _MATRICES}, rank=3, add_up=ring_sum) for _ in range(3)]
+    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(3)), 3)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+    left = torch.stack([each.state()["worker/0"] for each in sums]).sum(0)
+    assert torch.allclose(torch.stack(found[0]).sum(0) + left, total(3, range(3)), atol=1e-3)
+
+
+def test_what_is_no_matrix_is_exact_at_once() -> None:
+    sums = [PowerSgdSum({0: _MATRICES}, rank=3) for _ in range(2)]
+    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(1))[0], 2)[0]
+    others = torch.ones(_LENGTH, dtype=torch.bool)
+    others[_PLACES] = False
+    assert int(others.sum()) == 12
+    assert torch.allclose(found[others], total(2, range(1))[others])
+
+
+def test_a_sum_of_low_rank_comes_through_whole() -> None:
+    left = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(1))
+    right = torch.randn(2, 60, generator=torch.Generator().manual_seed(2))
+
+    def work(wire: Wire) -> Tensor:
+        flat = (left[wire.rank] @ right).reshape(-1)
+        PowerSgdSum({0: [Matrix(0, 40, 60)]}, rank=2)(wire, flat, 0, 0)
+        return flat.view(40, 60)
+
+    assert torch.allclose(run_workers(work, 3)[0], left.sum(0) @ right, atol=1e-4)
+
+
+def test_only_factors_travel() -> None:
+    def work(wire: Wire) -> int:
+        flat = torch.ones(100 * 100)
+        PowerSgdSum({0: [Matrix(0, 100, 100)]}, rank=4)(wire, flat, 0, 0)
+        return wire.traffic.sent_bytes
+
+    for sent_bytes in run_workers(work, 2):
+        assert 2 * 100 * 4 * 4 <= sent_bytes <= 2 * 100 * 4 * 4 + 1000
+
+
+def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
+    sums, clean = ([PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2)] for _ in range(2))
+
+    def work(wire: Wire) -> tuple[Tensor, Tensor]:
+        compressed = sums[wire.rank]
+        run_steps(wire, compressed, range(1))
+        flat = share(wire.rank, 1)
+        if wire.rank:
+            flat[2600] = torch.inf
+        compressed(wire, flat, 0, 1)
+        return flat, run_steps(wire, compressed, range(2, 3))[0]
+
+    def without(wire: Wire) -> Tensor:
+        run_steps(wire, clean[wire.rank], range(1))
+        return run_steps(wire, clean[wire.rank], range(2, 3))[0]
+
+    found = run_workers(work, 2)
+    assert not any(spoilt.isfinite().all() for spoilt, _ in found)
+    assert torch.equal(found[0][1], run_workers(without, 2)[0])
+
+
+def test_a_restored_run_goes_on_with_the_same_bits() -> None:
+    def whole(wire: Wire) -> Tensor:
+        return run_steps(wire, PowerSgdSum({0: _MATRICES}, rank=2), range(3))[2]
+
+    def halves(wire: Wire) -> Tensor:
+        first, second = (PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2))
+        run_steps(wire, first, range(2))
+        second.restore(first.state())
+        return run_steps(wire, second, range(2, 3))[0]
+
+    assert torch.equal(run_workers(whole, 2)[0], run_workers(halves, 2)[0])
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_another_number_of_workers_delivers_what_the_others_left(after: int) -> None:
+    old, new = ([PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(size)] for size in (2, after))
+    first = run_workers(lambda wire: run_steps(wire, old[wire.rank], range(2)), 2)[0]
+    for compressed, state in zip(
+        new, share_out([each.state() for each in old], after), strict=True
+    ):
+        compressed.restore(state)
+    second = run_workers(lambda wire: run_steps(wire, new[wire.rank], range(2, 4)), after)
+    assert all(torch.equal(second[0][1], other[1]) for other in second)
+    arrived = torch.stack(first + second[0]).sum(0)
+    states = [each.state() for each in new]
+    left = sum(state.get("worker/0", torch.zeros(_LENGTH)) for state in states)
+    assert torch.allclose(arrived + left, total(2, range(2)) + total(after, range(2, 4)), atol=1e-3)
+
+
+def test_a_newcomer_without_factors_gets_the_same_bits() -> None:
+    sums = [PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2)]
+    run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(2)), 2)
+    sums[1] = PowerSgdSum({0: _MATRICES}, rank=2)
+    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(2, 4)), 2)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_gradient_of_zeros_stays_zero() -> None:
+    def work(wire: Wire) -> Tensor:
+        flat = torch.zeros(_LENGTH)
+        PowerSgdSum({0: _MATRICES}, rank=2)(wire, flat, 0, 0)
+        return flat
+
+    assert not any(found.any() for found in run_workers(work, 2))
+
+
+def test_weights_become_matrices_as_they_lie_in_memory() -> None:
+    conv = nn.Conv2d(6, 8, 3).weight
+    assert as_matrix(7, conv) == Matrix(7, 8, 54)
+    assert as_matrix(7, conv.to(memory_format=torch.channels_last)) == Matrix(7, 8, 54)
+    assert as_matrix(0, torch.empty(4, 9).T) == Matrix(0, 4, 9)
+    assert as_matrix(0, torch.empty(4)) is None
+    assert as_matrix(0, torch.empty(())) is None
+    assert as_matrix(0, torch.empty(0, 3)) is None

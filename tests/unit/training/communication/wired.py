@@ -1,0 +1,38 @@
+"""Workers as threads of one process, joined by real connections."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from yunlu.training.communication.wire import Wire, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+
+def make_wires(hosts: Sequence[str], *, patience_s: float = 20.0) -> list[Wire]:
+    """One for each host, connected with all the others."""
+    store = dist.HashStore()
+    size = len(hosts)
+
+    def join(rank: int) -> Wire:
+        return connect(store, rank, size, hosts[rank], patience_s=patience_s)
+
+    return in_threads(join, size)
+
+
+def in_threads(function: Callable[[int], T], size: int) -> list[T]:
+    """``function(rank)`` in a thread for each rank; what each returned, or the first failure."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, range(size)))
+
+
+def close_all(wires: Sequence[Wire]) -> None:
+    """Hang up everywhere."""
+    for wire in wires:
+        wire.close()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PARTS = ("allreduce", "training", "straggler", "auto")
 METHODS = (
-    "ddp", "ddp-hook:hook=fp16", "ring", "direct", "fp16", "int8", "int4", "onebit", "topk",
+    "ddp", "ddp-hook:hook=fp16", "ring", "direct", "fp16", "int8", "int4", "topk",
     "powersgd:rank=4", "local:every=4,codec=int4", "local:every=4,codec=onebit", "diloco:every=100",
 )  # fmt: skip
 """Of the plain loop; each but the first two is Yunlu's, without its engine."""

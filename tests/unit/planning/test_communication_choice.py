@@ -17,9 +17,10 @@ from yunlu.planning.communication.choosing import (
     choose,
 )
 from yunlu.planning.communication.figures import WireFigures
-from yunlu.planning.communication.methods import LEVELS, METHODS, PACKINGS, Guarantee, keeps
+from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, should_switch
 from yunlu.planning.probed import MessageTime
+from yunlu.spec.communication import GUARANTEES, Guarantee
 
 
 def ask(guarantee: Guarantee = "exact", **pinned: object) -> Question:
@@ -34,7 +35,7 @@ def ask(guarantee: Guarantee = "exact", **pinned: object) -> Question:
     per_host=st.integers(1, 3),
     rate=st.floats(1e5, 1e10),
     latency_s=st.floats(1e-6, 1e-1),
-    guarantee=st.sampled_from(LEVELS),
+    guarantee=st.sampled_from(GUARANTEES),
 )
 def test_the_choice_keeps_the_guarantee_and_is_never_slower_than_plain(
     workers: int, per_host: int, rate: float, latency_s: float, guarantee: Guarantee
@@ -47,7 +48,7 @@ def test_the_choice_keeps_the_guarantee_and_is_never_slower_than_plain(
 
 
 def test_what_may_be_lost_makes_it_faster() -> None:
-    exact, near, relaxed = (choose(even(4), ask(level)) for level in LEVELS)
+    exact, near, relaxed = (choose(even(4), ask(level)) for level in GUARANTEES)
     assert exact.chosen.steps_factor == 1
     assert exact.setting.codec == "none"
     assert near.gain > 2.5
@@ -152,7 +153,7 @@ def jittered(figures: WireFigures, factor: float) -> WireFigures:
     rate=st.floats(1e5, 1e9),
     later=st.floats(1e5, 1e9),
     factors=st.lists(st.floats(0.97, 1.03), min_size=2, max_size=5),
-    guarantee=st.sampled_from(LEVELS),
+    guarantee=st.sampled_from(GUARANTEES),
 )
 def test_it_switches_once_and_does_not_flap(
     rate: float, later: float, factors: list[float], guarantee: Guarantee

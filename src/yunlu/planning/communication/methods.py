@@ -13,11 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Guarantee = Literal["exact", "near", "relaxed"]
-Kind = Literal["synchronous", "local", "asynchronous"]
+from yunlu.spec.communication import GUARANTEES, Guarantee
 
-LEVELS: tuple[Guarantee, ...] = ("exact", "near", "relaxed")
-"""From the strictest on."""
+Kind = Literal["synchronous", "local", "asynchronous"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +131,16 @@ PACKINGS: dict[str, Packing] = {
         Packing(
             name="topk",
             guarantee="relaxed",
-            steps_factor=1.15,
-            source="method: Lin et al. 2018 (arXiv:1712.01887); number: a guess",
+            steps_factor=2.0,
+            source="method: Lin et al. 2018 (arXiv:1712.01887), whose momentum correction ours lacks; number:"
+            " 1 % kept, loss 12 % (characters) and 63 % (digits) above dense at equal samples",
         ),
         Packing(
             name="randomk",
             guarantee="relaxed",
-            steps_factor=1.5,
-            source="method: Stich et al. 2018 (arXiv:1809.07599); number: a guess",
+            steps_factor=3.0,
+            source="method: Stich et al. 2018 (arXiv:1809.07599); number: 10 % kept, loss 33 % above dense on"
+            " digits at equal samples",
         ),
         Packing(
             name="powersgd",
@@ -182,8 +182,10 @@ def steps_factor(
 
 def keeps(guarantee: Guarantee, method: str, codec: str) -> bool:
     """Whether both keep what was asked for."""
-    allowed = LEVELS.index(guarantee)
+    allowed = GUARANTEES.index(guarantee)
     return (
-        max(LEVELS.index(METHODS[method].guarantee), LEVELS.index(PACKINGS[codec].guarantee))
+        max(
+            GUARANTEES.index(METHODS[method].guarantee), GUARANTEES.index(PACKINGS[codec].guarantee)
+        )
         <= allowed
     )

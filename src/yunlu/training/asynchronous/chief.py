@@ -313,7 +313,7 @@ def _is_running(run: RunDir) -> bool:
 def _describe_rules(rules: ServerRules) -> str:
     waiting = {
         "bsp": "workers wait for each other at every step",
-        "ssp": f"no worker is more than {rules.staleness} steps ahead of the slowest",
+        "ssp": f"a step begins at most {rules.staleness} after the oldest that is not over",
         "asp": "no worker waits for another",
     }[rules.mode]
     return f"{waiting}; servers: {rules.shards}"

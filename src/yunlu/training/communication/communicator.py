@@ -78,6 +78,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def exchange_s(self) -> float | None:
+        """What an exchange took that has ended since this was asked last; none where none has."""
+        ...
+
     def abandon(self) -> int | None:
         """Others are lost: hold weights that were agreed on; after how many steps, where that changed."""
         ...
@@ -140,6 +144,10 @@ class Together:
         """They hold the same."""
         return False
 
+    def exchange_s(self) -> float | None:
+        """Gradients are timed where they are added up."""
+        return None
+
     def abandon(self) -> int | None:
         """What a worker holds is what all held before the step."""
         self.after_left_out()
@@ -200,6 +208,9 @@ class Apart:
         """After which steps the latest exchanges began."""
         self._begun_count = 0
         self._under_way: tuple[Pending, Tensor] | None = None
+        self._asking: Ask = ""
+        """What is to go with the next notes."""
+        self._timed_rounds = 0
         self._taken = self._due = Expected(0, 0)
         self._sent_due = self._due
 
@@ -219,7 +230,8 @@ class Apart:
             tokens=sum(micro.tokens for micro in micros),
             padding=sum(micro.padding for micro in micros),
         )
-        asked: Ask = self._pass_notes(ask, step) if step % _NOTES_EVERY == 0 else ""
+        self._asking = max(self._asking, ask, key=tell_ask)
+        asked: Ask = self._pass_notes(self._asking, step) if step % _NOTES_EVERY == 0 else ""
         expected = self._expected(step)
         self._taken = Expected(
             self._taken.samples + sum(micro.samples for micro in micros),
@@ -247,6 +259,11 @@ class Apart:
         self._note_begun(self._averaging.rules.parts)
         self._averaging.settle(exact=True)
         return True
+
+    def exchange_s(self) -> float | None:
+        """Of weights, each once."""
+        rounds, self._timed_rounds = self._timed_rounds, self._averaging.rounds
+        return None if rounds == self._timed_rounds else self._averaging.exchange_s
 
     def abandon(self) -> int | None:
         """Back to what all agreed on: to the oldest part of it, so that no sample is lost."""
@@ -290,6 +307,7 @@ class Apart:
         low, high = self._taken.digest % _PIECE, self._taken.digest // _PIECE % _PIECE
         numbers = torch.tensor([tell_ask(ask), self._taken.samples, low, high], dtype=torch.float64)
         self._under_way = self._notes.begin(numbers, key=0), numbers
+        self._asking = ""
         self._sent_due = self._due
         self._taken = self._due = Expected(0, 0)
         return asked

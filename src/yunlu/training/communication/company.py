@@ -140,6 +140,9 @@ class Company:
     def after_update(self, step: int) -> None:
         """The weights were changed in this step, counted from 1."""
         self.communicator.after_update(step, self._samples)
+        exchange_s = self.communicator.exchange_s()
+        if exchange_s is not None:
+            self.note_exchange(exchange_s)
 
     def after_left_out(self, step: int) -> None:
         """They were not."""

@@ -6,7 +6,6 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,15 +143,12 @@ class World:
         if self.device.type == "cuda":
             work.wait()
             return
-        for _ in count():
+        while not work.is_completed():
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
+            except RuntimeError:  # the time is over, or something went wrong: the last wait tells
                 self._check_uncut()
-            else:
-                return
+        work.wait()
 
     def open_wire(self, *, check: Callable[[], object] | None = None) -> Wire:
         """Connections of their own for one thread; everyone calls this at the same point.

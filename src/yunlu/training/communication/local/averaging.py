@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,8 @@ class Averaging:
         self._flights: list[_Flight] = []
         self._begun = self._rounds = 0
         self._error: float | None = None
+        self.exchange_s: float | None = None
+        """What the last exchange took, hidden or not."""
         self._waiting: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
@@ -255,8 +258,10 @@ class Averaging:
 
     def _serve(self) -> None:
         while (flight := self._waiting.get()) is not None:
+            began_at = time.perf_counter()
             try:
                 self._meet(flight)
+                self.exchange_s = time.perf_counter() - began_at
             except BaseException as error:  # noqa: BLE001 - it is raised where the exchange is waited for
                 flight.error = error
                 self._wire.abort()  # the others are not to wait for us

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types check install clean bench-trainers bench-parallel bench-faults bench-comm
+.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -13,6 +13,10 @@ demo: $(VENV)/.train
 test: check
 	# One thread a process: two test processes share the cores of a small machine.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Examples that train for a minute each.
+test-long: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -218,7 +218,9 @@ def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the
     assert (run.model / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("layout", ["dp2 x tp2", "pp2 x fsdp2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 x tp2", pytest.param("pp2 x fsdp2", marks=pytest.mark.long)]
+)
 def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
     runs: Runs, alone: dict[int, float], layout: str
 ) -> None:

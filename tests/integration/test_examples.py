@@ -15,6 +15,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 EXPECTS = re.compile(r"^# expects: test/(\w+) (>=|<=) ([\d.]+)$", re.MULTILINE)
 GOES_ON = re.compile(r"^# fine-tunes: (\S+)$", re.MULTILINE)
 COMPARE = {">=": operator.ge, "<=": operator.le}
+LONG = {"dates", "finetune", "python_docs", "reviews", "spoken_words"}
+"""A minute each: ``make test-long`` runs them."""
 TASKS = {
     "text-classification", "language-modeling", "seq2seq", "image-classification",
     "keyword-spotting", "speech-to-text", "recommendation", "tabular-classification",
@@ -24,7 +26,14 @@ TASKS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=[pytest.mark.long] if path.stem in LONG else [])
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_an_example_reaches_its_figure(example: Path, yunlu: Yunlu) -> None:
     text = example.read_text()
     if "made:spoken" in text and not shutil.which("espeak-ng"):

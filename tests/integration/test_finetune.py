@@ -66,6 +66,7 @@ def weights_of(run: RunDir) -> dict[str, torch.Tensor]:
     return load_file(run.model / "model.safetensors")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_another_and_beats_a_fresh_start(
     texts: None, own_home: Path, tmp_path: Path, yunlu: Yunlu, environment: dict[str, str]
 ) -> None:

@@ -13,12 +13,11 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.parity import NoScore
+from tests.distributed.parity import NoScore, make_plan
 from tests.distributed.ranks import run_ranks, run_world
 from yunlu.core.errors import JobError
 from yunlu.planning.communication.figures import WireFigures, make_even
 from yunlu.planning.layout import Layout
-from yunlu.planning.plan import Plan, Prediction
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.crew import Crew
@@ -169,28 +168,9 @@ def build(
     }
     told = {"task": "t", "model": "m", "data": "d", "train": settings}
     job = Job.model_validate({**told, "communication": communication})
-    plan = Plan(
-        device="cpu",
-        devices=world.layout.world,
-        layout=world.layout,
-        threads=1,
-        micro_batch=2,
-        kernel="fused",
-        batch=BATCH,
-        accumulation=3,
-        steps=STEPS,
-        steps_per_epoch=-(-SAMPLES // BATCH),
-        warmup_steps=3,
-        lr=0.01,
-        weight_decay=0.1,
-        evaluate_every=0,
-        checkpoint_every=100,
-        best_metric="loss",
-        stopping_metric="loss",
-        workers=0,
-        choices=(),
-        prediction=Prediction(memory_bytes=0, step_s=1, samples_per_s=1, total_s=1, dollars=None),
-    )
+    plan = make_plan(world.layout, job, micro_batch=2, kernel="fused")
+    length = {"steps": STEPS, "steps_per_epoch": -(-SAMPLES // BATCH), "accumulation": 3}
+    plan = plan.model_copy(update=length)
     task = task or Points()
     parts = Parts(task=task, model=task.build(job), splits=task.load(job))
     engine = Engine(job, plan, parts, tell or (lambda *_, **__: None), world=world)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from yunlu.spec.communication import GUARANTEES, Guarantee
+from yunlu.spec.communication import GUARANTEES, Guarantee, strictest
 
 Kind = Literal["synchronous", "local", "asynchronous"]
 
@@ -24,11 +24,15 @@ class Method:
 
     name: str
     kind: Kind
-    guarantee: Guarantee
     needs_whole_model: bool = False
     needs_shared_hosts: bool = False
     """Several workers on one host, and several hosts."""
     source: str = ""
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What it keeps, packed or not."""
+        return strictest(self.name, "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,6 @@ class Packing:
     """A codec, as far as the choice cares."""
 
     name: str
-    guarantee: Guarantee
     steps_factor: float
     """With its residual (error feedback)."""
     warmup_share: float = 0.0
@@ -45,22 +48,26 @@ class Packing:
     """The only ones with which it is known to hold; all, where empty."""
     source: str = ""
 
+    @property
+    def guarantee(self) -> Guarantee:
+        """What sums keep that are packed by it."""
+        return strictest("all-reduce", self.name)
+
 
 METHODS: dict[str, Method] = {
     each.name: each
     for each in (
-        Method(name="all-reduce", kind="synchronous", guarantee="exact"),
-        Method(name="ring", kind="synchronous", guarantee="exact"),
-        Method(name="tree", kind="synchronous", guarantee="exact"),
-        Method(name="double-tree", kind="synchronous", guarantee="exact"),
-        Method(name="doubling", kind="synchronous", guarantee="exact"),
-        Method(name="direct", kind="synchronous", guarantee="exact"),
-        Method(name="server", kind="synchronous", guarantee="exact"),
-        Method(name="hierarchical", kind="synchronous", guarantee="exact", needs_shared_hosts=True),
+        Method(name="all-reduce", kind="synchronous"),
+        Method(name="ring", kind="synchronous"),
+        Method(name="tree", kind="synchronous"),
+        Method(name="double-tree", kind="synchronous"),
+        Method(name="doubling", kind="synchronous"),
+        Method(name="direct", kind="synchronous"),
+        Method(name="server", kind="synchronous"),
+        Method(name="hierarchical", kind="synchronous", needs_shared_hosts=True),
         Method(
             name="asynchronous",
             kind="asynchronous",
-            guarantee="relaxed",
             needs_whole_model=True,
             source="method: Zheng et al. 2017 (arXiv:1609.08326); number: a guess, a tenth for each"
             " doubling of the workers",
@@ -68,7 +75,6 @@ METHODS: dict[str, Method] = {
         Method(
             name="local",
             kind="local",
-            guarantee="relaxed",
             needs_whole_model=True,
             source="method: Lin et al. 2018 (arXiv:1808.07217); number: a guess, 2.5 % for each doubling"
             " of the local steps",
@@ -76,7 +82,6 @@ METHODS: dict[str, Method] = {
         Method(
             name="post-local",
             kind="local",
-            guarantee="relaxed",
             needs_whole_model=True,
             source="method: Lin et al. 2018 (arXiv:1808.07217); number: the guess for local steps; its"
             " dense start is not in the prediction",
@@ -84,7 +89,6 @@ METHODS: dict[str, Method] = {
         Method(
             name="diloco",
             kind="local",
-            guarantee="relaxed",
             needs_whole_model=True,
             source="method: Douillard et al. 2023 (arXiv:2311.08105); number: set so that the table comes"
             " out with 100 local steps",
@@ -95,34 +99,29 @@ METHODS: dict[str, Method] = {
 PACKINGS: dict[str, Packing] = {
     each.name: each
     for each in (
-        Packing(name="none", guarantee="exact", steps_factor=1.0),
+        Packing(name="none", steps_factor=1.0),
         Packing(
             name="fp16",
-            guarantee="near",
             steps_factor=1.0,
             source="the table: loss equal to 1e-4",
         ),
         Packing(
             name="bf16",
-            guarantee="near",
             steps_factor=1.0,
             source="the table: loss equal to 1e-4",
         ),
         Packing(
             name="int8",
-            guarantee="near",
             steps_factor=1.01,
             source="residual: Karimireddy et al. 2019 (arXiv:1901.09847); number: a guess",
         ),
         Packing(
             name="int4",
-            guarantee="near",
             steps_factor=1.02,
             source="residual: Karimireddy et al. 2019 (arXiv:1901.09847); number: a guess",
         ),
         Packing(
             name="onebit",
-            guarantee="near",
             steps_factor=1.03,
             warmup_share=0.16,
             optimizers=("adam", "adamw"),
@@ -130,21 +129,18 @@ PACKINGS: dict[str, Packing] = {
         ),
         Packing(
             name="topk",
-            guarantee="relaxed",
             steps_factor=2.0,
             source="method: Lin et al. 2018 (arXiv:1712.01887), whose momentum correction ours lacks; number:"
             " 1 % kept, loss 12 % (characters) and 63 % (digits) above dense at equal samples",
         ),
         Packing(
             name="randomk",
-            guarantee="relaxed",
             steps_factor=3.0,
             source="method: Stich et al. 2018 (arXiv:1809.07599); number: 10 % kept, loss 33 % above dense on"
             " digits at equal samples",
         ),
         Packing(
             name="powersgd",
-            guarantee="relaxed",
             steps_factor=1.25,
             source="method: Vogels et al. 2019 (arXiv:1905.13727); number: set so that the table comes"
             " out with rank 4",

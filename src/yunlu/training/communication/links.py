@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.planning.communication.figures import WireFigures
-from yunlu.planning.communication.switching import Watch
 from yunlu.planning.probed import MessageTime
 from yunlu.training.communication.link_trials import (
     FIRST_BYTES,
@@ -100,32 +99,6 @@ def measure_links(
         all_reduce=None if all_reduce is None else _measure_torch(talk, all_reduce),
         **_worst(rows),
     )
-
-
-class LinkWatch:
-    """Notices while training that a link, or a worker, is no longer what it was.
-
-    Args:
-        wire: For the flags; used by the thread that calls ``agree`` alone.
-        predicted_s: What one exchange should take.
-    """
-
-    def __init__(self, wire: Wire, predicted_s: float) -> None:
-        self._wire = wire
-        self.seen = Watch(predicted_s)
-
-    def note(self, seconds: float) -> None:
-        """Take in what an exchange took; costs nothing."""
-        self.seen = self.seen.note(seconds)
-
-    def agree(self, *, tag: int = 0) -> bool:
-        """Whether anyone has noticed a change; everyone calls this in the same step, now and then."""
-        rows = Talk(self._wire, tag).share(self.seen.has_changed)
-        return any(row is True for row in rows)
-
-    def begin(self, predicted_s: float) -> None:
-        """Start again, after links were measured or another way was chosen."""
-        self.seen = Watch(predicted_s)
 
 
 def _meetings(hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from yunlu.planning.communication.choosing import Question, choose
 from yunlu.planning.communication.figures import CodecCost, Work
 from yunlu.training.communication.codecs.make import CODECS, make_codec
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
-from yunlu.training.communication.links import LinkWatch, measure_links
+from yunlu.training.communication.links import measure_links
 from yunlu.training.communication.wire import LinkLostError, Wire
 
 if TYPE_CHECKING:
@@ -107,21 +107,6 @@ def test_a_lost_worker_ends_the_measurement() -> None:
         return True
 
     assert together(["127.0.0.1", "127.0.0.2", "127.0.0.3"], run) == [True, None, True]
-
-
-def test_what_one_notices_all_learn() -> None:
-    def run(wire: Wire) -> Any:
-        watch = LinkWatch(wire, 0.1)
-        for _ in range(18):
-            watch.note(0.1)
-        before = watch.agree(tag=1)
-        for _ in range(9):
-            watch.note(0.3 if wire.rank == 1 else 0.1)
-        noticed = watch.agree(tag=2)
-        watch.begin(0.3)
-        return before, noticed, watch.agree(tag=3)
-
-    assert together(["127.0.0.1"] * 3, run) == [(False, True, False)] * 3
 
 
 def test_costs_of_every_codec_are_told() -> None:

@@ -104,7 +104,8 @@ def _read_addresses(store: Any, name: str, size: int, patience: _Patience) -> li
 
 def _read_address(store: Any, key: str, peer: int, patience: _Patience) -> _Address:
     while True:
-        span = timedelta(seconds=patience.glance_s(peer))
+        # A store counts milliseconds, and none at all means for ever.
+        span = timedelta(seconds=max(patience.glance_s(peer), 0.001))
         try:
             store.wait([key], span)
         except dist.DistNetworkError as error:

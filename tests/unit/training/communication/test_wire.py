@@ -301,10 +301,11 @@ def _is_hung_up(caller: socket.socket) -> bool:
         return True
 
 
-def test_nobody_comes() -> None:
+@pytest.mark.parametrize("within_s", [0.05, 0.0009])
+def test_nobody_comes(within_s: float) -> None:
     store = dist.HashStore()
     with pytest.raises(LinkLostError, match="Lost worker 1: it was not there in time"):
-        connect(store, 0, 2, "127.0.0.1", within_s=0.05)
+        connect(store, 0, 2, "127.0.0.1", within_s=within_s)
     with pytest.raises(ConnectionRefusedError):
         _knock(store, b"")
 

@@ -58,6 +58,7 @@ def measure_sums(
                 "--store", f"{rig.address(0)}:{PORT}", "--address", rig.address(host),
                 "--directory", str(place), "--rounds", str(rounds),
                 "--ways", ",".join(ways), "--bytes", ",".join(map(str, sizes)),
+                *["--slow"] * (rate != "none"),
             ]  # fmt: skip
             with (place / f"worker-{rank}.log").open("wb") as log:
                 children.append(

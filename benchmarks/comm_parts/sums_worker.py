@@ -32,8 +32,13 @@ def main() -> None:
     parser.add_argument("--ways", required=True, help="by name, with commas between")
     parser.add_argument("--bytes", required=True, help="sizes, with commas between")
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument(
+        "--slow", action="store_true", help="as the engine does where links are slow"
+    )
     asked = parser.parse_args()
     wire = connect(meet(asked), asked.rank, asked.size, asked.address)
+    if asked.slow:
+        wire.control_congestion("reno")
     ways = {name: _make_way(name, wire) for name in asked.ways.split(",")}
     for add in ways.values():
         _check(add, asked.rank, asked.size)

@@ -113,6 +113,8 @@ class Work(Figures):
     matrices: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the weights that PowerSGD would make smaller."""
     optimizer: str = "adamw"
+    memory_steps: int = Field(default=1000, ge=0)
+    """How far back Adam's second moment looks."""
     steps: int | None = None
     """How many are left."""
     is_replicated: bool = True

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from yunlu.planning.communication.methods import METHODS, PACKINGS, steps_factor
+from yunlu.planning.communication.methods import (
+    BEFORE_ONE_BIT,
+    METHODS,
+    one_bit_from,
+    steps_factor,
+)
 from yunlu.planning.communication.timing import Clock, Span
 from yunlu.planning.probed import Figures
 
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from yunlu.planning.communication.figures import Work
 
 _VALUE_BYTES = 4
+_MANY = 20
+"""A run that nobody has told the length of is taken to be long."""
 
 
 class Setting(Figures):
@@ -146,10 +153,13 @@ def _asynchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
 
 def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:
     setting = told.setting
-    share = PACKINGS[setting.codec].warmup_share
-    if not share or METHODS[setting.method].kind != "synchronous":
+    if setting.codec != "onebit" or METHODS[setting.method].kind != "synchronous":
         return told
-    before = _synchronous(clock, work, setting.model_copy(update={"codec": "none"}))
+    if clock.figures.codec(BEFORE_ONE_BIT) is None:
+        return told
+    before = _synchronous(clock, work, setting.model_copy(update={"codec": BEFORE_ONE_BIT}))
+    steps = work.steps or work.memory_steps * _MANY
+    share = min(one_bit_from(steps, memory_steps=work.memory_steps) / steps, 1.0)
 
     def mixed(read: Callable[[Forecast], float]) -> float:
         return share * read(before) + (1 - share) * read(told)

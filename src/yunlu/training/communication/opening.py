@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from yunlu.planning.communication.methods import one_bit_from
 from yunlu.training.communication.buckets import matrices_of
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Apart, Together
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from yunlu.training.communication.sums import SumFunction
     from yunlu.training.communication.wire import Wire
     from yunlu.training.parallel.world import World
-
-_ONE_BIT_SHARE = 0.15
-"""Of all steps, before Adam's second moment is steady enough to be held (Tang et al. 2021)."""
 
 
 def open_communicator(
@@ -104,13 +102,13 @@ def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
     )
 
 
-def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int) -> int:
+def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int, memory_steps: int) -> int:
     """From which step on a setting is itself: before, workers are together, or send more bits."""
     if setting.method == "post-local":
         return rules_of(setting, spec).from_step
     if setting.codec != "onebit" or setting.method in METHODS:
         return 0
-    return round(_ONE_BIT_SHARE * steps) if spec.start == "auto" else spec.start
+    return one_bit_from(steps, memory_steps=memory_steps) if spec.start == "auto" else spec.start
 
 
 def _open_summation(

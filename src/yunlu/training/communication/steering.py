@@ -13,7 +13,7 @@ from yunlu.core.rundir import EventKind
 from yunlu.planning.communication.choosing import Pinned, Question, choose
 from yunlu.planning.communication.figures import Work
 from yunlu.planning.communication.forecast import Setting
-from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
+from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, should_switch
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Together
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
 
 _BACKWARD_SHARE = 0.6
-_BEFORE_ONE_BIT = "int4"
 _SLOW_BYTES_PER_S = 60e6
 _LEAST_S = 30.0
 """Between two measurements while training; longer each time that nothing came of it."""
@@ -106,12 +105,17 @@ class Steering:
 
     def _begin_phase(self, setting: Setting, steps_done: int) -> Setting:
         """What to do now of a setting that is something else at first."""
-        start = start_of(setting, self._job.communication, steps=self._plan.steps)
+        start = start_of(
+            setting,
+            self._job.communication,
+            steps=self._plan.steps,
+            memory_steps=_memory_steps(self._job),
+        )
         self.switch_at = start if steps_done < start else None
         if self.switch_at is None:
             return setting
         if setting.codec == "onebit":
-            return setting.model_copy(update={"codec": _BEFORE_ONE_BIT})
+            return setting.model_copy(update={"codec": BEFORE_ONE_BIT})
         return Setting(method="all-reduce", bucket_bytes=setting.bucket_bytes)
 
     def note(self, exchange_s: float) -> bool:
@@ -295,8 +299,13 @@ def _work_of(job: Job, plan: Plan, model: nn.Module, steps_left: int) -> Work:
             if weight.ndim > 1
         ),
         optimizer=job.train.optimizer.name,
+        memory_steps=_memory_steps(job),
         steps=steps_left,
     )
+
+
+def _memory_steps(job: Job) -> int:
+    return round(1 / max(1 - job.train.optimizer.betas[1], 1e-6))
 
 
 def _sum_bytes(count: int) -> None:

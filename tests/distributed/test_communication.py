@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -427,6 +428,32 @@ def test_local_ways_agree_when_settled_and_resume(tmp_path: Path) -> None:
         assert len({each["loose"] for each in ours}) == size, way
         finals = [sum(each["losses"][-5:]) / 5 for each in ours]
         assert sum(finals) / size < 0.8 * alone()[0], way
+
+
+def _in_sites(world: World) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for sites in ("east east east", "east west east"):
+        os.environ["YUNLU_SITE"] = sites.split()[world.rank]
+        engine = build(world, {"method": "local", "every": 4, "together": "site"})
+        recorder = run(engine)
+        engine.settle()
+        found[sites] = [recorder.losses, [*recorder.digests, digest(engine)]]
+        engine.close()
+    del os.environ["YUNLU_SITE"]
+    return found
+
+
+def test_workers_of_a_site_step_as_one_and_sites_meet_now_and_then() -> None:
+    everyone = run_world(_in_sites, Layout(dp=3))
+    for each in everyone:
+        assert each["east east east"][0] == pytest.approx(alone(), abs=1e-5)
+    (losses, east), (others, west), (same, mate) = (each["east west east"] for each in everyone)
+    assert (losses, east) == (same, mate)
+    assert losses != others
+    met = [
+        number for number, pair in enumerate(zip(east, west, strict=True), 1) if len({*pair}) == 1
+    ]
+    assert met == [*range(4, STEPS + 1, 4), STEPS + 1]
 
 
 def _stop(world: World) -> list[tuple[int, str, int]]:

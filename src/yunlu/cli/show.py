@@ -10,8 +10,9 @@ from rich.text import Text
 from yunlu.cli.lines import communication_line, fault_line, plan_block
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.client import Run
+from yunlu.core.files import read_last
 from yunlu.core.rundir import Event, EventKind
-from yunlu.core.units import show_bytes, show_duration, show_number
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service
 from yunlu.jobs.crew import read_change
 from yunlu.jobs.run import remaining_s
@@ -52,6 +53,8 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
     if data["communication"]:
         event = Event(kind=EventKind.COMMUNICATION, at=0.0, data=data["communication"])
         console.print(Text("\n exchange    ").append_text(communication_line(event)))
+    if data["batch"] or data["noise"]:
+        console.print(Text(f"\n batch       {_batch_line(data['batch'], data['noise'])}"))
     _print_rows(console, "evaluations", _evaluations(data["evaluations"]))
     _print_rows(console, "checkpoints", _checkpoints(data["checkpoints"]))
     console.print()
@@ -71,6 +74,8 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
         "plan": found[EventKind.PLAN][-1] if found[EventKind.PLAN] else None,
         "crew": found[EventKind.CREW][-1] if found[EventKind.CREW] else None,
         "communication": (found[EventKind.COMMUNICATION] or [None])[-1],
+        "batch": (found[EventKind.BATCH] or [None])[-1],
+        "noise": _read_noise(run_dir),
         "faults": found[EventKind.FAULT],
         "evaluations": [
             {key: value for key, value in each.items() if key not in details}
@@ -92,6 +97,20 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
             if path.exists()
         },
     }
+
+
+def _read_noise(run_dir: RunDir) -> dict[str, float]:
+    last = read_last(run_dir.metrics) or {}
+    return {key: value for key, value in last.items() if key.startswith("noise_")}
+
+
+def _batch_line(turn: dict[str, Any] | None, noise: dict[str, float]) -> str:
+    parts: list[str] = []
+    if turn:
+        parts.append(f"{turn['batch']} from step {turn['step']} on, rate x{turn['rate']:.3g}")
+    if noise:
+        parts.append(f"noise scale about {show_count(round(noise['noise_scale'], 1))} samples")
+    return "; ".join(parts)
 
 
 def _print_head(console: Console, run_dir: RunDir, record: RunRecord) -> None:

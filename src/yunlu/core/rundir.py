@@ -43,6 +43,7 @@ class EventKind(StrEnum):
     FAULT = "fault"  # what ("killed"|"hung"|"cut off"|"left"|"failed"), member, rank, host, pid, step, detail?
     STRAGGLER = "straggler"  # rank, member, host, ratio (its step time over the median), step
     COMMUNICATION = "communication"  # step, chosen (text), setting, guarantee, reason, predicted, candidates, refused, links
+    BATCH = "batch"  # step (from which on, from 1), batch, rate (factor on the learning rate), gain, noise_scale, steps (of the whole run now)
     PROGRESS = "progress"  # phase (e.g. "loading data"), shown while nothing else moves
 
 
@@ -72,6 +73,7 @@ class RunDir:
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.batch = path / "batch"
         self.crew = path / "crew.json"
         self.crew_metrics = path / "crew.jsonl"
         self.servers = path / "servers"
@@ -129,6 +131,9 @@ METRIC_KEYS = {
     "tokens": "tokens computed, padding included; where samples have lengths",
     "padding": "of these, padding; where samples have lengths",
     "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
+    "noise_sqr": "square of the gradient without its noise, averaged over measurements",
+    "noise_var": "variance of one sample's gradient, averaged over measurements",
+    "noise_parts": "gradients of a step that were compared; 1: two steps in a row, which is biased",
     "loss_scale": "factor on the loss; under fp16",
     "low_share": "share of parameters in low precision; where it may change",
     "exchange_s": "adding up gradients, hidden or not; where workers do",

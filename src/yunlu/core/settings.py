@@ -72,6 +72,11 @@ def use_network_interface(name: str | None) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+def read_site() -> str | None:
+    """Where this machine stands, for workers that keep together by site: ``YUNLU_SITE``."""
+    return os.environ.get("YUNLU_SITE") or None
+
+
 def bind_address() -> str:
     """Where a supervisor listens: ``YUNLU_BIND``, else this machine alone."""
     return os.environ.get("YUNLU_BIND") or "127.0.0.1"

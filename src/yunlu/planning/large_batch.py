@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.spec.train import GrowBatchSpec
+    from yunlu.spec.train import AdaptBatchSpec, GrowBatchSpec, TrainSpec
 
 Rule = Literal["none", "linear", "sqrt"]
+AdaptedRule = Literal["none", "linear", "sqrt", "gain"]
 WARMUP_SHARE = 0.05
 WARMUP_STEPS = 500
 LINEAR_WARMUP_EPOCHS = 5
 LONGEST_WARMUP_SHARE = 0.2
+LEAST_WORTH = 0.7
+"""Of a sample, where the batch follows the replicas: more of them is not worth less."""
 
 _REASONS = {
     "linear": "the rate grows with the batch (linear rule, Goyal et al. 2017)",
@@ -68,6 +71,47 @@ def efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
     Qiao et al. 2021 (Pollux), section 3.1; times the samples per second it is the goodput.
     """
     return (noise_scale + base_batch) / (noise_scale + batch)
+
+
+def gain_of(noise_scale: float, batch: int, base_batch: int) -> float:
+    """How many steps of ``base_batch`` one step of ``batch`` is worth (Johnson et al. 2020, section 3)."""
+    return batch / base_batch * efficiency(noise_scale, batch, base_batch)
+
+
+def adapt_batch(noise_scale: float, base_batch: int, growth: float) -> int:
+    """The batch for ``growth`` times the replicas, each with as many samples as before.
+
+    Less where a sample would lose too much of its worth by it.
+    """
+    wanted = round(base_batch * growth)
+    worth_it = math.floor((noise_scale + base_batch) / LEAST_WORTH - noise_scale)
+    return max(min(wanted, worth_it), 1)
+
+
+def batch_limits(spec: AdaptBatchSpec, batch: int, *, samples: int) -> tuple[int, int]:
+    """The smallest and the largest batch that a run may take, of which it begins with ``batch``."""
+    low = batch if spec.min is None else min(spec.min, batch)
+    return low, min(max(spec.max, batch), samples)
+
+
+def rate_rule(train: TrainSpec) -> AdaptedRule:
+    """How the rate follows a batch that adapts: as the job says, or as suits its optimiser.
+
+    The gain is what AdaScale takes (Johnson et al. 2020); it is for SGD and its kin.
+    """
+    spec, optimizer = train.adapt_batch, train.optimizer
+    if spec is not None and spec.rate != "auto":
+        return spec.rate
+    if optimizer.scaling != "none":
+        return optimizer.scaling
+    return "gain" if optimizer.name in {"sgd", "momentum", "lars"} else "sqrt"
+
+
+def rate_factor(rule: AdaptedRule, batch: int, base_batch: int, *, gain: float) -> float:
+    """The rate at ``batch``, over that at ``base_batch``."""
+    if rule == "gain":
+        return gain
+    return scale_rate(1.0, batch=batch, base_batch=base_batch, rule=rule)
 
 
 def phases_of(

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.planning.guess import foretell
+from yunlu.planning.large_batch import (
+    batch_limits,
+    phases_of,
+    scale_rate,
+    scaling_reason,
+    warmup_steps_for,
+)
 from yunlu.planning.large_batch import count_steps as steps_of
-from yunlu.planning.large_batch import phases_of, scale_rate, scaling_reason, warmup_steps_for
 from yunlu.planning.plan import Choice, Plan, Prediction
 from yunlu.planning.splitting import (
     MEMORY_SHARE,
@@ -94,6 +100,11 @@ def make_plan(job: Job, machine: Machine, profile: Profile, guess: Guess | None 
     choose("layout", layout, split.reason, pinned=split.reason == "as asked")
     choose("batch", batch, f"a safe start for most models, of {profile.train_samples} samples",
            pinned=train.batch != "auto")  # fmt: skip
+    if train.adapt_batch is not None:
+        low, high = batch_limits(train.adapt_batch, batch, samples=profile.train_samples)
+        choose(
+            "batch limits", f"{low} to {high}", "it follows the workers and the gradient's noise"
+        )
     _tell_settings(choose, job, device, profile, split)
     adapts = train.adapt_precision
     adapts = settings.precision == "fp16" and layout.is_single if adapts == "auto" else adapts

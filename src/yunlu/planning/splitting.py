@@ -149,8 +149,11 @@ def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1
     several, and does not come into a run that was planned without it.
     """
     facts, room = _known_facts(plan, layout.world), _room_of(plan, layout.world, nodes)
+    adapts = job.train.adapt_batch
+    # Shares that may grow are not to be cut into pieces as small as the first ones.
+    batch = plan.batch if adapts is None else max(plan.batch, adapts.max)
     settings, _ = suit_settings(
-        plan.alone or plan, job, layout, facts, cores=cores, batch=plan.batch, room_bytes=room
+        plan.alone or plan, job, layout, facts, cores=cores, batch=batch, room_bytes=room
     )
     share = share_of(layout, batch=plan.batch, micro_batch=settings.micro_batch)
     changes = {

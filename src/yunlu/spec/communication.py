@@ -52,6 +52,8 @@ class CommunicationSpec(Value):
     """What may change: ``exact`` nothing but rounding; ``near`` the final loss by 1 %; ``relaxed`` more. ``auto`` is ``exact``, or what a named method and codec keep."""
     every: Count | Auto = "auto"
     """Local methods: steps between two exchanges."""
+    together: Literal["worker", "site"] = "worker"
+    """Local methods: who makes steps together: each worker alone, or those of a ``site`` (a machine, or all that have the same ``YUNLU_SITE``), of whom one meets the other sites."""
     start: CountOrZero | Auto = "auto"
     """``post-local``: synchronous until this step; ``onebit``: packed from this step on."""
     outer_lr: Positive | Auto = "auto"
@@ -115,6 +117,7 @@ class CommunicationSpec(Value):
         is_asynchronous = method == "asynchronous"
         late = method == "post-local" or codec == "onebit"
         self._needs("every", "local, post-local and diloco", holds=method in LOCAL)
+        self._needs("together", "local, post-local and diloco", holds=method in LOCAL)
         self._needs("outer_lr", "diloco", holds=method == "diloco")
         self._needs("outer_momentum", "diloco", holds=method == "diloco")
         self._needs("start", "post-local and onebit", holds=late)

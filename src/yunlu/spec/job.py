@@ -160,6 +160,7 @@ SHORTHANDS: dict[tuple[str, ...], str] = {
     ("model", "adapter"): "name",
     ("train", "clip"): "norm",
     ("train", "grow_batch"): "every",
+    ("train", "adapt_batch"): "max",
     ("train", "early_stopping"): "patience",
     ("train", "checkpoint"): "every",
 }

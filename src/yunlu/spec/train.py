@@ -85,6 +85,17 @@ class GrowBatchSpec(Value):
     """The largest batch."""
 
 
+class AdaptBatchSpec(Value):
+    """A batch that follows the number of workers, as far as the gradient's noise makes it worth it."""
+
+    max: Count
+    """The largest batch."""
+    min: Count | None = None
+    """The smallest; ``train.batch`` when not set."""
+    rate: Literal["none", "linear", "sqrt", "gain"] | Auto = "auto"
+    """How the learning rate follows: ``auto`` is ``optimizer.scaling``, else ``gain`` for SGD and ``sqrt`` for Adam."""
+
+
 class GuardSpec(Value):
     """What happens when a loss or gradient is not finite, or a loss jumps."""
 
@@ -143,6 +154,8 @@ class TrainSpec(Value):
     """Largest norm of the gradient, or a mapping with ``norm`` and ``value``."""
     grow_batch: Annotated[GrowBatchSpec, shorthand(GrowBatchSpec, "every")] | None = None
     """Epochs after which the batch doubles, or a mapping; constant when not set."""
+    adapt_batch: Annotated[AdaptBatchSpec, shorthand(AdaptBatchSpec, "max")] | None = None
+    """The largest batch that the run may turn to when it gets more workers, or a mapping; never when not set."""
     guard: GuardSpec = GuardSpec()
     """What happens to bad steps: skipped, then rolled back, then an error."""
     l1: NotNegative = 0.0
@@ -210,6 +223,7 @@ class TrainSpec(Value):
         if self.adapt_precision is True and self.precision in {"fp32", "tf32", "fp8"}:
             conflict("adapt_precision", f"there is nothing to adapt in {self.precision}")
         self._refuse_impossible_release()
+        self._refuse_impossible_limits()
         if self.evaluate == "never" and self.early_stopping is not None:
             conflict("early_stopping", "needs evaluations, but evaluate is 'never'")
         if self.evaluate == "never" and self.schedule.name == "plateau":
@@ -226,5 +240,18 @@ class TrainSpec(Value):
             conflict("gradient_release", "needs the whole batch in one pass: remove micro_batch")
         if self.grow_batch is not None:
             conflict("gradient_release", "needs the whole batch in one pass: remove grow_batch")
+        if self.adapt_batch is not None:
+            conflict("gradient_release", "needs the whole batch in one pass: remove adapt_batch")
         if self.precision in {"fp16", "fp8"}:
             conflict("gradient_release", f"cannot scale gradients, which {self.precision} needs")
+
+    def _refuse_impossible_limits(self) -> None:
+        limits, batch = self.adapt_batch, self.batch
+        if limits is None:
+            return
+        if self.grow_batch is not None:
+            conflict("adapt_batch", "a batch that adapts cannot also grow: remove grow_batch")
+        if limits.min is not None and limits.min > limits.max:
+            conflict("adapt_batch", f"min {limits.min} is above max {limits.max}")
+        if batch != "auto" and not (limits.min or batch) <= batch <= limits.max:
+            conflict("adapt_batch", f"batch {batch} lies outside of its limits")

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 def arrange(model: nn.Module, world: World, communicator: Communicator) -> Arranged:
     """Lay a model over the workers; one that steps alone does not even load what that takes."""
+    if communicator.is_apart and communicator.summation is not None:
+        from yunlu.training.parallel.mates import Mates  # noqa: PLC0415 - as below
+
+        return Mates(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
     if world.layout.is_single or communicator.is_apart:
         return Whole(model)
     from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import

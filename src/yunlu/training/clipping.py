@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from yunlu.spec.train import ClipSpec
 
@@ -42,6 +42,16 @@ def measure_norm(gradients: list[Tensor]) -> Tensor:
         return get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def measure_square(weights: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Our part of the square of the gradient's norm: what others hold as well is shared out."""
+    parts = [
+        torch.linalg.vector_norm(weight.grad).double().square() / held
+        for weight, held in zip(weights, copies, strict=True)
+        if weight.grad is not None
+    ]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
 class Clipper:

@@ -162,14 +162,18 @@ class CrewWatch(TrainingWatch):
         self._phase = "first step"
         """What the main thread does while it does not wait for others."""
         engine.note_waiting = self._note_waiting
-        self._order = engine.order.steps_from(engine.steps_done)
-        self._ordered = engine.steps_done
+        self._follow(engine.steps_done)
 
     def begin(self, generation: int) -> None:
         """A generation begins where the engine stands."""
         done, world = self._engine.steps_done, self._engine.world
-        self._order, self._ordered = self._engine.order.steps_from(done), done
+        self._follow(done)
         self.log.begin(generation, done, leads=world.is_leader)
+
+    def _follow(self, step: int) -> None:
+        """Know which samples the steps from this one on take."""
+        self._followed = self._engine.order
+        self._order, self._ordered = self._followed.steps_from(step), step
 
     def track(self, trackers: TrackerThread) -> None:
         """Tell these from now on."""
@@ -251,8 +255,8 @@ class CrewWatch(TrainingWatch):
 
     def _check_samples(self, step: Step, number: int) -> None:
         """Every sample of the step was taken by one worker, and once; else nothing can be trusted."""
-        if number != self._ordered:  # after a rollback
-            self._order = self._engine.order.steps_from(number)
+        if number != self._ordered or self._followed is not self._engine.order:
+            self._follow(number)  # after a rollback, or with another batch
         (indices,) = islice(self._order, 1)
         self._ordered = number + 1
         if step.digest != digest_of(indices):

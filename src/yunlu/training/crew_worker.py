@@ -152,7 +152,7 @@ class Worker:
         assert engine is not None
         assert watch is not None
         ask = ""
-        if not watch.stopped_early and engine.steps_done < engine.plan.steps:
+        if not watch.stopped_early and engine.steps_done < engine.course.steps:
             with memory_capped(self._cap_bytes(engine)):
                 ask = loop.run(engine, watch)
                 engine.settle()

@@ -20,10 +20,9 @@ from yunlu.training.assembly import (
     level,
     make_average,
     make_optimizer,
-    make_order_of,
     seed_of_step,
 )
-from yunlu.training.clipping import Clipper, measure_norm
+from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.communication.company import Company
 from yunlu.training.compiler import (
     compile_model,
@@ -31,6 +30,7 @@ from yunlu.training.compiler import (
     set_compiled_call,
     xla_device,
 )
+from yunlu.training.course import Course
 from yunlu.training.data.batches import Share, step_batches
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_state import EngineState
@@ -45,7 +45,7 @@ from yunlu.training.memory.shortage import (
 )
 from yunlu.training.noise import NoiseScale
 from yunlu.training.optim.frozen import hold_moments
-from yunlu.training.optim.schedule import Plateau, rate
+from yunlu.training.optim.schedule import Plateau
 from yunlu.training.parallel.boxes import find_aliases
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.communication.agreement import Agreed, Ask
+    from yunlu.training.data.growth import RunOrder
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
 
@@ -88,10 +89,12 @@ class Engine:
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)
         aliases = find_aliases(self.model)
-        self.steps_done = 0
-        self.lengths = lengths_of(parts.splits.train)
-        self.order = make_order_of(job, plan, self.lengths, samples=len(parts.splits.train))
-        self.company = Company(job, plan, self.model, self.order, tell)
+        self.steps_done = self._overflows = self._items = 0
+        # Packed samples waste nothing, whatever their order.
+        self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
+        samples, replicas = len(parts.splits.train), self.world.layout.replicas
+        self.course = Course(job, plan, self.lengths, samples=samples, replicas=replicas)
+        self.company = Company(job, plan, self.model, self.course, tell)
         self.company.join(self.world, self.steps_done)
         self.arranged = arrange(self.model, self.world, self.company.communicator)
         self.weights = self.arranged.leaves
@@ -101,21 +104,21 @@ class Engine:
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
         self.clipper = Clipper(train.clip)
-        self.noise = NoiseScale(self.weights)
+        self.noise = NoiseScale(self.weights, is_mixed=self.lengths is None)
         # Released gradients have changed the weights before a step can be judged: only going back helps.
         released = {"spikes": None, "skips": 0} if train.gradient_release else {}
         self.guard = Guard(train.guard.model_copy(update=released))
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
-        self._overflows = self._items = 0
-        self._in_step = False
+        self._in_step = self.keeps_ledger = False
         self.is_torn = False
         """Weights and what the optimiser remembers are of two different steps."""
-        self.keeps_ledger = False
         self.before_change: Callable[[], None] = _nothing
         """Called before weights change: somebody may still be copying them."""
         self.note_waiting: Callable[..., None] = _nothing
         """Called before this worker waits for others, and after (``is_over``)."""
+        self.asked_batch: Callable[[], int | None] = _nothing
+        """The batch that somebody asks for while the run goes on."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -129,10 +132,9 @@ class Engine:
             self.order,
             micro_batch=self.micro_batch,
             first_step=self.steps_done,
-            steps=self.plan.steps,
+            steps=self.course.steps,
             workers=self.plan.workers,
-            # Packed samples waste nothing, whatever their order.
-            lengths=None if self.plan.padding == "pack" else self.lengths,
+            lengths=self.lengths,
             share=Share(self.world.replica, self.world.layout.replicas),
             digests=self.keeps_ledger,
         )
@@ -190,7 +192,7 @@ class Engine:
         try:
             with self.arranged.running():
                 return self.arranged.accumulate(
-                    micros, self._loss_of, self.precision.backward, forward=self.precision.forward
+                    micros, self._loss_of, self._watched(micros), forward=self.precision.forward
                 )
         except Exception as error:
             if not self._shrink(error):
@@ -201,6 +203,11 @@ class Engine:
         loss, _ = self.task.loss(model, micro.to(self.device))
         # By the count of the whole global batch, never by the micro-batch's own.
         return loss / self._items if micro.counts else loss * 0.0
+
+    def _watched(self, micros: Sequence[Batch]) -> Callable[[Tensor], None]:
+        self.arranged.is_watched = self.noise.is_due(self.steps_done)
+        alone = micros if self.company.steps_alone else ()
+        return self.noise.begin(self.steps_done, alone, self.precision)
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Add penalties to the gradient, and measure it; the loss and the norm over all workers."""
@@ -214,28 +221,22 @@ class Engine:
                 if weight.grad is not None:
                     weight.grad.add_(weight.detach().sign(), alpha=self.job.train.l1)
         if self.company.steps_alone:
+            loss, norm = self.company.share_loss(loss), measure_norm(self._gradients())
             self.note_waiting(is_over=True)
-            return loss, measure_norm(self._gradients())
-        # Workers that cut one model between them have the same loss, or none.
+            return loss, norm
         share = loss.double() / self.world.layout.tp
-        both = self.world.sum_over_all(torch.stack((share, self._our_square())))
+        ours = (share, measure_square(self.weights, self.arranged.copies), *self.arranged.looked())
+        sums = self.world.sum_over_all(torch.stack(ours))
+        self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
         self.company.note_exchange(self.arranged.exchange_s)
         self.note_waiting(is_over=True)
-        return both[0].float(), both[1].sqrt().float()
+        return sums[0].float(), sums[1].sqrt().float()
 
     def _measure(self) -> Tensor:
         if self.company.steps_alone:
             return measure_norm(self._gradients())
-        return self.world.sum_over_all(self._our_square()).sqrt().float()
-
-    def _our_square(self) -> Tensor:
-        """Our part of the square of the gradient's norm: what others hold as well is shared out."""
-        parts = [
-            torch.linalg.vector_norm(weight.grad).double().square() / copies
-            for weight, copies in zip(self.weights, self.arranged.copies, strict=True)
-            if weight.grad is not None
-        ]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        ours = measure_square(self.weights, self.arranged.copies)
+        return self.world.sum_over_all(ours).sqrt().float()
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:
         """Loss and norm as numbers, and whether this step may change the weights."""
@@ -343,6 +344,11 @@ class Engine:
         self.steps_done += 1
 
     @property
+    def order(self) -> RunOrder:
+        """Which samples each step takes."""
+        return self.course.order
+
+    @property
     def best_view(self) -> nn.Module:
         """The weights to evaluate and export: the moving average where there is one."""
         return self.arranged.view if self.average is None else self.average.module
@@ -350,7 +356,7 @@ class Engine:
     def health(self) -> dict[str, float]:
         """Figures of the step just done that only some runs have, by their names in the log."""
         found = {
-            "noise_scale": self.noise.value,
+            **self.noise.figures(),
             "loss_scale": self.precision.scale,
             "low_share": self.precision.low_share,
             "exchange_s": self.arranged.exchange_s or None,
@@ -364,13 +370,7 @@ class Engine:
         return self.optimizer.param_groups[0]["lr"]
 
     def _set_rate(self) -> None:
-        share = rate(
-            self.job.train.schedule,
-            self.steps_done,
-            steps=self.plan.steps,
-            warmup_steps=self.plan.warmup_steps,
-        )
-        lr = self.plan.lr * share * self.plateau.scale
+        lr = self.plan.lr * self.course.rate_at(self.steps_done) * self.plateau.scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

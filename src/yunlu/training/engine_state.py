@@ -70,6 +70,8 @@ class EngineState:
             "precision": engine.precision.state(),
             "clipping": engine.clipper.state(),
             "guard": engine.guard.state(),
+            "noise": engine.noise.numbers(),
+            "course": engine.course.state(),
             "plateau": engine.plateau.state(),
             "micro_batch": engine.micro_batch,
             "layout": _describe_layout(engine),
@@ -105,8 +107,9 @@ class EngineState:
         if engine.world.layout.is_single:
             # Among others the numbers of a step are its own: see ``seed_of_step``.
             tensors["random"], state["random"] = states.copy_random()
-        if not engine.arranged.is_cut:
-            tensors["noise"], state["noise"] = engine.noise.state()
+        pair, about = engine.noise.pair()
+        if pair and not engine.arranged.is_cut:
+            tensors["noise"], state["noise_pair"] = pair, about
         kept = engine.company.state()
         if kept:
             rank = engine.world.rank
@@ -129,8 +132,9 @@ class EngineState:
             engine.optimizer, self._leaves, reader.group("optimizer"), state["optimizer"]
         )
         self._adopt(state, step=reader.step)
-        if "noise" in state and not engine.arranged.is_cut:
-            engine.noise.restore(_load(reader.group("noise")), state["noise"])
+        if "noise_pair" in state and not engine.arranged.is_cut:
+            first = _load(reader.group("noise"))["first"]
+            engine.noise.adopt_pair(first, state["noise_pair"])
         if state.get("communicating"):
             kept = _load(reader.group("communication"))
             engine.company.communicator.restore(_by_worker(kept, state["communicating"]))
@@ -153,6 +157,9 @@ class EngineState:
         engine.precision.restore(numbers["precision"])
         engine.clipper.restore(numbers["clipping"])
         engine.guard.restore(numbers["guard"])
+        # Checkpoints of earlier versions have neither.
+        engine.noise.adopt(numbers.get("noise", {}))
+        engine.course.restore(numbers.get("course", {}))
         engine.plateau.restore(numbers["plateau"])
         if numbers.get("layout") == _describe_layout(engine):
             # More may not have fitted; of another layout's workers that says nothing.

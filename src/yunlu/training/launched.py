@@ -235,7 +235,7 @@ def _train(
     try:
         _begin(run_dir, engine, watch, trackers, muster)
         ask = ""
-        if not watch.stopped_early and engine.steps_done < engine.plan.steps:
+        if not watch.stopped_early and engine.steps_done < engine.course.steps:
             cap = cap_of_worker(engine.job, machine, engine.device, workers=muster.workers_here)
             with memory_capped(cap):
                 ask = loop.run(engine, watch)

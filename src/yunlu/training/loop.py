@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
+from yunlu.training.course import adapt
 from yunlu.training.guard import Verdict
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def run(engine: Engine, watch: Watch) -> Ask:
     for part in engine.arranged.parts:
         part.train()
     engine.begin()
+    adapt(engine)
     batches = engine.batches()
     while True:
         started_at = perf_counter()
@@ -80,7 +82,7 @@ def run(engine: Engine, watch: Watch) -> Ask:
             step.compute_s -= step.wait_s
         if watch.after_step(step):
             return ""
-        if step.verdict.action == "rollback":
+        if adapt(engine) or step.verdict.action == "rollback":
             batches = engine.batches()
 
 

@@ -124,6 +124,7 @@ class TrainingWatch:
             crew=crew,
         )
         engine.before_change = self.checkpoints.finish_copy
+        engine.asked_batch = self._read_batch
         self._stall_s = 0.0
         self.stopped_early = False
 
@@ -158,13 +159,20 @@ class TrainingWatch:
         self._improvement.restore(kept["improvement"])
         self.stopped_early = kept["stopped_early"]
 
+    def _read_batch(self) -> int | None:
+        """The batch that somebody asked for while the run goes on."""
+        try:
+            return max(int(self._run.batch.read_text()), 1)
+        except (OSError, ValueError):
+            return None
+
     def before_step(self) -> Ask:
         """A worker alone asks nobody."""
         return ""
 
     def after_step(self, step: Step) -> bool:
         """Log the step, then evaluate, save and stop where that is due."""
-        engine, plan = self._engine, self._engine.plan
+        engine = self._engine
         self._log(step)
         for move in engine.precision.observe(step=engine.steps_done, loss=step.loss):
             self._run.emit(EventKind.PRECISION, step=engine.steps_done, **asdict(move))
@@ -172,14 +180,14 @@ class TrainingWatch:
             self._roll_back(step)
             return False
         done = engine.steps_done
-        last = done == plan.steps
+        last = done == engine.course.steps
         metrics, improved = self._evaluate(last=last)
         stopping = self._stop.is_set and not last
         if stopping:
             self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
-        due = is_turn or (not by_epoch and done % plan.checkpoint_every == 0)
+        due = is_turn or (not by_epoch and done % engine.plan.checkpoint_every == 0)
         due = due and not self._is_in_doubt()
         ending = last or stopping or self.stopped_early
         if due or ending or (improved and engine.job.train.checkpoint.keep_best):

@@ -123,7 +123,7 @@ def _live(
                 loop.run(engine, watch)
         watch.log.flush()
         watch.checkpoints.wait()
-        if engine.steps_done < plan.steps and not watch.stopped_early:
+        if engine.steps_done < engine.course.steps and not watch.stopped_early:
             state = RunState.STOPPED
         else:
             summary = finish(directory, engine, watch, environment, machine)

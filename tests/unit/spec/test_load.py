@@ -304,7 +304,7 @@ def test_a_mapping_with_keys_that_are_not_words_is_refused():
 
 @pytest.mark.parametrize("path", SHORTHANDS)
 def test_a_bare_value_means_the_same_as_the_mapping_it_stands_for(path):
-    bare: Any = {"norm": 0.5, "patience": 3, "every": 10}.get(SHORTHANDS[path])
+    bare: Any = {"norm": 0.5, "patience": 3, "every": 10, "max": 64}.get(SHORTHANDS[path])
     bare = bare or {"optimizer": "sgd", "schedule": "wsd", "adapter": "lora"}.get(path[-1], "thing")
 
     def job(value: Any) -> Job:

@@ -22,6 +22,7 @@ def refuse_job(job: Job, *, workers: int) -> None:
     without = {
         "train.ema": train.ema is not None,
         "train.gradient_release": train.gradient_release,
+        "train.adapt_batch": train.adapt_batch is not None,
         "train.schedule: plateau": train.schedule.name == "plateau",
         "train.quantize: int8": train.quantize == "int8",
         "train.precision: fp8": train.precision == "fp8",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.agreement import Ask
     from yunlu.training.communication.local.averaging import Averaging
+    from yunlu.training.communication.local.sites import Site
     from yunlu.training.communication.summation import Pending, Summation
     from yunlu.training.communication.wire import Traffic
     from yunlu.training.parallel.world import World
@@ -54,6 +55,8 @@ class Communicator(Protocol):
     """How much of them is sent at a time."""
     holds_moments: bool
     """Whether gradients no longer tell how large they are: Adam's second moment is then to be held."""
+    samples: int
+    """Of how many the update of the step agreed on last will be."""
 
     def begin(self, step: int) -> None:
         """All hold the same weights, after ``step`` steps, and are about to go on."""
@@ -63,8 +66,12 @@ class Communicator(Protocol):
         """What the step to come holds, and whether all end before it."""
         ...
 
+    def share_loss(self, loss: Tensor) -> Tensor:
+        """The loss of those with whom this worker makes a step, where they are not all."""
+        ...
+
     def after_update(self, step: int, samples: int) -> None:
-        """This step, counted from 1, is done; ``samples`` of it were ours."""
+        """This step, counted from 1, is done; it learned from so many ``samples``."""
         ...
 
     def after_left_out(self) -> None:
@@ -122,13 +129,20 @@ class Together:
     ) -> None:
         self._world, self.summation = world, summation
         self.bucket_bytes, self.holds_moments = bucket_bytes, holds_moments
+        self.samples = 0
 
     def begin(self, step: int) -> None:
         """Nothing is kept of the weights."""
 
     def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> Agreed:  # noqa: ARG002
         """One short sum."""
-        return agree(self._world, micros, ask)
+        agreed = agree(self._world, micros, ask)
+        self.samples = agreed.samples
+        return agreed
+
+    def share_loss(self, loss: Tensor) -> Tensor:
+        """It is ours alone, or summed with the norm."""
+        return loss
 
     def after_update(self, step: int, samples: int) -> None:  # noqa: ARG002
         """All made the same update: what the exchange left out is still to come."""
@@ -189,10 +203,10 @@ class Apart:
         averaging: Brings the weights together.
         notes: Sums of a few whole numbers, over connections of their own.
         expected: What a step (counted from 0) holds.
+        site: With whom we make our steps; none where we make them alone.
     """
 
     is_apart = True
-    summation: Summation | None = None
     bucket_bytes = BUCKET_BYTES
     holds_moments = False
 
@@ -201,8 +215,11 @@ class Apart:
         averaging: Averaging,
         notes: Summation,
         expected: Callable[[int], Expected],
+        site: Site | None = None,
     ) -> None:
         self._averaging, self._notes, self._expected = averaging, notes, expected
+        self._site, self.samples = site, 0
+        self.summation = None if site is None else site.summation
         self._step, self._is_settled = 0, True
         self._begun: deque[int] = deque()
         """After which steps the latest exchanges began."""
@@ -225,22 +242,37 @@ class Apart:
 
     def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> Agreed:
         """What is ours of the step; what one asked reaches all some steps later."""
-        ours = Agreed(
-            items=sum(micro.items for micro in micros),
-            tokens=sum(micro.tokens for micro in micros),
-            padding=sum(micro.padding for micro in micros),
-        )
+        samples = sum(micro.samples for micro in micros)
+        ours = self._count(micros, samples)
         self._asking = max(self._asking, ask, key=tell_ask)
         asked: Ask = self._pass_notes(self._asking, step) if step % _NOTES_EVERY == 0 else ""
         expected = self._expected(step)
         self._taken = Expected(
-            self._taken.samples + sum(micro.samples for micro in micros),
+            self._taken.samples + samples,
             self._taken.digest + sum(micro.digest for micro in micros),
         )
         self._due = Expected(
             self._due.samples + expected.samples, self._due.digest + expected.digest
         )
         return replace(ours, samples=expected.samples, digest=expected.digest, ask=asked)
+
+    def _count(self, micros: Sequence[Batch], samples: int) -> Agreed:
+        counts = [
+            sum(micro.items for micro in micros),
+            sum(micro.tokens for micro in micros),
+            sum(micro.padding for micro in micros),
+            samples,
+        ]
+        if self._site is not None:
+            counts = [int(number) for number in self._site.add_up(counts)]
+        *told, self.samples = counts
+        return Agreed(items=told[0], tokens=told[1], padding=told[2])
+
+    def share_loss(self, loss: Tensor) -> Tensor:
+        """Of our site."""
+        if self._site is None:
+            return loss
+        return torch.tensor(self._site.add_up([float(loss)])[0])
 
     def after_update(self, step: int, samples: int) -> None:
         """Exchange weights where it is time."""
@@ -293,6 +325,8 @@ class Apart:
         """The connections are ours."""
         self._averaging.close()
         self._notes.close()
+        if self._site is not None:
+            self._site.close()
 
     def _note_begun(self, parts: int) -> None:
         self._begun.extend([self._step] * parts)

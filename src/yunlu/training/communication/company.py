@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.agreement import Agreed, Ask
     from yunlu.training.communication.communicator import Communicator
     from yunlu.training.communication.steering import Steering
-    from yunlu.training.data.growth import GrowingOrder
+    from yunlu.training.course import Course
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
@@ -33,17 +33,17 @@ class Company:
         job: What is asked.
         plan: What a step should take.
         model: Whose weights travel.
-        order: Which samples each step holds.
+        course: Which samples each step holds.
         tell: Takes what was decided: the run's log of events.
     """
 
     communicator: Communicator
 
     def __init__(
-        self, job: Job, plan: Plan, model: nn.Module, order: GrowingOrder, tell: Callable[..., Any]
+        self, job: Job, plan: Plan, model: nn.Module, course: Course, tell: Callable[..., Any]
     ) -> None:
         self._job, self._plan, self._model = job, plan, model
-        self._order, self._tell = order, tell
+        self._course, self._tell = course, tell
         self._steering: Steering | None = None
         self._coming: tuple[int, Iterator[NDArray[np.int64]]] | None = None
         self._relink: Ask = ""
@@ -117,8 +117,8 @@ class Company:
         is_new = switch_at is not None and step >= switch_at
         if is_new:
             self._change(step)
-        self._samples = sum(micro.samples for micro in micros)
         agreed = self.communicator.agree(micros, ask or self._relink, step)
+        self._samples = self.communicator.samples
         self._relink = ""
         if agreed.ask == "relink":
             agreed = replace(agreed, ask="")
@@ -128,6 +128,10 @@ class Company:
                 is_new = True
         return agreed, is_new
 
+    def share_loss(self, loss: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        return self.communicator.share_loss(loss)
+
     def note_exchange(self, exchange_s: float) -> None:
         """Take in what adding up the gradients took."""
         if self._steering is not None and self._steering.note(exchange_s):
@@ -135,7 +139,7 @@ class Company:
 
     def batch_of(self, step: int) -> int:
         """How many samples the gradient of this step, counted from 0, is of."""
-        return self._samples if self.communicator.is_apart else self._order.size_of(step)
+        return self._samples if self.communicator.is_apart else self._course.order.size_of(step)
 
     def after_update(self, step: int) -> None:
         """The weights were changed in this step, counted from 1."""
@@ -183,7 +187,7 @@ class Company:
 
     def _expect(self, step: int) -> Expected:
         if self._coming is None or self._coming[0] != step:
-            self._coming = step, self._order.steps_from(step)
+            self._coming = step, self._course.order.steps_from(step)
         number, order = self._coming
         self._coming = number + 1, order
         indices = next(order)

@@ -5,22 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from yunlu.core.settings import read_site
+from yunlu.planning.communication.forecast import Setting
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.training.communication.buckets import matrices_of
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Apart, Together
 from yunlu.training.communication.compressed import compressed_summation
 from yunlu.training.communication.local.averaging import Averaging
+from yunlu.training.communication.local.following import Following
 from yunlu.training.communication.local.rules import METHODS, LocalRules
+from yunlu.training.communication.local.sites import Site, group_by_site
 from yunlu.training.communication.summation import ThreadedSummation, TorchSummation
 from yunlu.training.communication.sums import SUMS, served_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
-    from yunlu.planning.communication.forecast import Setting
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.training.communication.communicator import Communicator, Expected
     from yunlu.training.communication.summation import Summation
@@ -51,15 +54,20 @@ def open_communicator(
         clip_norm: What gradients are clipped to: outliers are before they are compressed, too.
     """
 
-    def open_wire() -> Wire:
-        wire = world.open_wire()
+    def open_wire(among: Sequence[int] | None = None) -> Wire:
+        wire = world.open_wire(among=among)
         if is_slow:
             # BBR, the default of many systems, leaves a slow link idle between short messages.
             wire.control_congestion("reno")
         return wire
 
     if setting.method in METHODS:
-        return _open_apart(setting, spec, open_wire, model, expected)
+        sites = _find_sites(spec, world)
+        if len(sites) > 1:
+            return _open_apart(
+                setting, spec, open_wire, model, expected, rank=world.rank, sites=sites
+            )
+        setting = Setting(method="direct", bucket_bytes=setting.bucket_bytes)
     summation = (
         TorchSummation(world.group("dp"), world.wait_for)
         if (setting.method, setting.codec) == ("all-reduce", "none")
@@ -73,18 +81,41 @@ def open_communicator(
     )
 
 
+def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
+    """Who makes steps together; each worker alone, where the job does not ask for sites."""
+    if spec.together == "worker":
+        return [[rank] for rank in range(world.layout.world)]
+    return group_by_site(world.gather(read_site() or world.host))
+
+
 def _open_apart(
     setting: Setting,
     spec: CommunicationSpec,
-    open_wire: Callable[[], Wire],
+    open_wire: Callable[..., Wire],
     model: nn.Module,
     expected: Callable[[int], Expected],
+    *,
+    rank: int,
+    sites: list[list[int]],
 ) -> Communicator:
     codec = None if setting.codec == "none" else make_codec(setting.codec, share=spec.keep)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    averaging = Averaging(weights, open_wire(), rules_of(setting, spec), codec=codec)
+    rules = rules_of(setting, spec)
+    mates = next(ranks for ranks in sites if rank in ranks)
     notes = ThreadedSummation(open_wire(), _plain(SUMS["doubling"]))
-    return Apart(averaging, notes, expected)
+    if len(mates) == 1 and all(len(ranks) == 1 for ranks in sites):
+        return Apart(Averaging(weights, open_wire(), rules, codec=codec), notes, expected)
+    site = Site(
+        ThreadedSummation(open_wire(mates), _plain(SUMS["direct"])),
+        ThreadedSummation(open_wire(mates), _plain(SUMS["doubling"])),
+    )
+    inside = open_wire(mates)
+    if rank == mates[0]:
+        between = open_wire([ranks[0] for ranks in sites])
+        averaging = Averaging(weights, between, rules, codec=codec, mates=inside)
+    else:
+        averaging = Following(weights, inside, rules)
+    return Apart(averaging, notes, expected, site)
 
 
 def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:

@@ -1,4 +1,4 @@
-"""A batch that grows at the turn of an epoch: several orders, one after the other."""
+"""A batch that changes: several orders, one after the other; in each epoch every sample still comes once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
+
+from yunlu.training.data.order import StepOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,3 +85,86 @@ class GrowingOrder:
         phase = bisect_right(self._starts, step) - 1
         first_epoch, order = self.phases[phase]
         return order, first_epoch * order.steps_per_epoch + step - self._starts[phase]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedOrder:
+    """An order that is followed up to a step, and from there on another, of another batch.
+
+    In the middle of an epoch the other one goes on at the sample where the first one stopped: which
+    sample comes where in an epoch does not depend on the batch. Only orders by length cannot do that.
+    """
+
+    before: GrowingOrder | TurnedOrder
+    step: int
+    """The first one, from 0, that follows ``order``."""
+    order: Order
+    _first: int = field(init=False, repr=False, compare=False)
+    """Samples taken before."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_first", self.before.samples_before(self.step))
+        if self._first % self.samples and not isinstance(self.order, StepOrder):
+            raise ValueError(f"step {self.step} is in the middle of an epoch sorted by length")
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return self.order.samples
+
+    @property
+    def batch(self) -> int:
+        """Samples of a full step at first; ``size_of`` knows the others."""
+        return self.before.batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch at first; ``epoch_at`` knows the others."""
+        return self.before.steps_per_epoch
+
+    def size_of(self, step: int) -> int:
+        """How many samples step ``step`` (from 0) consumes."""
+        return self.samples_before(step + 1) - self.samples_before(step)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before ``step`` consumed."""
+        if step < self.step:
+            return self.before.samples_before(step)
+        rest = step - self.step - self._steps_to_turn
+        if rest < 0:
+            return self._first + (step - self.step) * self.order.batch
+        return self.order.samples_before(self._next_epoch * self.order.steps_per_epoch + rest)
+
+    def epoch_at(self, step: int) -> float:
+        """Epochs done before ``step``; a whole number exactly at the turn of an epoch."""
+        if step < self.step:
+            return self.before.epoch_at(step)
+        epochs, within = divmod(self.samples_before(step), self.samples)
+        return epochs + within / self.samples
+
+    def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
+        """The sample indices of each step, from ``step`` on, without end."""
+        if step < self.step:
+            yield from islice(self.before.steps_from(step), self.step - step)
+            step = self.step
+        own = step - self.step
+        if own < self._steps_to_turn:
+            assert isinstance(self.order, StepOrder)
+            epoch, done = divmod(self._first, self.samples)
+            yield from self.order.rest_of(epoch, done + own * self.order.batch)
+        rest = max(own - self._steps_to_turn, 0)
+        yield from self.order.steps_from(self._next_epoch * self.order.steps_per_epoch + rest)
+
+    @property
+    def _steps_to_turn(self) -> int:
+        """Steps that the epoch under way still takes; 0 where none is."""
+        done = self._first % self.samples
+        return -(-(self.samples - done) // self.order.batch) if done else 0
+
+    @property
+    def _next_epoch(self) -> int:
+        return -(-self._first // self.samples)
+
+
+RunOrder = GrowingOrder | TurnedOrder
+"""Which samples each step of a run takes."""

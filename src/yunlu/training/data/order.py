@@ -89,16 +89,19 @@ class StepOrder:
     def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
         """The sample indices of each step, from ``step`` on, without end."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        per_chunk = max(1, _CHUNK // self.batch)  # many steps at once: the arithmetic is vectorised
         while True:
-            while within < self.steps_per_epoch:
-                until = min(within + per_chunk, self.steps_per_epoch)
-                first, last = within * self.batch, min(until * self.batch, self.samples)
-                positions = np.arange(first, last, dtype=np.uint64)
-                indices = permute(positions, self.samples, seed=self.seed, epoch=epoch)
-                yield from np.split(indices, range(self.batch, last - first, self.batch))
-                within = until
+            yield from self.rest_of(epoch, within * self.batch)
             epoch, within = epoch + 1, 0
+
+    def rest_of(self, epoch: int, first: int) -> Iterator[NDArray[np.int64]]:
+        """The steps of an epoch whose first ``first`` samples were taken."""
+        # Many steps at once: the arithmetic is vectorised.
+        chunk = max(1, _CHUNK // self.batch) * self.batch
+        for start in range(first, self.samples, chunk):
+            last = min(start + chunk, self.samples)
+            positions = np.arange(start, last, dtype=np.uint64)
+            indices = permute(positions, self.samples, seed=self.seed, epoch=epoch)
+            yield from np.split(indices, range(self.batch, last - start, self.batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

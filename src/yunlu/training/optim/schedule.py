@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from yunlu.spec.train import ScheduleSpec
 
 
-def rate(spec: ScheduleSpec, step: int, *, steps: int, warmup_steps: int) -> float:
+def rate(spec: ScheduleSpec, step: float, *, steps: int, warmup_steps: int) -> float:
     """The share of the peak used by ``step`` (counted from 0) of ``steps``."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

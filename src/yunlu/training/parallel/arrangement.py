@@ -68,6 +68,8 @@ class Arrangement:
         self._sums: dict[int, GradientSum] = {}
         """By stage: each has its own last backward pass."""
         self._pipeline: Pipeline | None = None
+        self.is_watched = False
+        self._samples = 0
         self._connect()
 
     @property
@@ -95,6 +97,9 @@ class Arrangement:
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses."""
+        self._samples = sum(micro.samples for micro in micros)
+        for sums in self._sums.values():
+            sums.is_watched = self.is_watched
         if self._pipeline is not None:
             for stage in self._stages.values():
                 self._set_sync(stage, last=False)
@@ -126,6 +131,17 @@ class Arrangement:
         for weight, leaf in self._cut_pairs:
             gradient = weight.grad
             leaf.grad = None if gradient is None else local_of(gradient)
+
+    def looked(self) -> tuple[Tensor, ...]:
+        """See ``Arranged``: where whole gradients of replicas are added up, and exactly."""
+        if not all(sums.is_exact for sums in self._sums.values()) or not self._sums:
+            return ()
+        layout = self.world.layout
+        ours, summed = zip(*(sums.squares() for sums in self._sums.values()), strict=True)
+        square, device = torch.stack(summed).sum() / layout.dp, summed[0].device
+        # Workers that cut one model between them took the same samples.
+        taken = self._samples**2 * layout.replicas / layout.world
+        return torch.stack(ours).sum(), square, torch.tensor(taken, device=device).double()
 
     @property
     def exchange_s(self) -> float:
@@ -166,8 +182,15 @@ class Arrangement:
                 synchronise_batch_norm(part, world.group("dp", "fsdp"))
         if layout.dp > 1 and layout.fsdp == 1:
             summation = self._summation or TorchSummation(world.group("dp"), world.wait_for)
+            pairs = zip(self.weights, self.copies, strict=True)
+            holders = {id(weight): copies // layout.dp for weight, copies in pairs}
             self._sums = {
-                number: GradientSum(_trained([stage]), summation, bucket_bytes=self._bucket_bytes)
+                number: GradientSum(
+                    _trained([stage]),
+                    summation,
+                    bucket_bytes=self._bucket_bytes,
+                    holders=holders,
+                )
                 for number, stage in self._stages.items()
             }
         self._owned, self.optimized = None, self.leaves

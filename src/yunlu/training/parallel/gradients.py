@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.training.communication.buckets import split, starts_of
+from yunlu.training.noise import choose_places
 from yunlu.training.parallel.boxes import is_spread, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -48,6 +49,10 @@ class _Bucket:
     """What no gradient fills."""
     missing: int = 0
     pending: Pending | None = None
+    places: Tensor | None = None
+    """Those of ``flat`` that are looked at."""
+    factors: Tensor | None = None
+    """What a square at each of them counts."""
 
 
 class GradientSum:
@@ -65,6 +70,7 @@ class GradientSum:
         weights: In the order in which the model uses them, the same on every member.
         summation: How to add, and over whom.
         bucket_bytes: Gradients sent at a time; larger ones go alone.
+        holders: By a weight's ``id``, how many members of other groups hold the same part of it.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class GradientSum:
         summation: Summation,
         *,
         bucket_bytes: int = 25 << 20,
+        holders: Mapping[int, int] | None = None,
     ) -> None:
         self._summation = summation
+        self._holders = holders or {}
         self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         if not summation.is_exact:
@@ -84,6 +92,10 @@ class GradientSum:
         self.exchange_s = 0.0
         """From the first gradients sent to the last that came, in the last step."""
         self._is_armed = False
+        self.is_watched = False
+        """Whether to look at the gradients of the step to come: see ``squares``."""
+        self._ours: list[Tensor] = []
+        self._summed: list[Tensor] = []
         self._hooks = [
             slot.weight.register_post_accumulate_grad_hook(partial(self._note, bucket, slot))
             for bucket in self._buckets
@@ -96,6 +108,7 @@ class GradientSum:
             slot.is_seen = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
+        self._ours, self._summed = [], []
         self._is_armed = True
 
     @torch.no_grad()
@@ -117,11 +130,23 @@ class GradientSum:
         if self._begun_at is not None:
             self.exchange_s = perf_counter() - self._begun_at
         self._begun_at = None
+        if self.is_watched:
+            self._summed = [self._square(bucket) for bucket in self._buckets]
         if all(slot.is_used for slot in self._slots):
             return
         for slot, users in zip(self._slots, self._flags.tolist(), strict=True):
             if not users:
                 slot.weight.grad = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums are what they say."""
+        return self._summation.is_exact
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """The squares of our gradient and of the sum, by some of their numbers; zeros if not watched."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._flags.device)
+        return sum(self._ours, nothing), sum(self._summed, nothing)
 
     def close(self) -> None:
         """Let go of the weights; gradients that they have become their own. Also after an error."""
@@ -163,7 +188,16 @@ class GradientSum:
                 gap.zero_()
         if self._next == len(self._buckets):
             self._set_flags()
+        if self.is_watched:
+            self._ours.append(self._square(bucket))
         bucket.pending = self._summation.begin(bucket.flat, key=self._next - 1)
+
+    @torch.no_grad()
+    def _square(self, bucket: _Bucket) -> Tensor:
+        if bucket.places is None or bucket.factors is None:
+            total = sum(slot.view.numel() for slot in self._slots)
+            bucket.places, bucket.factors = _choose_places(bucket, total, self._holders)
+        return bucket.flat.take(bucket.places).double().square().dot(bucket.factors)
 
     def _set_flags(self) -> None:
         used = [slot.is_used for slot in self._slots]
@@ -208,6 +242,23 @@ def _make_buckets(
         ]
         buckets.append(_Bucket(flat, slots, [gap for gap in gaps if len(gap)]))
     return buckets, flags
+
+
+def _choose_places(
+    bucket: _Bucket, total: int, holders: Mapping[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Where to look, and what each number there stands for: the others like it."""
+    generator = torch.Generator().manual_seed(total)
+    places: list[Tensor] = []
+    factors: list[Tensor] = []
+    for slot in bucket.slots:
+        size = slot.view.numel()
+        chosen = choose_places(size, total, generator)
+        places.append(slot.start + chosen)
+        each = size / max(len(chosen), 1) / holders.get(id(slot.weight), 1)
+        factors.append(torch.full((len(chosen),), each, dtype=torch.float64))
+    device = bucket.flat.device
+    return torch.cat(places).to(device), torch.cat(factors).to(device)
 
 
 def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:

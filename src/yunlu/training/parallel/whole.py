@@ -26,6 +26,8 @@ class Arranged(Protocol):
     """Those of them that this worker's own optimiser changes."""
     copies: list[int]
     """How many workers hold the same of each weight."""
+    is_watched: bool
+    """Whether to look at what each replica brings to the step to come: see ``looked``."""
 
     @property
     def is_cut(self) -> bool:
@@ -57,6 +59,14 @@ class Arranged(Protocol):
 
     def finish(self) -> None:
         """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
+        ...
+
+    def looked(self) -> tuple[Tensor, ...]:
+        """Three numbers to be summed over all workers, or none where replicas cannot be compared.
+
+        After ``finish``: the square of what this worker brought to the gradients, our share of the
+        square of their sum, and of our samples squared; zeros where the step was not watched.
+        """
         ...
 
     @property
@@ -93,7 +103,7 @@ class Whole:
         self.leaves: list[Tensor] = list(self.weights)
         self.optimized = self.leaves
         self.copies = [1] * len(self.weights)
-        self.is_cut = False
+        self.is_cut = self.is_watched = False
         self.exchange_s = 0.0
         self.view = model
 
@@ -121,6 +131,10 @@ class Whole:
 
     def finish(self) -> None:
         """The gradients are what they are."""
+
+    def looked(self) -> tuple[Tensor, ...]:
+        """There are no others."""
+        return ()
 
     def let_go(self) -> None:
         """Nothing was gathered."""

@@ -102,6 +102,11 @@ class World:
             self.wait_for(work)
         return numbers
 
+    def hear_leader(self, *numbers: float) -> list[float]:
+        """The leader's numbers, for all; everyone gives as many."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self.sum_over_all(told if self.is_leader else torch.zeros_like(told)).tolist()
+
     @torch.no_grad()
     def level(self, tensors: Sequence[Tensor]) -> None:
         """Leave the mean over all workers in each of these; of whole numbers, what the leader has."""
@@ -150,17 +155,23 @@ class World:
                 self._check_uncut()
         work.wait()
 
-    def open_wire(self, *, check: Callable[[], object] | None = None) -> Wire:
+    def open_wire(
+        self, *, among: Sequence[int] | None = None, check: Callable[[], object] | None = None
+    ) -> Wire:
         """Connections of their own for one thread; everyone calls this at the same point.
 
-        ``check`` may end the waiting for the others by raising.
+        Args:
+            among: Only these workers, we among them; on the wire each has its place here as rank. Others
+                may at the same time open one among themselves.
+            check: May end the waiting for the others by raising.
         """
+        ranks = range(self.layout.world) if among is None else among
         wire = connect(
             self._store,
-            self.rank,
-            self.layout.world,
+            ranks.index(self.rank),
+            len(ranks),
             self.host,
-            name=f"wire-{len(self._wires)}",
+            name=f"wire-{len(self._wires)}-{ranks[0]}",
             within_s=_MEET_S,
             patience_s=NEVER_S,
             check=check or self._check_uncut,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
+from yunlu.training.communication.local.following import Following
 from yunlu.training.communication.wire import LinkLostError, Wire, connect
 
 if TYPE_CHECKING:
@@ -335,3 +336,50 @@ def test_weights_may_lie_in_any_order_in_memory() -> None:
 def test_rules_that_cannot_be_kept_are_refused(figures: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="="):
         replace(LocalRules(every=8), **figures)
+
+
+def _train_in_sites(
+    store: dist.Store, rank: int, sites: list[list[int]], rules: LocalRules, steps: int
+) -> list[Tensor]:
+    """Each step of a site is the same on all its workers; one of them speaks for it."""
+    number, mates = next((n, ranks) for n, ranks in enumerate(sites) if rank in ranks)
+    inside = connect(store, mates.index(rank), len(mates), "127.0.0.1", name=f"site-{number}")
+    weights = _weights()
+    if rank == mates[0]:
+        between = connect(store, number, len(sites), "127.0.0.1", name="between")
+        averaging = Averaging(weights, between, rules, mates=inside)
+    else:
+        averaging = Following(weights, inside, rules)
+    try:
+        for step in range(1, steps + 1):
+            _update(weights, number, step)
+            averaging.after_update(step)
+        averaging.settle(exact=True)
+        return [*weights, averaging.state()["momentum"]]
+    finally:
+        averaging.close()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("method", ["local", "diloco"])
+def test_sites_meet_as_single_workers_do(method: str, delay: int) -> None:
+    """Three sites of 1, 2 and 3 workers end where three workers do, to the bit, on every worker."""
+    rules = replace(METHODS[method], every=3, delay=delay, parts=2)
+    sites = [[0], [1, 4], [2, 3, 5]]
+    store = dist.HashStore()
+
+    def train(rank: int) -> list[Tensor]:
+        return _train_in_sites(store, rank, sites, rules, 10)
+
+    with ThreadPoolExecutor(6) as workers:
+        found = list(workers.map(train, range(6)))
+
+    def alone(wire: Wire) -> list[Tensor]:
+        weights, averaging = _train(wire, rules, 10)
+        averaging.settle(exact=True)
+        momentum = averaging.state()["momentum"]
+        averaging.close()
+        return [*weights, momentum]
+
+    for wanted, got in zip(_run(alone, 3)[0], zip(*found, strict=True), strict=True):
+        assert all(torch.equal(wanted, each) for each in got)

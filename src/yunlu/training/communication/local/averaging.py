@@ -22,6 +22,7 @@ import xxhash
 
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.flow import Traffic
 from yunlu.training.communication.local.mean import Meeting, share_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.codecs.codec import Codec
     from yunlu.training.communication.local.rules import LocalRules
-    from yunlu.training.communication.wire import Traffic, Wire
+    from yunlu.training.communication.wire import Wire
+
+_TAGS = 1 << 32
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +55,7 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class Flight:
     """An exchange under way."""
 
     part: _Part
@@ -76,6 +79,7 @@ class Averaging:
         wire: To the others; ours alone from now on, and closed with this.
         rules: When to meet.
         codec: How what was learned is packed, in place of the one that the rules name.
+        mates: To those who make our steps with us, and for whom we speak (``Following``).
     """
 
     def __init__(
@@ -85,9 +89,10 @@ class Averaging:
         rules: LocalRules,
         *,
         codec: Codec | None = None,
+        mates: Wire | None = None,
     ) -> None:
         self.rules = rules
-        self._wire = wire
+        self._wire, self._mates = wire, mates
         self._meeting = Meeting(wire, codec or make_codec(rules.codec))
         self._weights = [_in_memory(weight) for weight in weights]
         length = sum(len(weight) for weight in self._weights)
@@ -96,12 +101,12 @@ class Averaging:
         self._momentum = torch.zeros(length if rules.outer_momentum else 0)
         self._left_out = torch.zeros(length)
         self._parts = [self._make_part(number, length) for number in range(rules.parts)]
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._begun = self._rounds = 0
         self._error: float | None = None
         self.exchange_s: float | None = None
         """What the last exchange took, hidden or not."""
-        self._waiting: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
 
@@ -149,7 +154,7 @@ class Averaging:
         After others were lost. Of those left some may have gone one exchange further (``rounds``): all
         go on from the weights of one who has gone furthest.
         """
-        self._wire.abort()
+        self.abort()
         for flight in self._flights:
             flight.is_over.wait()
         self._flights.clear()
@@ -197,8 +202,13 @@ class Averaging:
         self._write(0, self._anchor)
 
     def traffic(self) -> Traffic:
-        """What went over the wire so far."""
-        return self._wire.traffic
+        """What went over the wires so far."""
+        mine, theirs = self._wire.traffic, self._mates.traffic if self._mates else Traffic()
+        return Traffic(
+            mine.sent_bytes + theirs.sent_bytes,
+            mine.received_bytes + theirs.received_bytes,
+            mine.messages + theirs.messages,
+        )
 
     def error(self) -> float | None:
         """How much packing left out last, of what was to be sent; none where nothing is packed."""
@@ -207,14 +217,18 @@ class Averaging:
     def abort(self) -> None:
         """End every wait with an error, now and later; from any thread."""
         self._wire.abort()
+        if self._mates is not None:
+            self._mates.abort()
 
     def close(self) -> None:
         """Hang up; what is under way is given up."""
         if self._flights:
-            self._wire.abort()
+            self.abort()
         self._waiting.put(None)
         self._thread.join()
         self._wire.close()
+        if self._mates is not None:
+            self._mates.close()
 
     def _make_part(self, number: int, length: int) -> _Part:
         whole = share_of(length, number, self.rules.parts)
@@ -229,7 +243,7 @@ class Averaging:
 
     def _begin(self, part: _Part, meeting: Meeting, *, step: int, delay: int) -> None:
         part.weight = part.samples or part.weight
-        flight = _Flight(
+        flight = Flight(
             part,
             meeting,
             lands_at=step + delay,
@@ -264,11 +278,11 @@ class Averaging:
                 self.exchange_s = time.perf_counter() - began_at
             except BaseException as error:  # noqa: BLE001 - it is raised where the exchange is waited for
                 flight.error = error
-                self._wire.abort()  # the others are not to wait for us
+                self.abort()  # the others are not to wait for us
             flight.is_over.set()
 
     @torch.no_grad()
-    def _meet(self, flight: _Flight) -> None:
+    def _meet(self, flight: Flight) -> None:
         part = flight.part
         anchor, learned = self._anchor[part.whole], self._left_out[part.whole]
         learned.add_(flight.change).sub_(anchor)
@@ -287,8 +301,24 @@ class Averaging:
         if not isinstance(flight.meeting.codec, Plain) and size:
             self._error = float(torch.linalg.vector_norm(learned)) / size
         self._move(part.whole, mean)
+        self._pass_on(flight)
         if not flight.becomes_anchor:
             torch.sub(anchor, flight.change, out=flight.change)
+
+    def _pass_on(self, flight: Flight) -> None:
+        if self._mates is None:
+            return
+        flag = bytes([flight.becomes_anchor])
+        with self._mates.flow(tag=flight.number % _TAGS) as flow:
+            for mate in range(1, self._mates.size):
+                flow.send(mate, flag)
+                for values in self.told(flight.part.whole):
+                    flow.send(mate, values)
+
+    def told(self, where: slice) -> list[Any]:
+        """The arrays that an exchange of this stretch changes: the anchor's, and of its momentum."""
+        moved = [self._anchor, *([self._momentum] if len(self._momentum) else [])]
+        return [tensor[where].numpy() for tensor in moved]
 
     def _move(self, where: slice, mean: Tensor) -> None:
         """Take the outer step, along the mean of what the workers have learned."""

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm
+.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -34,8 +34,8 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt scripts/install-system | $(VENV)/bin/python
-	scripts/install-system
-	$(PIP) --editable '.[all,dev]'
+	# Both at once: one waits for the network while the other unpacks.
+	scripts/install-system & $(PIP) --editable '.[all,dev]' && wait
 	touch $@ $(VENV)/.train
 
 # The other trainers live in an environment of their own: nobody needs them to use Yunlu.
@@ -56,6 +56,12 @@ bench-faults: .venv-bench/.faults
 # Needs root: its hosts are network namespaces.
 bench-comm: $(VENV)/.train
 	$(BIN)/python benchmarks/comm.py $(ARGS)
+
+bench-pool: $(VENV)/.train
+	$(BIN)/python benchmarks/pool.py $(ARGS)
+
+bench-pool-live: $(VENV)/.train
+	$(BIN)/python benchmarks/pool_live.py $(ARGS)
 
 bench-parallel: .venv-bench/.faults
 	.venv-bench/bin/python benchmarks/parallel.py $(ARGS)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.client import Run, finetune, load_run, plan, resume, runs, train, validate
+    from yunlu.client import Run, finetune, load_run, plan, resume, runs, submit, train, validate
     from yunlu.core.errors import YunluError
     from yunlu.planning.choice.options import Option, Options
     from yunlu.spec.job import Job
@@ -27,6 +27,7 @@ _HOMES = {
     "plan": "yunlu.client",
     "resume": "yunlu.client",
     "runs": "yunlu.client",
+    "submit": "yunlu.client",
     "train": "yunlu.client",
     "validate": "yunlu.client",
 }
@@ -35,6 +36,7 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "train",
     "finetune",
     "plan",
+    "submit",
     "Options",
     "Option",
     "Job",

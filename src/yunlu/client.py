@@ -1,4 +1,4 @@
-"""The calls: train, finetune, plan, resume, and the runs they make."""
+"""The calls: train, finetune, plan, submit, resume, and the runs they make."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
+from yunlu.steward.control import is_queued_again
+from yunlu.steward.queue import enqueue, read_asked, withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,12 +83,14 @@ class Run:
 
     def stop(self, *, now: bool = False) -> Run:
         """Ask it to save and stop, and wait; ``now`` ends it without saving."""
+        withdraw(self._files)  # else the pool would go on with it
         service.stop(self._files, now=now)
         return self
 
     def resume(self, *, wait: bool = True) -> Run:
-        """Give it another life, from its newest good checkpoint."""
-        service.resume(self._files)
+        """Give it another life, from its newest good checkpoint; in the pool, if it came from there."""
+        if not is_queued_again(self._files):
+            service.resume(self._files)
         return self.wait() if wait else self
 
     def events(self) -> list[Event]:
@@ -315,8 +319,42 @@ def resume(
         return _train_here(run_dir, live)
     if (place := find_launch(waits=wait)) is not None:
         return Run(see_through(service.find(run_id), place).path).wait()
-    run = Run(service.resume(run_id).path)
-    return run.wait() if wait else run
+    return Run(service.find(run_id).path).resume(wait=wait)
+
+
+def submit(
+    job: str | Path | Job,
+    *,
+    overrides: Sequence[str] = (),
+    priority: int = 0,
+    team: str = "",
+    min_devices: int | None = None,
+    max_devices: int | None = None,
+    deadline: str | None = None,
+    budget: float | None = None,
+) -> Run:
+    """Queue a job for the pool, and return; it starts when a pool is up and it is its turn.
+
+    Args:
+        job: A file or a job.
+        overrides: Changes, as after ``--set``.
+        priority: Higher goes first.
+        team: Whose devices it uses.
+        min_devices: It does not start on fewer.
+        max_devices: It is never given more.
+        deadline: When it should be done: ``90min``, ``36h``, ``1d 12h`` from now.
+        budget: What it may cost, in dollars; it is paused when that is spent.
+    """
+    asked = read_asked(
+        priority=priority,
+        team=team,
+        min_devices=min_devices,
+        max_devices=max_devices,
+        deadline=deadline,
+        budget_dollars=budget,
+    )
+    run_dir = enqueue(validate(job, overrides=overrides), asked, source=source_of(job))
+    return Run(run_dir.path)
 
 
 def source_of(job: str | Path | Job | None) -> Path | None:

@@ -30,6 +30,12 @@ VERBS: dict[str, dict[str, str]] = {
         "resize": "Give a run more or fewer workers while it trains.",
         "join": "Lend this machine's devices to a run that trains elsewhere.",
     },
+    "Share": {
+        "submit": "Queue a job for the pool, and return.",
+        "pool": "Share devices among jobs: bring a pool up, watch it, ask why.",
+        "priority": "Let a queued or running job go before or after others.",
+        "pause": "Save a run of the pool and take its devices, until it is resumed.",
+    },
     "Watch": {
         "ps": "List runs and how far they are.",
         "logs": "Print what a run logs; -f follows it.",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console
+from typing import TYPE_CHECKING
+
+from yunlu.cli.page import make_console, to_json
 from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of
 from yunlu.jobs.launch import find_launch
+from yunlu.steward.control import is_queued_again
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
 
 
 def resume(
@@ -27,6 +33,8 @@ def resume(
     place = find_launch(waits=not detach)
     if place is not None:
         return watch_launched(run_dir, place, json=json)
+    if is_queued_again(run_dir):
+        return _tell_queued(run_dir, json=json)
     since = end_of(run_dir)
     service.resume(run_dir)
     if not json:
@@ -34,3 +42,12 @@ def resume(
     if detach:
         return leave(run_dir, json=json)
     return watch(run_dir, json=json, since=since)
+
+
+def _tell_queued(run_dir: RunDir, *, json: bool) -> int:
+    if json:
+        print(to_json({"run": run_dir.id, "dir": str(run_dir.path), "queued": True}))
+    else:
+        words = f"\n queued again  [bold]{run_dir.id}[/]; yunlu pool shows when it goes on"
+        make_console().print(words)
+    return 0

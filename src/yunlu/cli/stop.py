@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from yunlu.cli.page import make_console, state_text
 from yunlu.jobs import service
+from yunlu.steward.queue import withdraw
 
 
 def stop(run: str = "last", /, *, now: bool = False) -> int:
@@ -15,6 +16,7 @@ def stop(run: str = "last", /, *, now: bool = False) -> int:
     """
     console = make_console()
     run_dir = service.find(run)
+    withdraw(run_dir)  # else the pool would go on with it
     before = service.read_record(run_dir)
     if not before.state.is_active:
         console.print(state_text(before.state), f" {run_dir.id} rests already: nothing to stop")

@@ -11,6 +11,7 @@ from yunlu.core.files import write_atomically
 from yunlu.core.rundir import WORKERS
 from yunlu.core.states import RunState
 from yunlu.jobs.service import read_record
+from yunlu.pool.executors.finding import is_elsewhere
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
@@ -38,6 +39,11 @@ def resize(run_dir: RunDir, *, devices: int) -> Resized:
     if run_dir.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
         write_atomically(run_dir.servers / WORKERS, str(devices))
         return Resized(text=f"{devices} workers from now on", layout=f"dp{devices}")
+    if is_elsewhere(run_dir):
+        raise StoreError(
+            f"{run_dir.id} has its devices from a cluster",
+            hint=f"the pool gives and takes them: yunlu pool why {run_dir.id}",
+        )
     crew = read_crew(run_dir)
     if crew is None:
         raise StoreError(

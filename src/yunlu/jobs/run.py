@@ -14,6 +14,7 @@ from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.core.states import RunState, check_move, replay_move
 from yunlu.core.value import Value
 from yunlu.pool.crew import living_workers
+from yunlu.pool.executors.finding import is_elsewhere, is_held, last_reason
 from yunlu.pool.local import WorkerProcess, launch_lock, recorded_worker, worker_lock_is_free
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def fold(record: RunRecord, event: Event, offset: int) -> RunRecord:
             changes |= {key: data.get(key) for key in ("pid", "process_started_at")}
         case EventKind.PLAN:
             changes |= {"steps": data.get("steps"), "metric": data.get("best_metric")}
+        case EventKind.BATCH:
+            changes["steps"] = data.get("steps")
         case EventKind.EVALUATION:
             metric, value = headline(data, record.metric)
             changes |= {"metric": metric, "metric_value": value}
@@ -144,6 +147,8 @@ def move(run_dir: RunDir, record: RunRecord, state: RunState, **data: Any) -> Ru
 
 def worker_is_alive(run_dir: RunDir, record: RunRecord) -> bool:
     """Whether a process is answerable for the run: by its identity, or by the lock it holds."""
+    if is_elsewhere(run_dir):
+        return is_held(run_dir) or not worker_lock_is_free(run_dir)
     worker = worker_of(run_dir, record)
     if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run_dir):
         return True
@@ -237,6 +242,8 @@ def _fold_state(record: RunRecord, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_words(run_dir: RunDir, record: RunRecord) -> str:
+    if is_elsewhere(run_dir):
+        return last_reason(run_dir)
     worker = worker_of(run_dir, record)
     if worker is None or (record.state is RunState.PENDING and not worker.detached):
         return "whoever submitted the run ended before its worker was started"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-import shutil
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
-from yunlu.core.files import sync_directory, write_atomically
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import RunDir
 from yunlu.core.settings import read_settings
 from yunlu.core.states import RunState
+from yunlu.jobs.publishing import publish, sweep
 from yunlu.jobs.run import (
     RunRecord,
     error_of,
@@ -26,6 +24,9 @@ from yunlu.jobs.run import (
     worker_of,
 )
 from yunlu.pool.crew import end_workers
+from yunlu.pool.executors.finding import executor_of, is_elsewhere, is_held, open_executor
+from yunlu.pool.executors.record import RECORD
+from yunlu.pool.executors.record import read_record as read_leases
 from yunlu.pool.local import (
     WorkerProcess,
     count_gpus,
@@ -44,13 +45,14 @@ if TYPE_CHECKING:
 
     from yunlu.core.rundir import Event
     from yunlu.planning.plan import Plan
+    from yunlu.pool.allocation.values import Placement
+    from yunlu.pool.executors.executor import Executor, Resized
     from yunlu.spec.job import Job
 
 IN_PROCESS = "python:objects"
 """The task of a run made of live Python objects: only their own process can train it."""
 
 _POLL_S = 0.1
-_STALE_S = 3600
 _LEAVE_S = 10
 
 
@@ -65,9 +67,9 @@ def submit(job: Job, *, source: Path | None = None) -> RunDir:
 
     require_training()
     with Store(home()) as store:  # opened first: a store that cannot be used takes no run
-        _sweep(store.home)
+        sweep(store.home)
         try:
-            run_dir = _publish(job, source, store.home)
+            run_dir = publish(job, source, store.home)
         except OSError as error:
             raise StoreError(f"the run cannot be written to {store.home}: {error}") from error
         store.refresh(run_dir)
@@ -75,26 +77,70 @@ def submit(job: Job, *, source: Path | None = None) -> RunDir:
 
 
 def start(
-    run_dir: RunDir, command: Sequence[str] | None = None, *, own_session: bool = True
+    run_dir: RunDir,
+    command: Sequence[str] | None = None,
+    *,
+    own_session: bool = True,
+    on: Executor | None = None,
+    placement: Placement | None = None,
 ) -> WorkerProcess:
-    """Start the worker of a pending run; ``own_session`` as with ``start_worker``."""
+    """Start the worker of a pending run, or have an executor give it devices.
+
+    Args:
+        run_dir: The run.
+        command: Another program instead of the worker.
+        own_session: As with ``start_worker``.
+        on: Who gives it its devices; without a word, it takes those of this machine.
+        placement: Which devices of the executor.
+    """
     with _launching(run_dir):
         record, worker = read_record(run_dir), recorded_worker(run_dir)
-        if record.state is not RunState.PENDING or (worker is not None and worker.detached):
+        is_started = worker is not None and worker.detached
+        if not is_started and is_elsewhere(run_dir):
+            is_started = is_held(run_dir)
+        if record.state is not RunState.PENDING or is_started:
             raise StoreError(f"{run_dir.id} was started before: it is {record.state}")
-        return _begin(run_dir, command, own_session=own_session)
+        if on is not None and record.task == IN_PROCESS:
+            raise StoreError(
+                f"{run_dir.id} is made of live Python objects, which only their own process can train"
+            )
+        return _begin(run_dir, command, own_session=own_session, on=on, placement=placement)
 
 
 def resume(
-    run: str | RunDir, *, command: Sequence[str] | None = None, own_session: bool = True
+    run: str | RunDir,
+    *,
+    command: Sequence[str] | None = None,
+    own_session: bool = True,
+    on: Executor | None = None,
+    placement: Placement | None = None,
 ) -> RunDir:
-    """Give a resting run another life, from its newest good checkpoint."""
+    """Give a resting run another life, from its newest good checkpoint.
+
+    A run that an executor gave its devices gets them from there again, if nothing else is said.
+    """
     run_dir = run if isinstance(run, RunDir) else find(run)
     with _launching(run_dir):
         _refuse_live(run_dir)
+        if on is None and command is None:
+            on, placement = _last_place(run_dir)
         _reopen(run_dir)
-        _begin(run_dir, command, own_session=own_session)
+        _begin(run_dir, command, own_session=own_session, on=on, placement=placement)
     return run_dir
+
+
+def place(run_dir: RunDir, placement: Placement) -> Resized:
+    """Give a run that an executor started other devices, live where that can be.
+
+    Where the answer is ``restart`` nothing has happened: stop it, and resume it with the placement.
+    """
+    executor = executor_of(run_dir)
+    if executor is None:
+        raise StoreError(
+            f"{run_dir.id} was not started by an executor: nobody can give it other devices",
+            hint=f"yunlu resize {run_dir.id} --devices N",
+        )
+    return executor.resize(run_dir, placement)
 
 
 def reopen_here(run_dir: RunDir) -> None:
@@ -109,7 +155,8 @@ def request_stop(run_dir: RunDir, *, now: bool = False) -> RunRecord:
         record = read_record(run_dir)
         if not record.state.is_active:
             return record
-        worker = worker_of(run_dir, record)
+        executor = executor_of(run_dir) if is_elsewhere(run_dir) else None
+        worker = None if executor else worker_of(run_dir, record)
         if worker is not None and not worker.detached and record.state is RunState.PENDING:
             return move(run_dir, record, RunState.STOPPED, reason="stopped before it was started")
         if worker is not None and not worker.detached and worker.is_alive():
@@ -121,6 +168,9 @@ def request_stop(run_dir: RunDir, *, now: bool = False) -> RunRecord:
         # listen, and one that is killed says nothing.
         if record.state is not RunState.STOPPING and (now or record.state is not RunState.RUNNING):
             record = move(run_dir, record, RunState.STOPPING, reason="asked to stop")
+    if executor is not None:
+        executor.stop(run_dir, now=now)
+        return record
     if worker is not None:
         _signal(worker, now=now)
     if now:  # after a takeover workers are not in the group of their supervisor
@@ -207,42 +257,6 @@ def make_plan(
         return _read_plan(run_dir, worker)
 
 
-def _publish(job: Job, source: Path | None, parent: Path) -> RunDir:
-    name = job.name or _slug(source.stem if source else job.task)
-    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
-    try:
-        aside.chmod(0o755)
-        _fill(RunDir(aside), job.model_copy(update={"name": name}), source)
-        # A run's directory is never empty, so the rename fails rather than replace one.
-        path = aside.rename(parent / f"{_slug(name)}-{secrets.token_hex(3)}")
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync_directory(parent)
-    return RunDir(path)
-
-
-def _fill(run_dir: RunDir, job: Job, source: Path | None) -> None:
-    write_atomically(run_dir.job, job.model_dump_json(indent=2))
-    if source is not None:
-        shutil.copyfile(source, run_dir.job_source)
-    record_worker(run_dir, this_process())
-    state, directory = RunState.PENDING.value, str(Path.cwd())
-    run_dir.emit(EventKind.STATE, state=state, reason="submitted", directory=directory)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what a submit that crashed long ago left behind."""
-    for path in parent.glob(".new-*"):
-        with suppress(FileNotFoundError):  # published while we looked
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
-
-
 def _refuse_live(run_dir: RunDir) -> None:
     if read_record(run_dir).task == IN_PROCESS:
         raise StoreError(
@@ -269,16 +283,43 @@ def _reopen(run_dir: RunDir) -> None:
     move(run_dir, record, RunState.PENDING, reason="resumed")
 
 
+def _last_place(run_dir: RunDir) -> tuple[Executor | None, Placement | None]:
+    """With whom the run was last, and which devices it had there."""
+    record = read_leases(run_dir)
+    if record is None or not record.placement:
+        return None, None
+    return open_executor(record.address), record.placement
+
+
 def _begin(
-    run_dir: RunDir, command: Sequence[str] | None, *, own_session: bool = True
+    run_dir: RunDir,
+    command: Sequence[str] | None,
+    *,
+    own_session: bool = True,
+    on: Executor | None = None,
+    placement: Placement | None = None,
 ) -> WorkerProcess:
     try:
-        words, directory = command or _program_of(run_dir), _directory_of(run_dir)
+        directory = _directory_of(run_dir)
+        if on is not None and placement is not None:
+            _leave_executor(run_dir, but=on.address)
+            on.start(run_dir, placement, directory=directory)
+            return recorded_worker(run_dir) or this_process()
+        _leave_executor(run_dir)
+        words = command or _program_of(run_dir)
         return start_worker(run_dir, words, directory=directory, own_session=own_session)
     except BaseException as error:
         reason = f"its worker could not be started: {error}"
         move(run_dir, read_record(run_dir), RunState.FAILED, reason=reason)
         raise
+
+
+def _leave_executor(run_dir: RunDir, *, but: str | None = None) -> None:
+    """Give back what another executor still holds for a run that goes on without it."""
+    executor = executor_of(run_dir)
+    if executor is not None and executor.address != but:
+        executor.stop(run_dir, now=True)
+        (run_dir.path / RECORD).unlink()
 
 
 def _program_of(run_dir: RunDir) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from yunlu.core.files import write_atomically
 from yunlu.core.settings import worker_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from yunlu.core.rundir import RunDir
 
@@ -36,6 +36,7 @@ ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.program")
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
+_TELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,13 @@ class WorkerProcess:
     def exit_code(self) -> int | None:
         """Its exit code (minus the signal that ended it), if it is over and was our child."""
         child = self._child()
-        return None if child is None else child.poll()
+        if child is None:
+            return None
+        if child.poll() is None and self._process() is None:
+            # Whoever waits for it in the background has it, and is about to say so.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_TELL_S)
+        return child.returncode
 
     def _child(self) -> subprocess.Popen[bytes] | None:
         started_at, child = _children.get(self.pid, (0.0, None))
@@ -101,9 +108,14 @@ def require_training() -> None:
         raise missing_part("torch", "train", "Training")
 
 
-def program_for(devices: int, *, spares: int, is_asynchronous: bool = False) -> tuple[str, ...]:
-    """What to start for a run on so many devices; the run's directory follows."""
-    if devices == 1:
+def program_for(
+    devices: int, *, spares: int, is_asynchronous: bool = False, is_elastic: bool = False
+) -> tuple[str, ...]:
+    """What to start for a run on so many devices; the run's directory follows.
+
+    One worker alone needs nobody to answer for it, unless others are to join it.
+    """
+    if devices == 1 and not is_elastic:
         return WORKER
     if is_asynchronous:
         return (*ASYNCHRONOUS, "--devices", str(devices))
@@ -132,6 +144,7 @@ def start_worker(
     directory: Path | None = None,
     plan_only: bool = False,
     own_session: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> WorkerProcess:
     """Start the worker of a run in its own session, its output appended to ``worker.log``.
 
@@ -141,6 +154,7 @@ def start_worker(
         directory: Where it runs: relative paths in the job are relative to this.
         plan_only: Ask for the plan, not for training.
         own_session: Not where a launcher is to find and end it with this process.
+        environment: Variables that it is to have besides ours.
     """
     words = list(command or WORKER)
     words += [str(run_dir.path)] + ["--plan-only"] * plan_only
@@ -156,7 +170,7 @@ def start_worker(
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=directory,
-            env=worker_environment(),
+            env={**worker_environment(), **(environment or {})},
             start_new_session=own_session,
             process_group=None if own_session else 0,
         )

@@ -1,0 +1,80 @@
+"""How long a decision takes: a burst of jobs, all at once, on pools up to 2,048 devices."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.pool_parts.evidence import read_profiles
+from benchmarks.pool_parts.figures import Figure
+from yunlu.pool.allocation.fitting import Fitter
+from yunlu.pool.allocation.progress import ProgressPolicy
+from yunlu.pool.simulation.cluster import parse_cluster
+from yunlu.pool.simulation.rules import Rules
+from yunlu.pool.simulation.simulator import simulate
+from yunlu.pool.simulation.workload import load_workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from yunlu.pool.allocation.values import Decision, PoolState
+
+SCALES = (1, 4, 16, 32)
+_ROUNDS = 16
+"""The first are the hardest: everybody starts, and grows with what it learns."""
+
+
+class _EnoughError(Exception):
+    """So many decisions were measured."""
+
+
+@dataclass
+class _Timed:
+    """The policy, with a clock around it."""
+
+    policy: ProgressPolicy = field(default_factory=ProgressPolicy)
+    name: str = "yunlu"
+    took_s: list[float] = field(default_factory=list[float])
+
+    def decide(self, state: PoolState) -> Decision:
+        gc.collect()
+        started = time.process_time()
+        decision = self.policy.decide(state)
+        self.took_s.append(time.process_time() - started)
+        if len(self.took_s) >= _ROUNDS:
+            raise _EnoughError
+        return decision
+
+
+def measure(folder: Path, say: Callable[[str], None], *, scales: tuple[int, ...]) -> list[Figure]:
+    """CPU time of a decision, the mean and the worst of the first rounds."""
+    figures: list[Figure] = []
+    for scale in scales:
+        say(f"decision: {64 * scale} devices, {32 * scale} jobs")
+        timed = _Timed()
+        with contextlib.suppress(_EnoughError):
+            simulate(
+                load_workload(folder / "burst" / f"burst-{scale}.csv"),
+                read_profiles(folder),
+                parse_cluster(f"{16 * scale}x4"),
+                timed,
+                rules=Rules(is_shared=True),
+                estimator=Fitter(),
+            )
+        mean_ms = 1e3 * float(np.mean(timed.took_s))
+        figures.append(
+            Figure(
+                name=f"decision, {64 * scale} devices, {32 * scale} jobs",
+                value=mean_ms,
+                unit="ms",
+                target=100.0 if scale == max(SCALES) else None,
+                compared=f"worst of {len(timed.took_s)}: {1e3 * max(timed.took_s):.0f} ms",
+            )
+        )
+    return figures

@@ -1,0 +1,168 @@
+"""The same queue in the simulator, with step times as the live jobs showed them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.pool_parts.queue import BATCH
+from yunlu.pool.allocation.fitting import fit_throughput
+from yunlu.pool.allocation.observations import BatchLimits, Noise, Timing
+from yunlu.pool.allocation.values import Node
+from yunlu.pool.simulation import simulator
+from yunlu.pool.simulation.contestants import make_contestant
+from yunlu.pool.simulation.job import SimulatedJob
+from yunlu.pool.simulation.profiles import Application, Epochs, Profiles
+from yunlu.pool.simulation.rules import Rules
+from yunlu.pool.simulation.simulator import simulate
+from yunlu.pool.simulation.step_times import StepTimes
+from yunlu.pool.simulation.workload import Submission, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from benchmarks.pool_parts.live import Lived
+    from benchmarks.pool_parts.queue import Arrival
+    from yunlu.pool.allocation.values import Placement
+
+_NODE = "here"
+_TYPE = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """What the simulator says of a queue."""
+
+    average_s: float
+    makespan_s: float
+    restarts: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the live jobs of one kind showed."""
+
+    step_s: dict[int, float]
+    """By number of devices, a whole step."""
+    overhead_s: float
+    """What a job takes besides its steps: to start, and to evaluate and export at its end."""
+
+
+def measure(lived: Sequence[Lived], *, devices: int) -> dict[str, Measured]:
+    """Each kind from all jobs of it; sizes that nobody had are told by the fitted model."""
+    found: dict[str, Measured] = {}
+    for name in {job.kind for job in lived}:
+        jobs = [job for job in lived if job.kind == name]
+        step_s = _step_times(jobs, devices)
+        calm = [job for job in jobs if job.lives == 1]
+        overheads = [job.ended_at - job.started_at - job.trained_s - sum(job.resize_s)
+                     for job in calm or jobs]  # fmt: skip
+        found[name] = Measured(step_s=step_s, overhead_s=max(0.0, median(overheads)))
+    return found
+
+
+def foretell(
+    queue: Sequence[Arrival],
+    measured: dict[str, Measured],
+    *,
+    policy: str,
+    devices: int,
+    round_s: float,
+    resize_s: float,
+) -> Foretold:
+    """Run the queue in the simulator under the same policy."""
+    kinds = {arrival.kind.name: arrival.kind for arrival in queue}
+    applications = {
+        name: _application(name, kind.steps, kind.most, measured[name])
+        for name, kind in kinds.items()
+    }
+    jobs = tuple(
+        Submission(
+            name=arrival.name,
+            submitted_at=arrival.at_s,
+            application=arrival.kind.name,
+            asked_devices=arrival.kind.asked,
+            asked_batch=BATCH,
+        )
+        for arrival in queue
+    )
+    contestant = make_contestant(policy)
+    rules = Rules(interval_s=round_s, is_event_driven=True, restart_s=resize_s)
+    with _slow_starts({name: each.overhead_s for name, each in measured.items()}):
+        outcome = simulate(
+            Workload("live", jobs),
+            Profiles(applications),
+            [Node(name=_NODE, devices=devices, type=_TYPE)],
+            contestant.policy,
+            rules=contestant.bend(rules),
+            estimator=contestant.estimator,
+        )
+    return Foretold(
+        average_s=outcome.average_s,
+        makespan_s=outcome.makespan_s,
+        restarts=sum(job.restarts for job in outcome.jobs),
+    )
+
+
+@contextmanager
+def _slow_starts(overheads_s: dict[str, float]) -> Generator[None]:
+    """A first start takes long here (imports, data), a live resize does not; published rules know one."""
+
+    class SlowStarter(SimulatedJob):
+        def place(self, placement: Placement, device_type: str, now: float) -> None:
+            had_none = not self.placement
+            super().place(placement, device_type, now)
+            if had_none and placement:
+                self._restart_left_s = overheads_s[self.application.name]
+
+    simulator.SimulatedJob = SlowStarter
+    try:
+        yield
+    finally:
+        simulator.SimulatedJob = SimulatedJob
+
+
+def _step_times(jobs: Sequence[Lived], devices: int) -> dict[int, float]:
+    whole: dict[int, list[float]] = {}
+    timings: list[Timing] = []
+    for job in jobs:
+        for seen in job.seen:
+            passes = -(-BATCH // seen.devices // seen.local_batch)
+            whole_s = seen.step_s + (passes - 1) * seen.accumulate_s
+            whole.setdefault(seen.devices, []).append(whole_s)
+            # One pass over all of a device's samples: what is fitted is told in the same terms.
+            local = -(-BATCH // seen.devices)
+            timings.append(
+                Timing(_TYPE, 1, seen.devices, local, passes * seen.accumulate_s, whole_s)
+            )
+    known = {count: median(times) for count, times in whole.items()}
+    if len(known) == devices:
+        return known
+    model = fit_throughput(timings)
+    for count in range(1, devices + 1):
+        if count not in known:
+            local = np.array([-(-BATCH // count)], dtype=np.float64)
+            told = model.tell_step_s(np.array([1]), np.array([count]), local, np.zeros(1))
+            known[count] = float(told[0])
+    return known
+
+
+def _application(name: str, steps: int, most: int, measured: Measured) -> Application:
+    curves = {
+        (count,): [(-(-BATCH // count), (step_s, 0.0))] for count, step_s in measured.step_s.items()
+    }
+    training = Epochs((float(steps),), (float(steps),), (Noise(1.0, 1.0),))
+    limits = BatchLimits(base=BATCH, most=BATCH, local_least=1, local_most=BATCH, fixed=BATCH)
+    return Application(
+        name,
+        {_TYPE: StepTimes(name, curves, [])},
+        {BATCH: training},
+        1,
+        limits,
+        most,
+        (0.0, float(steps)),
+    )

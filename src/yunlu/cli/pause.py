@@ -1,0 +1,24 @@
+"""``yunlu pause``: save and stop a queued run, and let others have its devices."""
+
+from __future__ import annotations
+
+from yunlu.cli.page import make_console, state_text
+from yunlu.jobs import service
+from yunlu.steward import queue
+
+
+def pause(run: str = "last", /) -> int:
+    """Save a checkpoint, give the devices back, and wait for `yunlu resume`.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+    """
+    run_dir = service.find(run)
+    queue.pause(run_dir)
+    console = make_console()
+    with console.status(f"pausing {run_dir.id}: saving a checkpoint"):
+        record = service.stop(run_dir)
+    step = f" at step {record.step}" if record.step else ""
+    again = f"yunlu resume {run_dir.id} queues it again"
+    console.print(state_text(record.state), f" {run_dir.id} is paused{step}; {again}")
+    return 0

@@ -1,0 +1,187 @@
+"""``yunlu pool``: the pool of this home, its machines, its queue, and why it does what it does."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Group, Parameter
+from rich.live import Live
+
+from yunlu.cli.page import indented, make_console, to_json
+from yunlu.cli.pool_tables import pool_page, why_page
+from yunlu.core.errors import StoreError
+from yunlu.core.settings import read_settings
+from yunlu.jobs import service
+from yunlu.steward import control
+from yunlu.steward.explanation import explain
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.queue import read_entry, scan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_REFRESH_S = 0.5
+_LOOK_S, _LOOK_AFAR_S = 1.0, 3.0
+"""How often a machine, and how often a cluster, is asked how its runs stand."""
+
+pool = App(
+    name="pool",
+    help="Share devices among jobs: bring a pool up, watch it, ask why.",
+    group_commands=Group("Commands"),
+)
+pool.command(
+    "yunlu.cli.pool_simulate:simulate",
+    name="simulate",
+    help="Replay recorded jobs on a cluster with one policy or several.",
+)
+pool.command(
+    "yunlu.cli.pool_spot:spot",
+    name="spot",
+    help="Replay a job with a deadline on recorded spot machines: what it would have cost.",
+)
+
+
+@pool.default
+def show_pool(*, once: bool = False, json: bool = False) -> int:
+    """Show machines, who holds what, and the queue with predicted starts and ends.
+
+    Args:
+        once: Print it once, instead of keeping it up to date until Ctrl-C.
+        json: Print it once, as one JSON object.
+    """
+    home = service.home()
+    if json:
+        print(to_json(look(home)))
+        return 0
+    console = make_console()
+    if once or not console.is_terminal:
+        console.print(indented(pool_page(look(home), now=time.time())))
+        return 0
+    with Live(console=console, auto_refresh=False, screen=False) as live:
+        try:
+            while True:
+                live.update(indented(pool_page(look(home), now=time.time())), refresh=True)
+                time.sleep(_REFRESH_S)
+        except KeyboardInterrupt:
+            return 0
+
+
+@pool.command
+def up(
+    *,
+    devices: Annotated[int | None, Parameter(show_default=False)] = None,
+    slurm: Annotated[str | None, Parameter(show_default=False)] = None,
+    ray: Annotated[str | None, Parameter(show_default=False)] = None,
+    policy: str = "yunlu",
+    round_s: Annotated[float, Parameter(name="--round")] = 30.0,
+    quota: tuple[str, ...] = (),
+) -> int:
+    """Turn this machine, or a cluster, into a pool; one for each home. Runs that go on are adopted.
+
+    Args:
+        devices: How many: GPUs, or equal shares of this machine's processors; all GPUs, else cores.
+        slurm: A Slurm partition instead of this machine; "" is its default one.
+        ray: The address of a Ray cluster instead, such as head:10001.
+        policy: How devices are shared: yunlu, fifo, ..., or your own module:Class.
+        round_s: Seconds between decisions where nothing happens; what happens is answered at once.
+        quota: Devices that are always a team's to claim: vision=8; may be repeated.
+    """
+    if sum(choice is not None for choice in (devices, slurm, ray)) > 1:
+        raise StoreError("--devices, --slurm and --ray exclude each other")
+    if devices is not None and devices < 1:
+        raise StoreError(f"--devices: {devices} is not a number of devices", hint="say 1 or more")
+    if not round_s > 0:
+        raise StoreError(f"--round: {round_s:g} is not above 0")
+    settings = PoolSettings(
+        executor=_address(devices, slurm, ray),
+        policy=policy,
+        round_s=round_s,
+        look_s=_LOOK_S if slurm is None and ray is None else _LOOK_AFAR_S,
+        quotas=dict(_quota(text) for text in quota),
+        dollars_per_hour=read_settings().dollars_per_hour,
+    )
+    from yunlu.steward.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
+
+    open_policy(policy)  # refused here rather than in the log
+    home = service.home()
+    found = control.bring_up(home, settings)
+    console = make_console()
+    view = look(home)
+    console.print(
+        f" up          {view.get('devices', 0)} devices on {len(view.get('nodes') or ())} nodes, "
+        f"policy {policy} (process {found.pid})"
+    )
+    console.print(
+        " yunlu submit JOB queues a job; yunlu pool shows what becomes of it", style="dim"
+    )
+    return 0
+
+
+@pool.command
+def down(*, stop_jobs: bool = False) -> int:
+    """End the pool's service. Its runs go on, and the next service adopts them.
+
+    Args:
+        stop_jobs: Also let every run save and stop; they stay in the queue.
+    """
+    was_up = control.bring_down(service.home(), stop_jobs=stop_jobs)
+    words = "down; runs go on" if not stop_jobs else "down; runs save and stop, and stay queued"
+    make_console().print(f" {words}" if was_up else " no pool was up")
+    return 0
+
+
+@pool.command
+def why(run: str = "last", /, *, json: bool = False) -> int:
+    """Explain what the pool decided on a run, and what it waits for.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        json: Print it as one JSON object.
+    """
+    found = explain(service.home(), service.find(run))
+    if json:
+        print(to_json(found.model_dump(mode="json")))
+        return 0
+    make_console().print(indented(why_page(found)))
+    return 0
+
+
+def look(home: Path) -> dict[str, Any]:
+    """What the service last saw; without one, the queue as its files have it."""
+    found, view = control.find_service(home), Journal(home).read_view()
+    if found is not None and view is not None:
+        return {"is_up": True, "pid": found.pid, **view}
+    queued: list[dict[str, Any]] = []
+    for run_dir in scan(home) if home.is_dir() else ():
+        record, entry = service.read_record(run_dir), read_entry(run_dir)
+        if entry is None or not (record.state.is_active or record.state.can_resume):
+            continue
+        queued.append(
+            {
+                "id": run_dir.id,
+                "state": record.state.value,
+                "phase": "waiting" if entry.wish == "run" else entry.wish,
+                "priority": entry.priority,
+                "team": entry.team,
+                "progress": record.progress,
+                "submitted_at": entry.submitted_at,
+            }
+        )
+    queued.sort(key=lambda run: (-run["priority"], run["submitted_at"]))
+    return {"is_up": False, "runs": queued, "nodes": [], "troubles": {}}
+
+
+def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:
+    if slurm is not None:
+        return f"slurm://{slurm}"
+    if ray is not None:
+        return ray if "://" in ray else f"ray://{ray}"
+    return "local" if devices is None else f"local://?devices={devices}"
+
+
+def _quota(text: str) -> tuple[str, int]:
+    team, _, count = text.partition("=")
+    if not team or not count.isdigit():
+        raise StoreError(f"--quota: {text!r} is not a team and its devices", hint="say vision=8")
+    return team, int(count)

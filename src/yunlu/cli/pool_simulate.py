@@ -1,0 +1,281 @@
+"""``yunlu pool simulate``: what policies would make of a recorded workload."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path  # noqa: TC003 (the command line is read from it)
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from yunlu.cli.page import ACCENT, indented, make_console, plain_table, to_json
+from yunlu.core.units import show_duration
+from yunlu.pool.simulation.cluster import parse_cluster
+from yunlu.pool.simulation.contestants import CONTESTANTS, make_contestant
+from yunlu.pool.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
+from yunlu.pool.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.pool.simulation.pictures import draw_all
+from yunlu.pool.simulation.profiles import load_profiles
+from yunlu.pool.simulation.rules import Rules, Trouble
+from yunlu.pool.simulation.simulator import simulate as replay
+from yunlu.pool.simulation.tables import SimulationError
+from yunlu.pool.simulation.workload import load_workloads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rich.table import Table
+
+    from yunlu.pool.allocation.values import Node
+    from yunlu.pool.simulation.contestants import Contestant
+    from yunlu.pool.simulation.outcome import Outcome
+    from yunlu.pool.simulation.profiles import Profiles
+    from yunlu.pool.simulation.workload import Workload
+
+    Runs = dict[str, list[Outcome]]
+
+_COLUMNS = (
+    "policy", "average", "", "median", "p99", "makespan", "waiting",
+    "restarts", "device-h", "in use", "decision",
+)  # fmt: skip
+
+
+def simulate(
+    *,
+    trace: Path,
+    profiles: Path,
+    cluster: str,
+    policy: tuple[str, ...],
+    interval: float = 60.0,
+    restart: float = 30.0,
+    events: bool = False,
+    blind: bool = False,
+    length_error: float = 1.0,
+    crashes: float = 0.0,
+    step_noise: float = 0.0,
+    interference: float = 0.0,
+    seed: int = 0,
+    sia_rules: bool = False,
+    plot: Annotated[Path | None, Parameter(show_default=False)] = None,
+    json: bool = False,
+) -> int:
+    """Replay a recorded workload under one or more policies, and compare them.
+
+    Times are of jobs from submission to end; docs/pool-simulation.md tells how files look.
+
+    Args:
+        trace: A CSV file of jobs, or a directory of such files.
+        profiles: A directory with measurements of each application.
+        cluster: Nodes and devices on each, 16x4 or 6x4:t4+2x8:a100, or a YAML file.
+        policy: Who decides; may be repeated, or several with commas; or your own, module:Class.
+        interval: Seconds between decisions.
+        restart: Seconds without progress after a job's devices change.
+        events: Decide also whenever a job comes or ends.
+        blind: Do not tell policies how long jobs are.
+        length_error: Declared lengths are wrong by up to this factor either way.
+        crashes: Share of the jobs that crash once.
+        step_noise: Spread of step times, 0.1 for 10 %.
+        interference: Share of its speed a job loses beside another that also spans nodes.
+        seed: Of all that is random in these troubles.
+        sia_rules: Restarts and speeds as in the simulator of Sia, whose profiles have several device types.
+        plot: Draw pictures into this directory.
+        json: Print one JSON line for each workload and policy.
+    """
+    rules = Rules(
+        interval_s=_whole(interval),
+        restart_s=_whole(restart),
+        is_event_driven=events,
+        declares_length=not blind,
+    )
+    trouble = Trouble(
+        seed=seed,
+        length_error=length_error,
+        crash_share=crashes,
+        step_noise=step_noise,
+        interference=interference,
+    )
+    _check(rules, trouble)
+    names = [name.strip() for words in policy for name in words.split(",") if name.strip()]
+    if not names:
+        raise SimulationError(f"--policy: name a policy; known: {', '.join(CONTESTANTS)}.")
+    nodes = parse_cluster(cluster)
+    types = dict.fromkeys(node.type for node in nodes)
+    for name in names:  # a misspelt name should not wait for the simulation of the others
+        if len(types) == 1 or name not in MIXED:
+            make_contestant(name)
+    workloads = load_workloads(trace)
+    used = [job.application for workload in workloads for job in workload.jobs]
+
+    def make(name: str) -> Contestant:
+        if len(types) == 1 or name not in MIXED:
+            return make_contestant(name)
+        return make_mixed_contestant(name, profiles, used, nodes, SLOWDOWN if sia_rules else None)
+
+    if len(types) == 1:
+        known = load_profiles(profiles, types, used)
+    else:
+        known = load_mixed_profiles(profiles, used, tuple(types))
+    runs = _run_all(
+        {name: partial(make, name) for name in names},
+        workloads,
+        known,
+        nodes,
+        rules=bend_to_sia(rules) if sia_rules else rules,
+        trouble=trouble,
+    )
+    if json:
+        for outcome in (each for outcomes in runs.values() for each in outcomes):
+            print(to_json({**outcome.summary(), "jct_s": outcome.jct_s}))
+    else:
+        _print_page(make_console(), runs, nodes)
+    if plot is not None:
+        made = draw_all(runs, plot)
+        if not json:
+            make_console().print(f"\n {len(made)} pictures in {plot}", style="dim")
+    return 0
+
+
+def _run_all(
+    policies: Mapping[str, Callable[[], Contestant]],
+    workloads: Sequence[Workload],
+    profiles: Profiles,
+    nodes: Sequence[Node],
+    *,
+    rules: Rules,
+    trouble: Trouble,
+) -> Runs:
+    runs: Runs = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True, highlight=False)
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+        total = len(policies) * sum(len(workload.jobs) for workload in workloads)
+        bar = progress.add_task("", total=total)
+        before = 0
+        for name, make in policies.items():
+            for workload in workloads:
+                progress.update(bar, description=f"{name} · {workload.name}")
+                contestant = make()
+
+                def watch(_now: float, ended: int, before: int = before) -> None:
+                    progress.update(bar, completed=before + ended)
+
+                outcome = replay(
+                    workload,
+                    profiles,
+                    nodes,
+                    contestant.policy,
+                    rules=contestant.bend(rules),
+                    estimator=contestant.estimator,
+                    trouble=trouble,
+                    watch=watch,
+                )
+                runs.setdefault(name, []).append(outcome)
+                before += len(workload.jobs)
+    return runs
+
+
+def _print_page(console: Console, runs: Runs, nodes: Sequence[Node]) -> None:
+    workloads = [outcome.workload for outcome in next(iter(runs.values()))]
+    devices = sum(node.devices for node in nodes)
+    jobs = sum(len(outcome.jobs) for outcome in next(iter(runs.values())))
+    title = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
+    head = Text(f"\n {title}", style=f"bold {ACCENT}")
+    head.append(f"  {jobs} jobs · {len(nodes)} nodes · {devices} devices\n", style="not bold dim")
+    console.print(head)
+    console.print(indented(_table(runs)))
+    if len(workloads) > 1:
+        console.print()
+        console.print(indented(_workload_table(runs, workloads)))
+    first = next(iter(runs))
+    if len(runs) > 1:
+        words = "; other figures are means over workloads" if len(workloads) > 1 else ""
+        console.print(f"\n ratios are to {first}{words}", style="dim")
+
+
+def _table(runs: Runs) -> Table:
+    table = plain_table()
+    priced = any(outcome.dollars for outcomes in runs.values() for outcome in outcomes)
+    for title in (*_COLUMNS, *(("cost",) if priced else ())):
+        table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
+    first = _means(next(iter(runs.values())))
+    best = min(_means(outcomes)["jct_average_s"] for outcomes in runs.values())
+    for name, outcomes in runs.items():
+        means = _means(outcomes)
+        average = means["jct_average_s"]
+        style = f"bold {ACCENT}" if average == best and len(runs) > 1 else "bold"
+        cells = [
+            Text(name, style=style),
+            Text(_seconds(average), style=style),
+            Text(_ratio(average, first["jct_average_s"]), style="dim"),
+            _seconds(means["jct_p50_s"]),
+            _seconds(means["jct_p99_s"]),
+            show_duration(means["makespan_s"]),
+            f"{means['waiting_average']:.1f} jobs",
+            f"{means['restarts_per_job']:.2f}/job",
+            f"{means['device_hours']:,.0f}",
+            f"{means['utilisation']:.0%}",
+            show_duration(means["decision_cpu_s"]),
+        ]
+        if priced:
+            cells.append(f"${means['dollars']:,.0f}")
+        table.add_row(*cells)
+    return table
+
+
+def _workload_table(runs: Runs, workloads: Sequence[str]) -> Table:
+    """The average of each workload by itself."""
+    table = plain_table()
+    table.add_column("average, s", no_wrap=True)
+    for name in runs:
+        table.add_column(name, justify="right", no_wrap=True)
+    reference = next(iter(runs.values()))
+    for place, workload in enumerate(workloads):
+        cells: list[Text] = []
+        for outcomes in runs.values():
+            average = outcomes[place].average_s
+            ratio = _ratio(average, reference[place].average_s)
+            cells.append(Text.assemble(f"{average:,.0f}", (f" {ratio}", "dim")))
+        table.add_row(workload, *cells)
+    return table
+
+
+def _means(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
+    summaries: list[dict[str, Any]] = [outcome.summary() for outcome in outcomes]
+    return {
+        name: sum(each[name] for each in summaries) / len(summaries)
+        for name, value in summaries[0].items()
+        if not isinstance(value, str)
+    }
+
+
+def _ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.2f}×" if reference else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s"
+
+
+def _whole(value: float) -> float:
+    """As a whole number where it is one: whole seconds stay exact."""
+    return int(value) if value.is_integer() else value
+
+
+def _check(rules: Rules, trouble: Trouble) -> None:
+    limits = (
+        ("--interval", rules.interval_s, rules.interval_s > 0, "above 0"),
+        ("--restart", rules.restart_s, rules.restart_s >= 0, "at least 0"),
+        ("--length-error", trouble.length_error, trouble.length_error >= 1, "at least 1"),
+        ("--crashes", trouble.crash_share, 0 <= trouble.crash_share <= 1, "from 0 to 1"),
+        ("--step-noise", trouble.step_noise, 0 <= trouble.step_noise < 1, "from 0 to below 1"),
+        ("--interference", trouble.interference, 0 <= trouble.interference < 1, "from 0 to below 1"),
+    )  # fmt: skip
+    for option, value, is_good, words in limits:
+        if not is_good or not math.isfinite(value):
+            raise SimulationError(f"{option}: {value:g} is not {words}.")

@@ -1,0 +1,182 @@
+"""The pool as tables."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.cli.page import ACCENT, plain_table
+from yunlu.core.units import show_count, show_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import RenderableType
+
+    from yunlu.steward.explanation import Explanation
+
+_PHASES = {
+    "running": ("●", "bold green"),
+    "starting": ("◔", "cyan"),
+    "changing": ("↔", "cyan"),
+    "leaving": ("◑", "yellow"),
+    "waiting": ("○", "dim"),
+    "backing off": ("↻", "yellow"),
+    "paused": ("■", "yellow"),
+    "pause": ("■", "yellow"),
+    "stop": ("■", "yellow"),
+    "given up": ("✘", "bold red"),
+    "troubled": ("!", "bold magenta"),
+}
+_OLD_S = 30.0
+_MANY_MOST = 1 << 16
+
+
+def pool_page(view: Mapping[str, Any], *, now: float) -> RenderableType:
+    """Machines, then runs, then what is wrong."""
+    parts: list[RenderableType] = [_title(view)]
+    if view.get("nodes"):
+        parts += [_nodes(view), Text("")]
+    if view.get("runs"):
+        parts.append(_runs(view, now))
+    else:
+        parts.append(Text("nothing is queued: yunlu submit JOB", style="dim"))
+    age_s = now - float(view.get("at") or now)
+    if view.get("is_up") and age_s > _OLD_S:
+        words = f"the service last looked {show_duration(age_s)} ago: see .pool/service.log"
+        parts.append(Text(words, style="yellow"))
+    for what, words in (view.get("troubles") or {}).items():
+        parts.append(Text(f"{what}: {words}", style="yellow"))
+    return Group(*parts)
+
+
+def why_page(found: Explanation) -> RenderableType:
+    """One run explained."""
+    parts: list[RenderableType] = [
+        Text.assemble((found.run, "bold"), "  ", found.standing),
+        Text(""),
+    ]
+    if found.history:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for told in found.history:
+            when = time.strftime("%H:%M:%S", time.localtime(told.at))
+            change = (
+                f"{told.was} → {told.devices}" if told.was != told.devices else f"{told.devices}"
+            )
+            table.add_row(Text(when, style="dim"), change, Text(told.text))
+        parts.append(table)
+        last = found.last
+        if last is not None and last.figures:
+            figures = "  ".join(f"{name} {_figure(value)}" for name, value in last.figures.items())
+            parts.append(Text(f"by: {figures}", style="dim"))
+    else:
+        parts.append(Text("nothing has been decided on it yet", style="dim"))
+    others = {run: count for run, count in found.holders.items() if run != found.run}
+    if others:
+        who = ", ".join(f"{run} {count}" for run, count in others.items())
+        parts.append(Text(f"devices are held by: {who}", style="dim"))
+    return Group(*parts)
+
+
+def _title(view: Mapping[str, Any]) -> Text:
+    if not view.get("is_up"):
+        return Text("no pool is up: yunlu pool up starts one\n", style="yellow")
+    machine = view.get("machine") or {}
+    facts = [
+        f"{view.get('held', 0)} of {view.get('devices', 0)} devices held",
+        f"policy {view.get('policy')}",
+        str(view.get("executor")),
+    ]
+    if machine:
+        facts.append(f"cpu {machine.get('cpu', 0):.0%}, memory {machine.get('memory', 0):.0%}")
+    if dollars := view.get("dollars_per_hour"):
+        facts.append(f"${dollars:.2f}/h")
+    return Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts), "\n")
+
+
+def _nodes(view: Mapping[str, Any]) -> Table:
+    table = plain_table()
+    for title in ("node", "type", "devices", "held by", "$/h"):
+        table.add_column(title, no_wrap=title != "held by")
+    holders: dict[str, list[str]] = {}
+    for run in view.get("runs") or ():
+        for name, count in run.get("shares") or ():
+            holders.setdefault(name, []).append(f"{run['id']} {count}")
+    for node in view["nodes"]:
+        bar = ProgressBar(
+            total=max(node["devices"], 1),
+            completed=node["held"],
+            width=8,
+            complete_style=ACCENT,
+            finished_style=ACCENT,
+        )
+        cell = Table.grid(padding=(0, 1))
+        cell.add_row(bar, f"{node['held']}/{node['devices']}")
+        spot = " spot" if node.get("is_spot") else ""
+        price = f"{node['dollars_per_hour']:.2f}" if node.get("dollars_per_hour") else "–"
+        who = ", ".join(holders.get(node["name"], [])) or "–"
+        table.add_row(Text(node["name"], style="bold"), f"{node['type']}{spot}", cell, who, price)
+    return table
+
+
+def _runs(view: Mapping[str, Any], now: float) -> Table:
+    table = plain_table()
+    table.add_column("run", style="bold", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for title in ("devices", "progress", "pace", "use", "start", "end"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("prio", justify="right")
+    has_teams = any(run.get("team") for run in view["runs"])
+    if has_teams:
+        table.add_column("team")
+    for run in view["runs"]:
+        sign, style = _PHASES.get(run["phase"], ("·", "dim"))
+        table.add_row(
+            run["id"],
+            Text(f"{sign} {run['phase']}", style=style),
+            _devices(run),
+            "–" if run.get("progress") is None else f"{run['progress']:.0%}",
+            _pace(run),
+            _use(run),
+            _until(run.get("start_at"), now) if not run.get("devices") else "",
+            _until(run.get("end_at"), now),
+            str(run.get("priority") or ""),
+            *([run.get("team") or ""] if has_teams else []),
+        )
+    return table
+
+
+def _devices(run: Mapping[str, Any]) -> str:
+    if "devices" not in run:
+        return ""
+    least, most = run.get("least", 1), run.get("most", 1)
+    bounds = (
+        f"{least}" if least == most else f"{least}–{most}" if most < _MANY_MOST else f"{least}+"
+    )
+    change = f"→{run['wanted']}" if run.get("wanted") not in {None, 0, run["devices"]} else ""
+    return f"{run['devices']}{change} of {bounds}"
+
+
+def _pace(run: Mapping[str, Any]) -> str:
+    pace = run.get("samples_per_s")
+    return f"{show_count(pace)}/s" if pace else "–"
+
+
+def _use(run: Mapping[str, Any]) -> str:
+    cores, devices = run.get("cores"), run.get("devices")
+    return f"{cores / devices:.0%}" if cores is not None and devices else "–"
+
+
+def _until(at: float | None, now: float) -> str:
+    if at is None:
+        return "–"
+    return "now" if at <= now + 1 else f"in {show_duration(at - now)}"
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,20 @@
+"""``yunlu priority``: let a queued run go before others, or after them."""
+
+from __future__ import annotations
+
+from yunlu.cli.page import make_console
+from yunlu.jobs import service
+from yunlu.steward.queue import set_priority
+
+
+def priority(run: str, number: int, /) -> int:
+    """Change the priority of a queued run; the pool follows at its next look.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        number: Higher goes first; 0 is usual.
+    """
+    run_dir = service.find(run)
+    entry = set_priority(run_dir, number)
+    make_console().print(f"[bold]{run_dir.id}[/]: priority {entry.priority}")
+    return 0

@@ -1,0 +1,59 @@
+"""A new run's directory: made aside, shown by one rename."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from yunlu.core.files import sync_directory, write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.pool.local import record_worker, this_process
+
+if TYPE_CHECKING:
+    from yunlu.spec.job import Job
+
+_STALE_S = 3600
+
+
+def publish(job: Job, source: Path | None, parent: Path) -> RunDir:
+    """The directory of a new run, whole from the moment at which it can be seen."""
+    name = job.name or _slug(source.stem if source else job.task)
+    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
+    try:
+        aside.chmod(0o755)
+        _fill(RunDir(aside), job.model_copy(update={"name": name}), source)
+        # A run's directory is never empty, so the rename fails rather than replace one.
+        path = aside.rename(parent / f"{_slug(name)}-{secrets.token_hex(3)}")
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_directory(parent)
+    return RunDir(path)
+
+
+def _fill(run_dir: RunDir, job: Job, source: Path | None) -> None:
+    write_atomically(run_dir.job, job.model_dump_json(indent=2))
+    if source is not None:
+        shutil.copyfile(source, run_dir.job_source)
+    record_worker(run_dir, this_process())
+    state, directory = RunState.PENDING.value, str(Path.cwd())
+    run_dir.emit(EventKind.STATE, state=state, reason="submitted", directory=directory)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what a submit that crashed long ago left behind."""
+    for path in parent.glob(".new-*"):
+        with suppress(FileNotFoundError):  # published while we looked
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"

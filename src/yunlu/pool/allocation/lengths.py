@@ -1,0 +1,74 @@
+"""How much work is left in a job whose owner has not said so.
+
+From what jobs before it took until they left the pool: first of the same program (where that may
+be used), then of anyone. Among strangers the guess is Gittins' (Aalto, Ayesta and Righter,
+Queueing Systems 63, 2009): the best ratio of time spent to chance of an end, given how much the
+job has had already. A job of an age where many others ended is treated as nearly done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+_REMEMBERED = 256
+_IMAGINED = np.geomspace(60.0, 600_000.0, 13)
+"""Before anything has ended: any length is as likely as one ten times that long."""
+_OVERTIME = 0.05
+"""A job that takes longer than any before it: what is left, as a share of what is done."""
+_CONFIDENT = 24
+"""So many ends outweigh imagination."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """What jobs took: in device-seconds at their least size, and in useful samples by program."""
+
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    samples: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
+
+    def note(self, program: str, samples: float, took_s: float) -> None:
+        """A job has left the pool."""
+        if took_s > 0:
+            self.took_s.append(took_s)
+        if program and samples > 0:
+            self.samples.setdefault(program, deque(maxlen=_REMEMBERED)).append(samples)
+
+    def tell_samples_left(self, program: str, done: float) -> float | None:
+        """Useful samples left by what the program took before; None if it is new."""
+        known = self.samples.get(program)
+        if not known:
+            return None
+        longer = [took - done for took in known if took > done]
+        return float(np.mean(longer)) if longer else _OVERTIME * done
+
+    def tell_left_s(self, attained_s: Floats) -> Floats:
+        """Device-seconds left by what all jobs took, given what each has had."""
+        weight = np.full(len(self.took_s), 1.0)
+        imagined = max(_CONFIDENT - len(self.took_s), 1) / _CONFIDENT
+        took = np.concatenate([_IMAGINED, np.array(self.took_s)])
+        weight = np.concatenate([np.full(len(_IMAGINED), imagined), weight])
+        order = np.argsort(took, kind="stable")
+        return _gittins(took[order], weight[order], attained_s)
+
+
+def _gittins(took: Floats, weight: Floats, attained: Floats) -> Floats:
+    """Least expected time spent per chance of an end, over all spans to wait for one."""
+    rest = took[None, :] - attained[:, None]
+    mass = np.where(rest > 0, weight[None, :], 0.0)
+    spent = np.cumsum(mass * np.maximum(rest, 0.0), axis=1)
+    ended = np.cumsum(mass, axis=1)
+    beyond = ended[:, -1:] - ended
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = (spent + beyond * np.maximum(rest, 0.0)) / ended
+    ratio = np.where(ended > 0, ratio, np.inf).min(axis=1)
+    # Older than anyone before it: as much again as it has had.
+    return np.where(np.isfinite(ratio), ratio, np.maximum(attained, 60.0))

@@ -1,0 +1,1 @@
+"""How many machines to have, and of which offer. Pure: values in, values out."""

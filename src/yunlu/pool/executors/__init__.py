@@ -1,0 +1,1 @@
+"""Where runs get their devices: this machine, Slurm, Ray; one door, ``executor.Executor``."""

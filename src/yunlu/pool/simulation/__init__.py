@@ -1,0 +1,1 @@
+"""Replays recorded workloads against measured profiles, with the policies that run live."""

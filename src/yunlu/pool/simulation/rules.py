@@ -1,0 +1,81 @@
+"""How a simulated pool works, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How time passes. The defaults are those of Pollux's own simulator."""
+
+    interval_s: float = 60
+    """A decision is made this often."""
+    is_event_driven: bool = False
+    """Decide also whenever a job comes or ends."""
+    restart_s: float = 30
+    """A job whose devices change holds the new ones this long without progress."""
+    restart_s_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
+    slowdown_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What every rate is divided by: the measured system against the profiled one."""
+    restarts_on_move: bool = True
+    """Whether the same shape on other nodes of the same type is a restart, too."""
+    declares_length: bool = True
+    """Whether policies are told how much is left of a job."""
+    is_shared: bool = False
+    """Whether jobs of one application learn from each other's timings and noise."""
+    limit_s: float = 120 * 86400
+    """A policy that has not ended all jobs by then never will."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What is not as it should be; the same for the same seed."""
+
+    seed: int = 0
+    length_error: float = 1.0
+    """Declared lengths are wrong by a factor between 1/this and this, log-uniform."""
+    crash_share: float = 0.0
+    """Of the jobs, that crash once, somewhere on their way."""
+    retry_s: float = 30.0
+    """How long a crashed job waits before it asks for devices again."""
+    checkpoint_s: float = 300.0
+    """A crash loses what was trained since the last checkpoint, made this often."""
+    step_noise: float = 0.0
+    """Standard deviation of the logarithm of step times, drawn anew with each measurement."""
+    interference: float = 0.0
+    """Share of its speed that a job on several nodes loses where it meets another such job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What is in store for one job."""
+
+    declared_factor: float = 1.0
+    crashes_at: float = math.inf
+    """Share of its progress at which it crashes."""
+    noise_seed: tuple[int, int] = (0, 0)
+
+
+def draw_fates(trouble: Trouble, count: int) -> Sequence[Fate]:
+    """One for each job, in the order of the workload; each kind of trouble has its own dice."""
+    lengths, crashes = (np.random.default_rng((trouble.seed, kind)) for kind in range(2))
+    spread = math.log(trouble.length_error)
+    factors = np.exp(lengths.uniform(-spread, spread, count)) if spread > 0 else np.ones(count)
+    crash = crashes.uniform(size=count) < trouble.crash_share
+    places = crashes.uniform(size=count)
+    return [
+        Fate(
+            declared_factor=float(factors[each]),
+            crashes_at=float(places[each]) if crash[each] else math.inf,
+            noise_seed=(trouble.seed, 2 + each),
+        )
+        for each in range(count)
+    ]

@@ -1,0 +1,38 @@
+"""The pool's clock: starts with the time of day, and then only ever goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_JUMP_S = 5.0
+
+
+class SteadyClock:
+    """Seconds since the epoch at the start, plus what has passed since; a clock that is set jumps not."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._steady = wall, steady
+        self._began_at, self._since = wall(), steady()
+        self._told_s = 0.0
+
+    def now(self) -> float:
+        """The instant by which everything is decided."""
+        return self._began_at + (self._steady() - self._since)
+
+    def from_wall(self, at: float) -> float:
+        """An instant that a person named, on this clock."""
+        return at - self._wall() + self.now()
+
+    def find_jump_s(self) -> float | None:
+        """By how much the time of day was set since this was last asked; None where it was not."""
+        off_s = self._wall() - self.now()
+        jump_s, self._told_s = off_s - self._told_s, off_s
+        return jump_s if abs(jump_s) > _JUMP_S else None

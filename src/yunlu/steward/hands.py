@@ -1,0 +1,176 @@
+"""What the steward does to runs, and how it looks at them: through an executor."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from yunlu.core.crew import read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.run import error_of, new_record, settle
+from yunlu.pool.executors.record import read_record as read_leases
+from yunlu.pool.local import WorkerProcess, record_worker, recorded_worker, worker_lock_is_free
+from yunlu.steward.sight import Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.jobs.run import RunRecord
+    from yunlu.pool.allocation.values import Node, Placement
+    from yunlu.pool.executors.executor import Executor
+
+
+class Hands(Protocol):
+    """What can be done to runs."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The machines that are there now."""
+        ...
+
+    def look(self, run_dir: RunDir) -> Sight:
+        """How a run stands now."""
+        ...
+
+    def start(self, run_dir: RunDir, placement: Placement) -> None:
+        """Start a run that waits, or go on with one that rests."""
+        ...
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+        """Ask a run to go on with other devices; False where only a restart can do it."""
+        ...
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """Ask a run to save and stop, or end it at once; does not wait."""
+        ...
+
+    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+        """Write down who works on these runs, where whoever started them had no time to."""
+        ...
+
+
+class NotNowError(StoreError):
+    """The run cannot be asked at this moment; later it can."""
+
+
+class ExecutorHands:
+    """Runs with one executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._node = ""
+        self._records: dict[str, RunRecord] = {}
+        self._codes: dict[str, tuple[int, str | None]] = {}
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Of the executor."""
+        found = self.executor.nodes()
+        self._node = found[0].name if found else ""
+        return found
+
+    def look(self, run_dir: RunDir) -> Sight:
+        """How a run stands, by its own log and what its executor sees of it."""
+        before = self._records.get(run_dir.id) or new_record(run_dir)
+        if before is None:
+            raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
+        record = settle(run_dir, before)
+        self._records[run_dir.id] = record
+        is_alive, devices = self._find_life(run_dir)
+        recorded = recorded_worker(run_dir)
+        has_begun = is_alive or (recorded is not None and recorded.detached)
+        usable, is_ready = _crew_of(run_dir) if is_alive else (None, False)
+        return Sight(
+            state=record.state,
+            is_alive=is_alive,
+            has_begun=has_begun,
+            devices=devices,
+            usable=usable,
+            is_resizable=is_ready and record.state is RunState.RUNNING,
+            node=self._node,
+            step=record.step or 0,
+            steps=record.steps,
+            error=record.error,
+            error_code=self._error_code(run_dir, record),
+        )
+
+    def start(self, run_dir: RunDir, placement: Placement) -> None:
+        """Elastic runs start under a supervisor, even on one device: only so can they grow."""
+        if service.read_record(run_dir).state is RunState.PENDING:
+            service.start(run_dir, on=self.executor, placement=placement)
+        else:
+            service.resume(run_dir, on=self.executor, placement=placement)
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+        """Through its executor; no step is lost."""
+        resized = service.place(run_dir, placement)
+        if resized.how == "later":
+            raise NotNowError(resized.text)
+        return resized.how == "live"
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """Through the run's own verbs."""
+        service.request_stop(run_dir, now=now)
+
+    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+        """A process of this machine whose starter died before it could write it down."""
+        wanted = {str(run_dir.path): run_dir for run_dir in run_dirs}
+        if not wanted:
+            return
+        for process in psutil.process_iter():
+            try:
+                found = wanted.keys() & {*process.cmdline()}
+                if not found or os.getsid(process.pid) != process.pid:
+                    continue
+                started_at = process.create_time()
+            except (psutil.Error, OSError):
+                continue
+            for path in found:
+                record_worker(
+                    wanted[path],
+                    WorkerProcess(
+                        pid=process.pid,
+                        process_started_at=started_at,
+                        host=socket.gethostname(),
+                        detached=True,
+                    ),
+                )
+
+    def _find_life(self, run_dir: RunDir) -> tuple[bool, int]:
+        """Whether anybody works on it, and devices taken: 0 where that is not known."""
+        if read_leases(run_dir) is None:  # never with an executor, or started by hand
+            worker = recorded_worker(run_dir)
+            by_hand = worker is not None and worker.detached and worker.is_alive()
+            if not by_hand and worker_lock_is_free(run_dir):
+                return False, 0
+            crew = read_crew(run_dir)
+            return True, crew.target if crew is not None else 1
+        status = self.executor.status(run_dir)
+        if not status.is_alive:
+            return False, 0
+        # Who was sent away takes a device until the next step's end; who is to come, already.
+        return True, max(status.held.devices, status.wanted.devices, status.workers)
+
+    def _error_code(self, run_dir: RunDir, record: RunRecord) -> str | None:
+        if record.state is not RunState.FAILED:
+            return None
+        known = self._codes.get(run_dir.id)
+        if known is None or known[0] != record.offset:
+            error = error_of(event for event, _ in run_dir.read_events())
+            known = (record.offset, error.code if error is not None else None)
+            self._codes[run_dir.id] = known
+        return known[1]
+
+
+def _crew_of(run_dir: RunDir) -> tuple[int | None, bool]:
+    """The most workers it can use, and whether it can be asked for another number."""
+    if run_dir.servers.is_dir():
+        return None, True
+    crew = read_crew(run_dir)
+    if crew is None or not crew.layouts:
+        return None, False
+    return max(crew.layouts), crew.generation > 0

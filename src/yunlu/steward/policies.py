@@ -1,0 +1,52 @@
+"""Policies by name: ``yunlu``, the baselines, or your own ``module:Class``."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.imports import import_object, names_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.pool.allocation.observations import Estimator
+    from yunlu.pool.allocation.values import Policy
+
+GROUP = "yunlu.policies"
+"""Where others register theirs: a class that is made without arguments."""
+
+
+class PolicyError(YunluError):
+    """There is no such way to share devices."""
+
+    code = "policy"
+
+
+def open_policy(name: str) -> Policy:
+    """The policy of this name, new and without notes."""
+    from yunlu.pool.allocation.baselines import BASELINES  # noqa: PLC0415 (arrays: slow to import)
+    from yunlu.pool.allocation.progress import ProgressPolicy  # noqa: PLC0415
+
+    known: dict[str, Callable[[], Policy]] = {"yunlu": ProgressPolicy, **BASELINES}
+    if name in known:
+        return known[name]()
+    if names_object(name):
+        policy = import_object(name)()
+        if not hasattr(policy, "decide"):
+            raise PolicyError(f"{name} is not a policy: it has no method decide(state)")
+        return policy
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        words = did_you_mean(name, {**known, **points})
+        raise PolicyError(f"there is no policy {name!r}", hint=f"{words}; or your module:Class")
+    return points[name].load()()
+
+
+def open_estimator(least: int = 1) -> Estimator:
+    """Who makes a model of what was seen of a run that needs so many devices to start."""
+    from yunlu.pool.allocation.fitting import Fitter  # noqa: PLC0415 (arrays: slow to import)
+
+    # Sizes are tried step by step, but never below what the run can start on.
+    return Fitter(first_devices=least)

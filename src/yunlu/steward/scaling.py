@@ -1,0 +1,130 @@
+"""Asks a cluster for machines when they are worth it, and gives them back when they are idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.pool.autoscaling.decision import decide_nodes
+from yunlu.pool.autoscaling.values import Lease, Limits, Notes, Offer, Rules
+from yunlu.pool.executors.executor import Scaling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.pool.allocation.values import Node, PoolState
+    from yunlu.pool.executors.executor import Executor, Reserve
+
+_ALWAYS = "always "
+"""Offers of machines that are there anyway begin so: they cost nothing more, and are never asked for."""
+
+_UNPRICED = 1.0
+"""Machines whose price nobody tells are taken to be equally dear."""
+
+
+class Scaler:
+    """Keeps count of machines that come and go; what it forgets, it finds out again."""
+
+    def __init__(self, executor: Executor, rules: Rules | None = None) -> None:
+        self._executor = executor if isinstance(executor, Scaling) else None
+        self._rules = rules or Rules()
+        self._notes = Notes()
+        self._since: dict[str, float] = {}
+        self._idle_since: dict[str, float] = {}
+
+    def follow(
+        self, state: PoolState, claims: Mapping[str, int], *, limits: Limits | None = None
+    ) -> dict[str, str]:
+        """Have as many machines of each kind as are worth it; in words, what was changed and why.
+
+        Args:
+            state: As the allocator sees it.
+            claims: Devices held on each machine.
+            limits: What must not be exceeded.
+        """
+        if self._executor is None:
+            return {}
+        reserves = self._executor.reserves()
+        if not reserves:
+            return {}
+        leases = self._find_leases(state, reserves, claims)
+        offers = [*_standing(reserves, state.nodes), *_offers(reserves, state.nodes)]
+        told = decide_nodes(
+            state,
+            offers=offers,
+            leases=leases,
+            limits=limits or Limits(),
+            rules=self._rules,
+            notes=self._notes,
+        )
+        self._notes = told.notes
+        changed: dict[str, str] = {}
+        for reserve in reserves:
+            wanted = told.wanted.get(reserve.type, 0)
+            if wanted != reserve.awake:
+                self._executor.scale(reserve.type, wanted)
+                reason = told.reasons.get(reserve.type)
+                changed[reserve.type] = reason.text if reason else f"{wanted} wanted"
+        return changed
+
+    def _find_leases(
+        self, state: PoolState, reserves: Sequence[Reserve], claims: Mapping[str, int]
+    ) -> list[Lease]:
+        kinds = {reserve.type for reserve in reserves}
+        names = {node.name for node in state.nodes}
+        self._since = {name: at for name, at in self._since.items() if name in names}
+        leases: list[Lease] = []
+        for node in state.nodes:
+            self._since.setdefault(node.name, state.now)
+            if claims.get(node.name):
+                self._idle_since.pop(node.name, None)
+            else:
+                self._idle_since.setdefault(node.name, state.now)
+            leases.append(
+                Lease(
+                    name=node.name,
+                    offer=node.type if node.type in kinds else _ALWAYS + node.type,
+                    since=self._since[node.name],
+                    idle_since=self._idle_since.get(node.name),
+                    is_leaving=node.is_leaving,
+                )
+            )
+        # Those that are on their way count as held, or they would be asked for again.
+        for reserve in reserves:
+            there = sum(node.type == reserve.type for node in state.nodes)
+            leases += [
+                Lease(name=f"{reserve.type} to come {number}", offer=reserve.type, since=state.now)
+                for number in range(reserve.awake - there)
+            ]
+        return leases
+
+
+def _offers(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+    prices = {node.type: node.dollars_per_hour for node in nodes}
+    return [
+        Offer(
+            key=reserve.type,
+            devices=reserve.devices,
+            type=reserve.type,
+            dollars_per_hour=prices.get(reserve.type) or _UNPRICED,
+            most=reserve.most,
+        )
+        for reserve in reserves
+    ]
+
+
+def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+    kinds = {reserve.type for reserve in reserves}
+    found: dict[str, Offer] = {}
+    for node in nodes:
+        if node.type in kinds or node.is_leaving:
+            continue
+        before = found.get(node.type)
+        found[node.type] = Offer(
+            key=_ALWAYS + node.type,
+            devices=max(node.devices, before.devices if before else 0),
+            type=node.type,
+            dollars_per_hour=node.dollars_per_hour or _UNPRICED,
+            most=(before.most if before else 0) + 1,
+            boot_s=0.0,
+        )
+    return list(found.values())

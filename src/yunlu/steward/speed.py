@@ -1,0 +1,92 @@
+"""From what was seen of runs to what the allocator believes about their speed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.pool.allocation.observations import BatchLimits, Noise, Observations, Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.pool.allocation.observations import Estimator, Model
+    from yunlu.steward.notes import Seen
+    from yunlu.steward.stand import Stand
+
+_SAME = 0.1
+"""A step time that differs by less is the same."""
+_GUESSED_BATCH = 32
+
+
+class Knowledge:
+    """What is known of how fast runs are: of each its own, and of all that are alike."""
+
+    def __init__(self, make_estimator: Callable[[int], Estimator]) -> None:
+        """Needs a way to make an estimator for jobs that start on so many devices or more."""
+        self._make_estimator = make_estimator
+        self._own: dict[str, tuple[Timing, ...]] = {}
+        self._alike: dict[str, tuple[Timing, ...]] = {}
+        self._models: dict[str, Model] = {}
+
+    def learn(self, stand: Stand) -> None:
+        """Take in what a run has shown."""
+        timings = tuple(_timing(seen) for seen in stand.notes.seen)
+        self._own[stand.id] = _merge(self._own.get(stand.id, ()), timings)
+        if signature := stand.entry.signature:
+            self._alike[signature] = _merge(self._alike.get(signature, ()), timings)
+
+    def is_known(self, stand: Stand) -> bool:
+        """Whether anybody has seen a step of it, or of one alike."""
+        return bool(self._own.get(stand.id) or self._alike.get(stand.entry.signature))
+
+    def tell(self, stand: Stand) -> Model:
+        """The model of one run."""
+        course = stand.course
+        base = course.base_batch or _GUESSED_BATCH
+        noise = None if course.noise is None else Noise(*course.noise)
+        seen = Observations(
+            signature=stand.entry.signature or stand.id,
+            limits=_limits(stand.entry.most_batch, base, course.micro_batch),
+            timings=self._own.get(stand.id, ()),
+            noise=noise,
+            shared_timings=self._alike.get(stand.entry.signature, ()),
+        )
+        estimate = self._make_estimator(stand.entry.needs.least)
+        model = estimate(seen, self._models.get(stand.id))
+        self._models[stand.id] = model
+        return model
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: what it has shown stays with those alike."""
+        self._own.pop(run_id, None)
+        self._models.pop(run_id, None)
+
+
+def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:
+    """The batch is the job's own, unless it may follow its workers up to a largest one."""
+    if most is None or most <= base:
+        return BatchLimits(base=base, most=base, local_most=local_most or base, fixed=base)
+    return BatchLimits(base=base, most=most, local_most=local_most or most)
+
+
+def _timing(seen: Seen) -> Timing:
+    return Timing(
+        device_type=seen.device_type,
+        nodes=seen.nodes,
+        devices=seen.devices,
+        local_batch=seen.local_batch,
+        accumulate_s=seen.accumulate_s,
+        step_s=seen.step_s,
+    )
+
+
+def _merge(known: tuple[Timing, ...], new: tuple[Timing, ...]) -> tuple[Timing, ...]:
+    """The same object where nothing has really changed: whoever fits models counts on that."""
+    by_shape = {timing[:4]: timing for timing in known}
+    has_changed = False
+    for timing in new:
+        before = by_shape.get(timing[:4])
+        if before is None or abs(timing.step_s - before.step_s) > _SAME * before.step_s:
+            by_shape[timing[:4]] = timing
+            has_changed = True
+    return tuple(by_shape.values()) if has_changed else known

@@ -1,0 +1,109 @@
+"""What the pool looks like, as plain figures for a table, a script, or a page."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from yunlu.steward.stand import Phase, count_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.pool.allocation.values import Decision, Node
+    from yunlu.steward.forecast import Forecast
+    from yunlu.steward.journal import PoolSettings
+    from yunlu.steward.monitor import Usage
+    from yunlu.steward.stand import Stand
+
+
+def make_view(
+    stands: Sequence[Stand],
+    nodes: Sequence[Node],
+    decision: Decision,
+    forecasts: Mapping[str, Forecast],
+    *,
+    now: float,
+    machine: Mapping[str, float],
+    usage: Mapping[str, Usage],
+    settings: PoolSettings,
+    decided_ms: float,
+    troubles: Mapping[str, str],
+) -> dict[str, Any]:
+    """Everything ``yunlu pool`` shows; strict JSON, with null for what is not known."""
+    held = {node.name: 0 for node in nodes}
+    for stand in stands:
+        for name, count in stand.notes.claims.items():
+            held[name] = held.get(name, 0) + count
+    return {
+        "at": now,
+        "policy": settings.policy,
+        "executor": settings.executor,
+        "nodes": [_node(node, held[node.name]) for node in nodes],
+        "devices": sum(node.devices for node in nodes),
+        "held": sum(held.values()),
+        "dollars_per_hour": sum(node.dollars_per_hour for node in nodes),
+        "machine": dict(machine),
+        "decided_ms": round(decided_ms, 3),
+        "runs": [
+            _run(stand, decision, forecasts.get(stand.id), usage.get(stand.id))
+            for stand in stands
+            if not (
+                stand.phase.is_over and not stand.notes.claims and stand.phase is not Phase.PAUSED
+            )
+        ],
+        "troubles": dict(troubles),
+    }
+
+
+def _node(node: Node, held: int) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "type": node.type,
+        "devices": node.devices,
+        "held": held,
+        "dollars_per_hour": node.dollars_per_hour,
+        "is_spot": node.is_spot,
+        "is_leaving": node.is_leaving,
+    }
+
+
+def _run(
+    stand: Stand, decision: Decision, foreseen: Forecast | None, usage: Usage | None
+) -> dict[str, Any]:
+    entry, notes = stand.entry, stand.notes
+    done, remaining = count_samples(stand)
+    pace_s = stand.course.pace_s(notes.placement.devices)
+    batch = stand.course.batch
+    wanted = decision.placements.get(stand.id)
+    reason = decision.reasons.get(stand.id)
+    whole = done + remaining if remaining is not None else None
+    return {
+        "id": stand.id,
+        "phase": stand.phase.value,
+        "state": stand.sight.state.value,
+        "priority": entry.priority,
+        "team": entry.team,
+        "devices": notes.placement.devices,
+        "shares": [list(share) for share in notes.shares],
+        "wanted": wanted.devices if wanted else 0,
+        "least": entry.needs.least,
+        "most": entry.needs.most,
+        "submitted_at": entry.submitted_at,
+        "deadline_at": entry.deadline_at,
+        "progress": done / whole if whole else None,
+        "samples_per_s": batch / pace_s if batch and pace_s else None,
+        "cores": usage.cores if usage else None,
+        "memory_bytes": usage.memory_bytes if usage else None,
+        "restarts": notes.restarts,
+        "device_s": notes.served_device_s,
+        "dollars": notes.spent_dollars,
+        "start_at": _finite(foreseen.start_at) if foreseen else None,
+        "end_at": _finite(foreseen.end_at) if foreseen else None,
+        "reason": notes.given_up or (reason.text if reason else "") or notes.failure,
+        "problem": stand.problem,
+    }
+
+
+def _finite(at: float | None) -> float | None:
+    return at if at is not None and math.isfinite(at) else None

@@ -1,0 +1,154 @@
+"""Where the contract of executors is tried: a small job, and what differs from place to place."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from yunlu.core.crew import read_crew
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors.executor import Executor
+from yunlu.spec.load import load_job
+from yunlu.training.data.order import StepOrder, digest_of
+
+BATCH, PATIENCE_S = 24, 120
+JOB = f"""
+task: language-modeling
+model: {{name: transformer, args: {{width: 32, layers: 2, heads: 4}}}}
+data: {{train: text.txt, max_length: 24}}
+spares: 0
+train:
+  steps: STEPS
+  batch: {BATCH}
+  micro_batch: 4
+  optimizer: {{name: adamw, lr: 0.0003, kernel: fused}}
+  schedule: {{name: constant, warmup: 0}}
+  precision: fp32
+  padding: pad
+  compile: false
+  threads: 1
+  workers: 0
+  evaluate: never
+  checkpoint: {{every: 1000, keep_best: 0}}
+"""
+FOR_EVER = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One executor, and what a test has to know of it."""
+
+    executor: Executor
+    small: Placement
+    """What runs are started with: two devices on one node, so that there is something to take."""
+    large: Placement
+    """More: on several nodes, where there are several."""
+    starter: str
+    """``module:name`` of the function that has really started something when it returns."""
+    kill: Callable[[RunDir], None]
+    """End a run's processes, all of them, without a word; the cluster is not asked."""
+
+
+def submit(directory: Path, *, steps: int = FOR_EVER) -> RunDir:
+    """A pending run, submitted from a directory with its data."""
+    words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+    lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
+    (directory / "text.txt").write_text("\n".join(lines))
+    (directory / "job.yaml").write_text(JOB.replace("STEPS", str(steps)))
+    return service.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
+
+
+def told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+    return [event.data for event, _ in run.read_events() if event.kind is kind]
+
+
+def state(run: RunDir) -> str:
+    return told(run, EventKind.STATE)[-1]["state"]
+
+
+def step(run: RunDir) -> int:
+    return max((record["step"] for record, _ in run.read_metrics()), default=0)
+
+
+def await_(
+    run: RunDir, until: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S
+) -> None:
+    """Until something is so; with the run's own words where it never is."""
+    deadline = time.monotonic() + patience_s
+    while not until():
+        if time.monotonic() > deadline:
+            files = [run.log, *sorted(run.logs.glob("*.log")), run.path / "executor.jsonl"]
+            words = "\n".join(f"--- {f.name}\n{f.read_text()[-2500:]}" for f in files if f.exists())
+            raise AssertionError(f"never: {what}; {told(run, EventKind.STATE)}\n{words}")
+        time.sleep(0.05)
+
+
+def await_step(run: RunDir, wanted: int) -> None:
+    def is_there() -> bool:
+        assert not (errors := told(run, EventKind.ERROR)), errors
+        return step(run) >= wanted
+
+    await_(run, is_there, f"step {wanted}")
+
+
+def await_workers(run: RunDir, count: int) -> None:
+    """Until steps are made by so many."""
+
+    def is_there() -> bool:
+        crews = told(run, EventKind.CREW)
+        return bool(crews) and len(crews[-1]["ranks"]) == count
+
+    await_(run, is_there, f"{count} workers")
+    await_step(run, step(run) + 3)
+
+
+def check_samples(run: RunDir) -> None:
+    """Each step up to the last took exactly its samples, each of them once."""
+    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    committed = {record["step"]: record for record in records}
+    assert sorted(committed) == [*range(1, max(committed) + 1)]
+    samples = told(run, EventKind.DATA)[0]["train"]
+    for number, rows in enumerate(StepOrder(samples=samples, batch=BATCH, seed=0).steps_from(0), 1):
+        if number not in committed:
+            break
+        assert int(committed[number]["digest"], 16) == digest_of(rows), number
+        assert committed[number]["samples"] == len(rows)
+
+
+def processes_of(run: RunDir) -> list[psutil.Process]:
+    """Everyone who works for the run on this machine."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and str(run.path) in process.cmdline():
+                found.append(process)
+    return found
+
+
+def kill_processes(run: RunDir) -> None:
+    """All at once: nobody is left to start a supervisor again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while processes := processes_of(run):
+        assert time.monotonic() < deadline, processes
+        for process in processes:
+            with suppress(psutil.Error):
+                process.suspend()
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
+
+
+def workers_of(run: RunDir) -> int:
+    crew = read_crew(run)
+    return sum(member.rank is not None for member in crew.members) if crew else 0

@@ -1,0 +1,34 @@
+"""The contract of executors on a real Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.places import Place, kill_processes
+from tests.integration.ray_rig import RayRig, why_no_ray
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors.ray_executor import RayExecutor
+
+
+@contextmanager
+def open_ray_place(directory: Path) -> Generator[Place]:
+    del directory  # the names of Ray's sockets would be too long there
+    if (reason := why_no_ray()) is not None:
+        pytest.skip(reason)
+    with RayRig(2, 1) as rig:
+        first, second = rig.raylets
+        executor = RayExecutor(rig.address)
+        try:
+            yield Place(
+                executor=executor,
+                small=Placement(((first, 2),)),
+                large=Placement(((first, 2), (second, 1))),
+                starter="yunlu.pool.executors.ray_executor:RayExecutor.submit",
+                kill=kill_processes,
+            )
+        finally:
+            executor.close()

@@ -1,0 +1,241 @@
+"""What every executor must do: the same job, unchanged, on all of them."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.places import (
+    Place,
+    await_,
+    await_step,
+    await_workers,
+    check_samples,
+    kill_processes,
+    processes_of,
+    state,
+    step,
+    submit,
+)
+from tests.integration.slurm_rig import SlurmRig, why_no_slurm
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import NOTHING, Placement
+from yunlu.pool.executors.executor import ExecutorError, LeaseState, Scaling
+from yunlu.pool.executors.finding import executor_of, open_executor
+from yunlu.pool.executors.record import RECORD
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@contextmanager
+def local_place(directory: Path) -> Generator[Place]:
+    executor = open_executor("local://?devices=4&node=here")
+    yield Place(
+        executor=executor,
+        small=Placement((("here", 2),)),
+        large=Placement((("here", 3),)),
+        starter="yunlu.pool.executors.local:start_worker",
+        kill=kill_processes,
+    )
+
+
+@contextmanager
+def slurm_place(directory: Path) -> Generator[Place]:
+    if (reason := why_no_slurm()) is not None:
+        pytest.skip(reason)
+    with SlurmRig(directory) as rig, pytest.MonkeyPatch.context() as patch:
+        for name, value in rig.environment.items():
+            patch.setenv(name, value)
+        yield Place(
+            executor=open_executor("slurm://main"),
+            small=Placement((("n1", 2),)),
+            large=Placement((("n1", 2), ("n2", 1))),
+            starter="yunlu.pool.executors.slurm:SlurmExecutor.submit",
+            kill=kill_processes,
+        )
+
+
+@contextmanager
+def ray_place(directory: Path) -> Generator[Place]:
+    try:
+        module = importlib.import_module("tests.contracts.places_ray")
+    except ModuleNotFoundError:
+        pytest.skip("there is no place for Ray yet")
+    with module.open_ray_place(directory) as place:
+        yield place
+
+
+PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+    "local": local_place,
+    "slurm": slurm_place,
+    "ray": ray_place,
+}
+
+
+@pytest.fixture(scope="module", params=list(PLACES))
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def run(place: Place, tmp_path: Path) -> Iterator[RunDir]:
+    """A pending run; nothing of it outlives the test."""
+    made = submit(tmp_path)
+    try:
+        yield made
+    finally:
+        if (made.path / RECORD).exists():
+            place.executor.stop(made, now=True)
+        kill_processes(made)
+
+
+def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
+    place: Place, run: RunDir
+) -> None:
+    executor = place.executor
+    service.start(run, on=executor, placement=place.small)
+    with pytest.raises(StoreError, match="was started before"):
+        service.start(run, on=executor, placement=place.small)
+    await_step(run, 5)
+    assert executor.status(run).held == place.small
+
+    if executor.capabilities().resizes_live:
+        assert service.place(run, place.large).how == "live"
+        await_workers(run, place.large.devices)
+        status = executor.status(run)
+        assert status.is_alive
+        assert status.workers == place.large.devices
+        assert sorted(status.held.shares) == sorted(place.large.shares)
+        node, devices = place.small.shares[0]
+        less = executor.resize(run, Placement(((node, devices - 1),))).how
+        assert less == ("live" if executor.capabilities().moves_lead else "restart")
+        assert service.place(run, place.small).how == "live"
+        await_workers(run, place.small.devices)
+        await_(run, lambda: executor.status(run).held == place.small, "the lease is given back")
+
+    record = service.stop(run)
+    assert record.state == "stopped"
+    await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
+    await_(run, lambda: not processes_of(run), "no process is left")
+    check_samples(run)
+
+    before = step(run)
+    service.resume(run)  # where it was, with what it had
+    await_step(run, before + 5)
+    assert executor.status(run).held == place.small
+    assert service.stop(run, now=True).state == "stopped"
+    await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
+    assert executor.logs(run)[0] == run.log
+    happenings = [happening for happening, _ in executor.events(run)]
+    assert {"asked", "running", "gone"} <= {happening.what for happening in happenings}
+
+
+_STARTER = """
+import importlib, os, signal, sys
+from pathlib import Path
+from yunlu.core.rundir import RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors.finding import open_executor
+
+path, address, shares, starter, moment = sys.argv[1:]
+module, _, name = starter.partition(":")
+owner = importlib.import_module(module)
+for part in name.split(".")[:-1]:
+    owner = getattr(owner, part)
+name = name.split(".")[-1]
+real = getattr(owner, name)
+
+def start(*words, **options):
+    if moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*words, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(owner, name, start)
+placement = Placement(tuple((node, int(count)) for node, count in eval(shares)))
+service.start(RunDir(Path(path)), on=open_executor(address), placement=placement)
+"""
+
+
+def start_and_be_killed(place: Place, run: RunDir, moment: str) -> None:
+    words = [str(run.path), place.executor.address, repr(place.small.shares), place.starter, moment]
+    done = subprocess.run([sys.executable, "-c", _STARTER, *words], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_run_outlives_who_started_it_and_when_it_is_killed_too_it_is_lost_with_the_reason(
+    place: Place, run: RunDir
+) -> None:
+    start_and_be_killed(place, run, "after")
+    await_(run, lambda: state(run) != "pending", "it has begun")
+    executor = executor_of(run)
+    assert executor is not None
+    assert executor.status(run).held == place.small
+    await_step(run, 3)
+    place.kill(run)
+    await_(run, lambda: service.read_record(run).state == "lost", "it is found to be lost")
+    assert service.read_record(run).error
+    (lease,) = executor.status(run).leases
+    assert lease.state is LeaseState.GONE
+    assert lease.reason
+
+
+@pytest.mark.long
+def test_a_run_comes_to_its_end(place: Place, tmp_path: Path) -> None:
+    run = submit(tmp_path, steps=30)
+    try:
+        service.start(run, on=place.executor, placement=place.large)
+        await_(run, lambda: service.read_record(run).state == "finished", "its end")
+        await_(run, lambda: not place.executor.status(run).is_alive, "no lease is left")
+        check_samples(run)
+        assert (run.model / "model.safetensors").exists()
+    finally:
+        place.executor.stop(run, now=True)
+        kill_processes(run)
+
+
+def test_who_is_killed_before_starting_a_run_leaves_nothing_behind(
+    place: Place, run: RunDir
+) -> None:
+    start_and_be_killed(place, run, "before")
+    assert service.read_record(run).state in {"pending", "lost"}
+    (lease,) = place.executor.status(run).leases
+    assert (lease.state, lease.reason) == (LeaseState.GONE, "it was never started")
+    assert not processes_of(run)
+
+
+def test_what_cannot_be_is_refused_with_a_reason(place: Place, tmp_path: Path) -> None:
+    executor = place.executor
+    for stranger in (RunDir(tmp_path / "nowhere"), submit(tmp_path)):
+        with pytest.raises(StoreError, match=str(stranger.path)):
+            executor.status(stranger)
+        with pytest.raises(StoreError, match=str(stranger.path)):
+            executor.stop(stranger)
+        with pytest.raises(StoreError, match=str(stranger.path)):
+            executor.resize(stranger, place.small)
+    for placement in (NOTHING, Placement((("no-such-node", 1),))):
+        pending = submit(tmp_path)
+        with pytest.raises(ExecutorError, match=r"no-such-node|no devices|nothing"):
+            service.start(pending, on=executor, placement=placement)
+        assert service.read_record(pending).state == "failed"
+
+
+def test_its_nodes_have_what_is_asked_of_them(place: Place) -> None:
+    executor = place.executor
+    assert executor.capabilities().scales == isinstance(executor, Scaling)
+    nodes = {node.name: node.devices for node in executor.nodes()}
+    for name, devices in place.large.shares:
+        assert nodes[name] >= devices

@@ -1,0 +1,140 @@
+"""A supervisor without torch: a run that trains nothing, but grows, shrinks, saves and resumes.
+
+What it does in a step takes ``step_s`` of the job's model arguments, divided by its workers; every
+step goes into the ledger once. It obeys the run directory's protocol, as the real one does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from yunlu.core.crew import Crew, Unpacker, pack, write_crew
+from yunlu.core.files import append_lines, read_last
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.planning.layout import Layout
+from yunlu.pool.local import WorkerProcess, record_worker
+
+BATCH = 8
+
+
+class LightCrew:
+    """One life of a run."""
+
+    def __init__(self, run: RunDir, devices: int) -> None:
+        self.run, self.target, self.generation = run, devices, 0
+        self.job = json.loads(run.job.read_bytes())["model"]["args"]
+        self.is_asked = False
+        self.started_at = psutil.Process().create_time()
+        self.token = secrets.token_hex(8)
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.server, selectors.EVENT_READ, None)
+        signal.signal(signal.SIGTERM, self.stop)
+
+    def stop(self, *_: object) -> None:
+        self.is_asked = True
+
+    def live(self) -> int:
+        run = self.run
+        lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+        self.save()
+        host = socket.gethostname()
+        record_worker(run, WorkerProcess(pid=os.getpid(), process_started_at=self.started_at,
+                                         host=host, detached=True))  # fmt: skip
+        run.emit(EventKind.LIFE, number=lives + 1, pid=os.getpid(),
+                 process_started_at=self.started_at)  # fmt: skip
+        run.emit(EventKind.STATE, state="planning")
+        if self.job.get("fate") == "crash":
+            return 3
+        steps = int(self.job.get("steps", 100))
+        run.emit(EventKind.PLAN, batch=BATCH, micro_batch=BATCH, steps=steps)
+        run.emit(EventKind.STATE, state="running")
+        last = read_last(run.ledger)
+        step = last["step"] if last else 0
+        while step < steps:
+            if self.is_asked:
+                run.emit(EventKind.STATE, state="stopping", reason="asked to stop")
+                run.emit(EventKind.CHECKPOINT, step=step, path="x", bytes=1, seconds=0.0)
+                run.emit(EventKind.STATE, state="stopped")
+                return 0
+            step = self.make_step(step, lives + 1)
+        run.emit(EventKind.STATE, state="finished")
+        return 0
+
+    def make_step(self, step: int, life: int) -> int:
+        if self.generation == 0 or self.workers != self.target:
+            self.generation, self.workers = self.generation + 1, self.target
+            ranks = [{"rank": rank, "member": rank, "host": "here"} for rank in range(self.workers)]
+            self.run.emit(EventKind.CREW, generation=self.generation, layout=f"dp{self.workers}",
+                          reason="", from_step=step, redone_steps=0, ranks=ranks, lost_s=0.1)  # fmt: skip
+            self.save()
+        span_s = float(self.job.get("step_s", 0.05)) / self.workers
+        until = time.monotonic() + span_s
+        while (left_s := until - time.monotonic()) > 0:
+            self.listen(left_s)
+        step += 1
+        append_lines(self.run.ledger, [{"step": step, "samples": BATCH}])
+        record = {"step": step, "samples": step * BATCH, "at": time.time(), "life": life,
+                  "compute_s": span_s, "generation": self.generation, "loss": 1.0}  # fmt: skip
+        append_lines(self.run.metrics, [record])
+        return step
+
+    workers = 0
+
+    def listen(self, timeout_s: float) -> None:
+        for key, _ in self.selector.select(timeout_s):
+            if key.data is None:
+                link, _ = self.server.accept()
+                self.selector.register(link, selectors.EVENT_READ, Unpacker())
+                continue
+            link: Any = key.fileobj
+            data = link.recv(65536)
+            if not data:
+                self.selector.unregister(link)
+                link.close()
+                continue
+            for message in key.data.feed(data):
+                if message.get("kind") == "resize":
+                    self.target = int(message["devices"])
+                    self.save()
+                    answer = {"is_accepted": True, "text": "resized", "layout": f"dp{self.target}"}
+                    link.sendall(pack(answer))
+
+    def save(self) -> None:
+        write_crew(
+            self.run,
+            Crew(
+                host="127.0.0.1",
+                port=self.server.getsockname()[1],
+                token=self.token,
+                pid=os.getpid(),
+                process_started_at=self.started_at,
+                node_module="x",
+                generation=self.generation,
+                target=self.target,
+                layouts={count: Layout(dp=count).model_dump() for count in range(1, 9)},
+            ),
+        )
+
+
+def main() -> int:
+    run = RunDir(Path(sys.argv[-1]))
+    with (run.path / "worker.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return LightCrew(run, int(sys.argv[sys.argv.index("--devices") + 1])).live()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The pool's service, with runs that train nothing."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from yunlu.pool.executors import local
+from yunlu.steward import program
+
+LIGHT_CREW = (sys.executable, str(Path(__file__).with_name("light_crew.py")))
+
+
+def light_program(run_dir: object, devices: int) -> tuple[str, ...]:
+    return (*LIGHT_CREW, "--devices", str(devices))
+
+
+if __name__ == "__main__":
+    local.lead_program = light_program
+    sys.exit(program.main())

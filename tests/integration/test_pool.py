@@ -1,0 +1,240 @@
+"""The pool's service as a process, killed under load; runs as processes that train nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from yunlu.core.crew import read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.files import read_lines
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.pool.local import recorded_worker
+from yunlu.spec.job import Job
+from yunlu.steward import control, queue
+from yunlu.steward.explanation import explain
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.queue import Asked, enqueue
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+SERVICE = (sys.executable, str(Path(__file__).with_name("pool_service.py")))
+_PATIENCE_S = 120
+DEVICES = 4
+
+
+class Pool:
+    """A pool of four shares of this machine, and what was queued in it."""
+
+    def __init__(self, home: Path, policy: str = "yunlu") -> None:
+        self.home, self.policy = home, policy
+        self.runs: list[RunDir] = []
+
+    def up(self) -> int:
+        address = f"local://?devices={DEVICES}"
+        settings = PoolSettings(
+            executor=address, policy=self.policy, round_s=2.0, look_s=0.1, stall_s=600.0
+        )
+        return control.bring_up(self.home, settings).pid
+
+    def kill(self) -> None:
+        """As the system does when memory runs out."""
+        found = control.find_service(self.home)
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+        self.wait(lambda: control.find_service(self.home) is None)
+
+    def submit(
+        self, name: str = "light", *, steps: int = 100, step_s: float = 0.05, fate: str = "",
+        devices: int | str = "auto", **asked: object,
+    ) -> RunDir:  # fmt: skip
+        args = {"steps": steps, "step_s": step_s, "fate": fate}
+        job = Job.model_validate(
+            {
+                "name": name,
+                "task": "tabular-classification",
+                "data": "made:x",
+                "model": {"name": "mlp", "args": args},
+                "train": {"steps": steps, "batch": 8},
+                "devices": devices,
+            }
+        )
+        self.runs.append(enqueue(job, Asked.model_validate(asked)))
+        return self.runs[-1]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.tell()
+            self.judge()
+            time.sleep(0.05)
+
+    def wait_states(self, state: RunState) -> None:
+        self.wait(lambda: all(state_of(run) is state for run in self.runs))
+
+    def judge(self) -> None:
+        """Nobody works on a run that another one works on; nobody takes what is not there."""
+        held = 0
+        for run in self.runs:
+            found = processes_of(run)
+            assert len(found) <= 1, f"{run.id} is run twice: {found}"
+            crew = read_crew(run)
+            if found and crew is not None and crew.pid == found[0]:
+                held += crew.target
+        assert held <= DEVICES, self.tell()
+
+    def check_samples(self) -> None:
+        """Every step was made once: nothing was lost, and nothing done again."""
+        for run in self.runs:
+            steps = [line["step"] for line, _ in read_lines(run.ledger)]
+            assert steps == list(range(1, len(steps) + 1)), run.id
+
+    def tell(self) -> str:
+        journal = Journal(self.home)
+        texts = [str(journal.read_view()), *map(str, journal.read_decisions())]
+        texts.append(journal.log.read_text() if journal.log.exists() else "")
+        for run in self.runs:
+            texts += [run.id, *(str(event)[:300] for event, _ in run.read_events())]
+            texts += (
+                [(run.path / "pool.json").read_text()] if (run.path / "pool.json").exists() else []
+            )
+            texts += [run.log.read_text()] if run.log.exists() else []
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        control.bring_down(self.home)
+        for run in self.runs:
+            for pid in processes_of(run):
+                os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(run: RunDir) -> list[int]:
+    """Heads of a session that work on the run."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            mine = str(run.path) in process.cmdline() and os.getsid(process.pid) == process.pid
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def state_of(run: RunDir) -> RunState:
+    told = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    return RunState(told[-1])
+
+
+def lives_of(run: RunDir) -> int:
+    return sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+
+
+@pytest.fixture
+def pool(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    monkeypatch.setattr(control, "PROGRAM", SERVICE)
+    found = Pool(own_home)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def test_queue_survives_the_service_being_killed_at_random_moments(pool: Pool) -> None:
+    seed = int(os.environ.get("YUNLU_SEED", "7"))
+    sys.stdout.write(f"seed {seed}\n")
+    chance = random.Random(seed)
+    sizes = [(1, 4), (1, 2), (2, 2), (1, 4), (1, 1)]
+    for number, (least, most) in enumerate(sizes):
+        pool.submit(f"job{number}", steps=chance.randrange(60, 140), min_devices=least,
+                    max_devices=most)  # fmt: skip
+    for _ in range(3):
+        pool.up()
+        until = time.monotonic() + chance.uniform(0.0, 2.5)
+        pool.wait(lambda until=until: time.monotonic() > until)
+        pool.kill()
+    pool.up()
+    pool.wait_states(RunState.FINISHED)
+    pool.wait(lambda: not any(processes_of(run) for run in pool.runs))
+    pool.check_samples()
+    view = Journal(pool.home).read_view()
+    pool.wait(lambda: (Journal(pool.home).read_view() or {}).get("held") == 0)
+    assert view is not None
+
+
+def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) -> None:
+    first = pool.submit("first", steps=4000, step_s=0.2, max_devices=4)
+    pool.up()
+    with pytest.raises(StoreError, match="up already"):
+        pool.up()
+    pool.wait(lambda: (read_crew(first) or Nothing).target == 4)
+    worker = recorded_worker(first)
+    assert worker is not None
+    pool.kill()
+    assert worker.is_alive()
+    pool.up()
+    second = pool.submit("second", steps=4000, step_s=0.2, priority=1)
+    pool.wait(lambda: state_of(second) is RunState.RUNNING)
+    assert lives_of(first) == 1
+    assert recorded_worker(first) == worker
+    pool.judge()
+
+    said = explain(pool.home, second)
+    assert said.history
+    assert said.standing.startswith(("running", "changing"))
+    assert set(said.holders) == {first.id, second.id}
+
+    queue.pause(first)
+    pool.wait(lambda: state_of(first) is RunState.STOPPED and not processes_of(first))
+    pool.wait(lambda: (read_crew(second) or Nothing).target == 4)
+    assert "paused" in explain(pool.home, first).standing
+    queue.put_back(first)
+    pool.wait(lambda: state_of(first) is RunState.RUNNING)
+    assert lives_of(first) == 2
+
+    for run in (first, second):
+        queue.withdraw(run)
+        service.stop(run)
+    pool.wait(lambda: not processes_of(first) and not processes_of(second))
+    pool.wait(lambda: (Journal(pool.home).read_view() or {}).get("held") == 0)
+    pool.check_samples()
+    assert [lives_of(first), lives_of(second)] == [2, 1]
+
+
+def test_job_that_crashes_at_start_does_not_hold_up_the_others(pool: Pool) -> None:
+    bad = pool.submit("bad", fate="crash")
+    good = pool.submit("good", steps=20)
+    pool.up()
+    pool.wait(lambda: state_of(good) is RunState.FINISHED)
+    notes = json.loads((bad.path / "pool.json").read_text())
+    assert notes["failures"] >= 1
+    assert notes["shares"] == []
+    assert "failed" in explain(pool.home, bad).standing
+
+
+def test_pool_goes_down_with_its_jobs_and_goes_on_with_them(pool: Pool) -> None:
+    run = pool.submit("long", steps=60, step_s=0.4, max_devices=2)
+    pool.up()
+    pool.wait(run.ledger.exists)
+    assert control.bring_down(pool.home, stop_jobs=True)
+    pool.wait(lambda: state_of(run) is RunState.STOPPED and not processes_of(run))
+    assert not control.bring_down(pool.home)
+    pool.up()
+    pool.wait_states(RunState.FINISHED)
+    pool.check_samples()
+    assert lives_of(run) == 2
+
+
+class Nothing:
+    target = 0

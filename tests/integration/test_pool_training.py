@@ -1,0 +1,88 @@
+"""Two real trainings in a pool of two shares: the first makes room for the second, nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from yunlu.core.files import read_lines
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.run import log_tail
+from yunlu.spec.job import Job
+from yunlu.steward import control
+from yunlu.steward.explanation import explain
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.queue import Asked, enqueue, withdraw
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+BATCH = 32
+_PATIENCE_S = 170
+
+
+def submit(name: str, steps: int) -> RunDir:
+    job = Job.model_validate(
+        {
+            "name": name,
+            "task": "tabular-classification",
+            "model": {"name": "mlp", "args": {"hidden": [64]}},
+            "data": "sklearn:digits",
+            "train": {"steps": steps, "batch": BATCH, "evaluate": "never", "precision": "fp32"},
+            "spares": 0,
+        }
+    )
+    return enqueue(job, Asked(max_devices=2))
+
+
+def sizes_of(run: RunDir) -> list[int]:
+    crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
+    return [len(event.data["ranks"]) for event in crews]
+
+
+def wait(condition: Callable[[], bool], *runs: RunDir) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        for run in runs:
+            record = service.read_record(run)
+            assert record.state is not RunState.FAILED, "\n".join(log_tail(run))
+        assert time.monotonic() < deadline, [sizes_of(run) for run in runs]
+        time.sleep(0.1)
+
+
+def check_samples(run: RunDir, steps: int | None = None) -> None:
+    """Every step was made once, with all of its samples: the last one of an epoch has the rest."""
+    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.ledger)]
+    count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
+    full, rest = divmod(count, BATCH)
+    epoch = [BATCH] * full + [rest] * (rest > 0)
+    steps = len(taken) if steps is None else steps
+    assert taken == [(step, epoch[(step - 1) % len(epoch)]) for step in range(1, steps + 1)]
+
+
+def test_runs_make_room_for_each_other_and_lose_nothing(own_home: Path) -> None:
+    settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=2.0, look_s=0.2)
+    control.bring_up(own_home, settings)
+    runs: list[RunDir] = []
+    try:
+        runs.append(submit("first", 100_000))
+        wait(lambda: 2 in sizes_of(runs[0]), *runs)  # alone, it grows
+        runs.append(submit("second", 200))
+        wait(lambda: service.read_record(runs[1]).state is RunState.FINISHED, *runs)
+        wait(lambda: sizes_of(runs[0])[-1] == 2, *runs)  # and again
+        assert explain(own_home, runs[0]).history
+        withdraw(runs[0])
+        record = service.stop(runs[0])
+        assert record.state is RunState.STOPPED
+    finally:
+        control.bring_down(own_home, stop_jobs=True)
+        for run in runs:
+            service.stop(run, now=True)
+    assert 1 in sizes_of(runs[0])
+    check_samples(runs[1], 200)
+    check_samples(runs[0])
+    assert "Traceback" not in Journal(own_home).log.read_text()

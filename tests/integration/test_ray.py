@@ -1,0 +1,243 @@
+"""Runs on a real Ray cluster of several raylets, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.contracts.places import (
+    await_,
+    await_step,
+    check_samples,
+    kill_processes,
+    processes_of,
+    state,
+    step,
+    submit,
+    told,
+)
+from tests.integration.ray_rig import RayRig, why_no_ray
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors.executor import ExecutorError, LeaseState
+from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.pool.executors.record import RECORD
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray())),
+]
+
+_PATIENCE_S = 300
+_DRIVER = """
+import sys, time
+from pathlib import Path
+from yunlu.core.rundir import RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors.ray_executor import RayExecutor
+shares = tuple((node, 1) for node in sys.argv[3:])
+on = RayExecutor(sys.argv[1])
+service.start(RunDir(Path(sys.argv[2])), on=on, placement=Placement(shares))
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def rig() -> Generator[RayRig]:
+    with RayRig(1, 1, 1, client=True) as made:
+        yield made
+
+
+@pytest.fixture
+def executor(rig: RayRig) -> Generator[RayExecutor]:
+    made = RayExecutor(f"ray?head={rig.head}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunDir]:
+    """A pending run; nothing of it outlives the test."""
+    made = submit(tmp_path)
+    try:
+        yield made
+    finally:
+        if (made.path / RECORD).exists():
+            executor.stop(made, now=True)
+        kill_processes(made)
+
+
+def family_on(run: RunDir, raylet: int) -> list[psutil.Process]:
+    """Who works for the run on the node of a raylet."""
+    keepers = [each for each in processes_of(run) if str(raylet) in each.cmdline()]
+    return keepers + [child for each in keepers for child in each.children(recursive=True)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def await_crew(run: RunDir, count: int) -> None:
+    """Until so many make steps; each node has to load torch first, all of them on this machine."""
+
+    def is_there() -> bool:
+        crews = told(run, EventKind.CREW)
+        return bool(crews) and len(crews[-1]["ranks"]) == count
+
+    await_(run, is_there, f"{count} workers", patience_s=_PATIENCE_S)
+    await_step(run, step(run) + 3)
+
+
+def spread(nodes: list[str]) -> Placement:
+    return Placement(tuple((node, 1) for node in nodes))
+
+
+def rest(run: RunDir, executor: RayExecutor) -> None:
+    """Stopped and saved, nobody left, no sample lost or taken twice."""
+    service.stop(run)
+    assert state(run) == "stopped"
+    await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
+    await_(run, lambda: not processes_of(run), "no process is left")
+    check_samples(run)
+
+
+def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
+    rig: RayRig, executor: RayExecutor, run: RunDir
+) -> None:
+    nodes = list(rig.raylets)
+    assert {node.name: node.devices for node in executor.nodes()} == dict.fromkeys(nodes, 1)
+    words = [sys.executable, "-c", _DRIVER, executor.address, str(run.path), *nodes]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "started\n"
+        os.kill(driver.pid, signal.SIGKILL)
+    await_crew(run, 3)
+    status = executor.status(run)  # of an executor that has started nothing
+    assert [each.state for each in status.leases] == [LeaseState.RUNNING] * 3
+    assert status.held == status.wanted == spread(nodes)
+
+    on_it = family_on(run, rig.raylets[nodes[2]])
+    assert len(on_it) > 3  # the keeper, the lease, the node and its worker
+    killed_at = time.time()
+    rig.kill(nodes[2])
+    await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
+    await_(run, lambda: executor.status(run).leases[2].state is LeaseState.GONE, "it is known")
+    assert "raylet" in executor.status(run).leases[2].reason
+    await_crew(run, 2)
+    await_step(run, step(run) + 20)
+    crew = told(run, EventKind.CREW)[-1]
+    assert crew["redone_steps"] == 0
+    first = next(each for each, _ in run.read_metrics() if each["step"] > crew["from_step"])
+    sys.stdout.write(f"a step again {first['at'] - killed_at:.2f} s after the kill of a raylet\n")
+    rest(run, executor)
+
+
+def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free_again(
+    rig: RayRig, executor: RayExecutor, run: RunDir, tmp_path: Path
+) -> None:
+    node = next(iter(rig.raylets))
+    service.start(run, on=executor, placement=Placement(((node, 1),)))
+    await_(run, lambda: bool(processes_of(run)), "it has begun")
+    (tmp_path / "second").mkdir()
+    second = submit(tmp_path / "second")
+    service.start(second, on=executor, placement=Placement(((node, 1),)))
+    (lease,) = executor.status(second).leases
+    assert lease.state is LeaseState.WAITING
+    assert node in lease.reason
+    assert service.read_record(second).state == "pending"
+    assert executor.nodes()[0].devices == 1  # ours, though it is taken
+    assert service.stop(second).state == "stopped"
+    await_(second, lambda: not executor.status(second).is_alive, "it is called off")
+    assert not processes_of(second)
+
+    on_it = family_on(run, rig.raylets[node])
+    assert on_it
+    (actor,) = [
+        each
+        for each in rig.processes()
+        if any("ray::LeaseActor" in word for word in each.cmdline())
+    ]
+    actor.kill()
+    await_(run, lambda: all(map(has_ended, on_it)), "what the actor had started is gone")
+    await_(run, lambda: not executor.status(run).is_alive, "its lease is gone")
+    assert "actor" in executor.status(run).reason
+
+    def is_free() -> bool:
+        return all(each.available == each.resources for each in executor.survey().nodes)
+
+    await_(run, is_free, "its devices are given back")
+
+
+def test_a_bridge_that_dies_is_built_again(executor: RayExecutor) -> None:
+    before = executor.nodes()
+    (bridge,) = [
+        child
+        for child in psutil.Process().children()
+        if any("ray_bridge" in w for w in child.cmdline())
+    ]
+    bridge.suspend()
+    bridge.kill()
+    bridge.wait(10)
+    assert executor.nodes() == before
+
+
+def test_a_cluster_that_is_not_there_is_told_in_its_own_words() -> None:
+    executor = RayExecutor("ray?head=127.0.0.1:9")
+    with pytest.raises(ExecutorError, match="no connection to the Ray cluster at 127"):
+        executor.nodes()
+    executor.close()
+
+
+@pytest.mark.long
+def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
+    rig: RayRig, run: RunDir
+) -> None:
+    while len(rig.raylets) < 3:
+        rig.add(1)
+    nodes = list(rig.raylets)
+    executor = RayExecutor(rig.address)
+    try:
+        service.start(run, on=executor, placement=spread(nodes))
+        await_crew(run, 3)
+        on_it = family_on(run, rig.raylets[nodes[0]])
+        rig.kill(nodes[0])
+        await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
+        await_crew(run, 2)
+        await_step(run, step(run) + 20)
+        assert told(run, EventKind.CREW)[-1]["redone_steps"] == 0
+        rest(run, executor)
+    finally:
+        executor.close()
+
+
+@pytest.mark.long
+def test_the_autoscaler_brings_nodes_and_takes_them_away() -> None:
+    with RayRig(grows=(2, 2)) as rig:
+        executor = RayExecutor(f"{rig.address}&grow=cpu:2x2")
+        try:
+            assert executor.nodes() == ()
+            for wanted in (2, 0):
+                executor.scale("cpu", wanted)
+                deadline = time.monotonic() + 120
+                while executor.reserves()[0].awake != wanted:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.2)
+                assert [node.devices for node in executor.nodes()] == [2] * wanted
+        finally:
+            executor.close()

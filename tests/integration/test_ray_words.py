@@ -1,0 +1,144 @@
+"""What a Ray cluster says, understood without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from yunlu.core.errors import MissingPartError
+from yunlu.pool.allocation.values import Node
+from yunlu.pool.executors import ray_link
+from yunlu.pool.executors.executor import ExecutorError, LeaseState, Reserve
+from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.pool.executors.ray_words import (
+    Group,
+    RayNode,
+    Survey,
+    count_awake,
+    lease_name,
+    read_growth,
+    read_leases,
+    read_nodes,
+    size_bundles,
+)
+from yunlu.pool.executors.record import Record
+
+CPUS = RayNode(id="aaaaaaaa", name="10.0.0.1", resources={"CPU": 4.0, "memory": 1e9})
+GPUS = RayNode(
+    id="bbbbbbbb",
+    name="10.0.0.2",
+    resources={"CPU": 32.0, "GPU": 8.0, "accelerator_type:A100": 1.0},
+    labels={"ray.io/market-type": "spot", "ray.io/availability-zone": "z1"},
+)
+HEAD = RayNode(id="cccccccc", name="10.0.0.3", resources={"memory": 1e9})
+
+
+def _record(*nodes: str) -> Record:
+    record = Record(address="ray")
+    for place, node in enumerate(nodes):
+        record, _ = record.grant(node, 2, is_lead=place == 0)
+    return record
+
+
+def test_devices_are_gpus_where_there_are_any_and_a_bare_head_has_none() -> None:
+    assert read_nodes(Survey(nodes=(HEAD, GPUS, CPUS))) == (
+        Node(name="10.0.0.1", devices=4, type="cpu"),
+        Node(name="10.0.0.2", devices=8, type="A100", domain="z1", is_spot=True),
+    )
+    assert [node.devices for node in read_nodes(Survey(nodes=(GPUS,)), device="cpu")] == [32]
+
+
+def test_what_other_programs_hold_is_not_ours_to_give() -> None:
+    busy = CPUS.model_copy(update={"available": {"CPU": 1.0}})
+    ours = Group(name="yunlu/r/n.0", state="CREATED", node=CPUS.id, resources={"CPU": 2.0})
+    assert read_nodes(Survey(nodes=(busy,)))[0].devices == 1
+    assert read_nodes(Survey(nodes=(busy,), groups=(ours,)))[0].devices == 3
+
+
+def test_raylets_that_share_a_machine_have_names_of_their_own() -> None:
+    twin = CPUS.model_copy(update={"id": "dddddddd"})
+    found = read_nodes(Survey(nodes=(CPUS, twin, GPUS)))
+    assert [node.name for node in found] == ["10.0.0.1-aaaaaa", "10.0.0.1-dddddd", "10.0.0.2"]
+
+
+def test_a_node_that_is_drained_gets_nothing_new() -> None:
+    draining = CPUS.model_copy(update={"is_draining": True})
+    assert read_nodes(Survey(nodes=(draining,)))[0].is_leaving
+
+
+def test_leases_run_wait_or_are_gone() -> None:
+    record = _record("10.0.0.1", "10.0.0.2", "10.0.0.9", "10.0.0.1", "10.0.0.1")
+    names = [lease_name("run", lease.name) for lease in record.leases]
+    groups = (
+        Group(name=names[0], state="CREATED", node=CPUS.id),
+        Group(name=names[1], state="PENDING"),
+        Group(name=names[2], state="PENDING"),  # its node has died meanwhile
+        Group(name=names[3], state="CREATED", node=CPUS.id),  # its actor has died
+        Group(name=names[4], state="CREATED", node=CPUS.id),  # has said itself that it is over
+        Group(name=lease_name("other", "10.0.0.1.0"), state="CREATED", node=CPUS.id),
+        Group(name=lease_name("run", "10.0.0.1.77"), state="CREATED", node=CPUS.id),
+    )
+    living = {*names, lease_name("run", "10.0.0.1.77")} - {names[3]}
+    survey = Survey(nodes=(CPUS, GPUS), groups=groups, actors=frozenset(living))
+    seen = read_leases(survey, run="run", record=record, ended={record.leases[4].name: "so"})
+    assert [each.state for each in seen.values()] == [
+        LeaseState.RUNNING,
+        LeaseState.WAITING,
+        LeaseState.GONE,
+        LeaseState.GONE,
+        LeaseState.GONE,
+        LeaseState.RUNNING,  # a stranger, for its owner to end
+    ]
+    assert [each.handle for each in seen.values()][:5] == names
+    assert seen[record.leases[4].name].reason == "so"
+    assert "10.0.0.9" in seen[record.leases[2].name].reason
+
+
+def test_the_reason_why_an_actor_could_not_begin_is_told() -> None:
+    record = _record("10.0.0.1")
+    name = lease_name("run", record.leases[0].name)
+    survey = Survey(
+        nodes=(CPUS,),
+        groups=(Group(name=name, state="CREATED", node=CPUS.id),),
+        errors={name: "it does not see the directory"},
+    )
+    (seen,) = read_leases(survey, run="run", record=record, ended={}).values()
+    assert (seen.state, seen.reason) == (LeaseState.GONE, "it does not see the directory")
+
+
+def test_what_the_autoscaler_can_start_is_in_reserve_and_asked_for() -> None:
+    growth = read_growth("cpu:4x3,A100:8x2")
+    assert count_awake(Survey(nodes=(CPUS, HEAD)), growth) == (
+        Reserve(type="cpu", devices=4, awake=1, most=3),
+        Reserve(type="A100", devices=8, awake=0, most=2),
+    )
+    room = size_bundles(growth, {"cpu": 2, "A100": 9})
+    assert room == [{"CPU": 4}] * 2 + [{"GPU": 8, "accelerator_type:A100": 0.001}] * 2
+    assert size_bundles(growth, {"cpu": 0}) == []
+    with pytest.raises(ExecutorError, match="grow=A100"):
+        read_growth("A100")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_name: str) -> None:
+        return None
+
+    monkeypatch.setattr(ray_link, "find_spec", nothing)
+    with pytest.raises(MissingPartError, match=r"yunlu\[ray\]"):
+        RayExecutor("ray://nowhere:10001").nodes()
+
+
+def test_an_address_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ExecutorError, match="neither cpu nor gpu"):
+        RayExecutor("ray?device=abacus")
+    with pytest.raises(ExecutorError, match="did you mean 'device'"):
+        RayExecutor("ray?devise=cpu")
+
+
+def test_the_room_does_not_load_ray(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    words = "import sys, yunlu.pool.executors.ray_executor; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", words], check=True, cwd=tmp_path)

@@ -1,0 +1,249 @@
+"""Runs on a real Slurm: its queue, preemption, nodes that die, and nodes that come when wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.places import (
+    await_,
+    await_step,
+    await_workers,
+    check_samples,
+    kill_processes,
+    state,
+    step,
+    submit,
+    told,
+)
+from tests.integration.slurm_rig import SlurmRig, wait, why_no_slurm
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors import slurm
+from yunlu.pool.executors.executor import ExecutorError, LeaseState
+from yunlu.pool.executors.record import RECORD, known_record
+from yunlu.pool.executors.slurm import SlurmExecutor
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+N1 = Placement((("n1", 1),))
+
+
+@pytest.fixture(scope="module")
+def module_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmRig]:
+    if (reason := why_no_slurm()) is not None:
+        pytest.skip(reason)
+    with SlurmRig(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
+        yield made
+
+
+@pytest.fixture
+def rig(module_rig: SlurmRig, monkeypatch: pytest.MonkeyPatch) -> SlurmRig:
+    for name, value in module_rig.environment.items():
+        monkeypatch.setenv(name, value)
+    return module_rig
+
+
+@pytest.fixture
+def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunDir]:
+    made = submit(tmp_path)
+    try:
+        yield made
+    finally:
+        if (made.path / RECORD).exists():
+            SlurmExecutor().stop(made, now=True)
+        kill_processes(made)
+        rig.call("scancel", "--me")
+        wait(lambda: not rig.call("squeue", "--noheader"), "an empty queue", rig.tell)
+
+
+def block(rig: SlurmRig, node: str, *, gpus: int = 2, seconds: int = 600) -> str:
+    """A job of somebody else on a node."""
+    words = ["sbatch", "--parsable", "--partition=main", f"--nodelist={node}", "--output=/dev/null"]
+    return rig.call(*words, f"--gres=gpu:{gpus}", f"--wrap=exec sleep {seconds}")
+
+
+def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_stopped(
+    rig: SlurmRig, run: RunDir
+) -> None:
+    blocker = block(rig, "n1", gpus=1)
+    wait(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    executor = SlurmExecutor()
+    free = {node.name: node.devices for node in executor.nodes()}
+    assert free == {"n1": 1, "n2": 2, "n3": 2}
+    service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
+    wait(lambda: bool(executor.status(run).reason), "Slurm has a reason")
+    status = executor.status(run)
+    assert status.is_waiting
+    wait(lambda: "Resources" in executor.status(run).reason, "it waits for devices", rig.tell)
+    assert not executor.status(run).held
+    assert service.read_record(run).state == "pending"  # not lost, though no process answers for it
+    assert service.stop(run).state == "stopped"
+    assert not executor.status(run).is_alive
+    assert rig.call("squeue", "--noheader", "--format=%i") == blocker
+
+
+def test_without_slurm_and_while_it_is_mute_the_words_are_clear(
+    rig: SlurmRig, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block(rig, "n1")
+    executor = SlurmExecutor("slurm://main")
+    service.start(run, on=executor, placement=N1)
+    with pytest.raises(ExecutorError, match="partition nowhere has no node n1"):
+        SlurmExecutor("slurm://nowhere").submit(
+            run, known_record(run).leases[0], directory=run.path, lead=None
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm, "_ANSWER_S", 1)
+        patch.setenv("SLURM_CONF", str(rig.place / "nowhere.conf"))
+        with pytest.raises(ExecutorError, match=r"Slurm (refused|has not answered) squeue"):
+            executor.status(run)
+        assert service.read_record(run).state == "pending"  # who cannot be asked is believed
+        patch.setenv("PATH", str(run.path))
+        with pytest.raises(ExecutorError, match="there is no squeue"):
+            executor.nodes()
+
+
+def test_nodes_are_powered_up_and_down_as_they_are_wanted(rig: SlurmRig) -> None:
+    executor = SlurmExecutor()
+    (reserve,) = executor.reserves()
+    assert (reserve.type, reserve.devices, reserve.most) == ("gpu", 2, 2)
+    assert {node.name for node in executor.nodes()} == {"n1", "n2", "n3"}
+    executor.scale("gpu", 1)
+
+    def awake() -> set[str]:
+        return {node.name for node in executor.nodes()} - {"n1", "n2", "n3"}
+
+    wait(lambda: awake() == {"c1"}, "c1 is there", rig.tell)
+    executor.scale("gpu", 0)
+    wait(lambda: not awake(), "c1 is gone", rig.tell)
+    wait(lambda: executor.reserves()[0].awake == 0, "all sleep again", rig.tell)
+
+
+@pytest.mark.long
+def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
+    rig: SlurmRig, run: RunDir
+) -> None:
+    executor = SlurmExecutor()
+    service.start(run, on=executor, placement=N1)
+    await_step(run, 5)
+    assert service.place(run, Placement((("n1", 1), ("c1", 1), ("c2", 1)))).how == "live"
+    await_workers(run, 3)
+    assert executor.reserves()[0].awake == 2
+    assert service.place(run, N1).how == "live"
+    await_workers(run, 1)
+    wait(lambda: executor.reserves()[0].awake == 0, "the nodes sleep again", rig.tell)
+    assert {"resume c1", "resume c2", "suspend c1", "suspend c2"} <= {*rig.power_log()}
+    service.stop(run)
+    check_samples(run)
+
+
+@pytest.mark.long
+def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_again(
+    rig: SlurmRig, run: RunDir
+) -> None:
+    executor = SlurmExecutor("slurm://spot?spot=yes")
+    service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
+    await_workers(run, 3)
+    blocker = block(rig, "n1")
+    await_(run, lambda: state(run) == "stopped", "it has saved")
+    saved = step(run)
+    assert any(happening.what == "noticed" for happening, _ in executor.events(run))
+    await_(run, lambda: executor.status(run).is_waiting, "it is queued again")
+    rig.call("scancel", blocker)
+    await_(run, lambda: state(run) == "running", "it goes on", patience_s=200)
+    await_step(run, saved + 5)
+    assert service.stop(run).state == "stopped"
+    check_samples(run)
+    resumed = [each.get("resumed_from_step") for each in told(run, EventKind.STATE)]
+    assert saved in resumed  # nothing was done twice
+
+
+@pytest.mark.long
+def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: RunDir) -> None:
+    executor = SlurmExecutor("slurm://spot")
+    service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 2))))
+    await_workers(run, 3)
+    blocker = block(rig, "n2")
+    await_workers(run, 1)
+    faults = [fault["what"] for fault in told(run, EventKind.FAULT)]
+    assert faults == ["left", "left"]
+    rig.call("scancel", blocker)
+    await_(
+        run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back", patience_s=200
+    )
+    service.stop(run)
+    check_samples(run)
+
+
+@pytest.mark.long
+def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunDir) -> None:
+    executor = SlurmExecutor()
+    service.start(run, on=executor, placement=Placement((("n1", 1), ("n3", 1))))
+    await_workers(run, 2)
+    rig.kill_node("n3")
+    try:
+        await_workers(run, 1)
+
+        def lost() -> bool:
+            status = executor.status(run)
+            return any(each.lease.node == "n3" and each.state is not LeaseState.RUNNING
+                       for each in status.leases)  # fmt: skip
+
+        await_(run, lost, "Slurm has found out")
+        assert "n3" not in {node.name for node in executor.nodes()}
+        assert service.place(run, Placement((("n1", 1), ("n2", 1)))).how == "live"
+        await_workers(run, 2)
+        assert executor.status(run).held == Placement((("n1", 1), ("n2", 1)))
+    finally:
+        rig.start_node("n3")
+    service.stop(run)
+    check_samples(run)
+
+
+@pytest.mark.long
+def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: RunDir) -> None:
+    executor = SlurmExecutor()
+    service.start(run, on=executor, placement=Placement((("n3", 2), ("n1", 1))))
+    await_workers(run, 3)
+    rig.kill_node("n3")
+    try:
+        before = step(run)
+        await_workers(run, 1)
+        await_step(run, before + 5)
+        await_(run, lambda: known_record(run).wanted[0].node == "n1", "n1 leads")
+        assert service.read_record(run).state == "running"
+    finally:
+        rig.start_node("n3")
+    assert service.stop(run).state == "stopped"
+    await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
+    check_samples(run)
+
+
+@pytest.mark.long
+def test_before_its_time_is_over_a_run_saves(rig: SlurmRig, run: RunDir) -> None:
+    executor = SlurmExecutor("slurm://main?minutes=3&notice_s=60")
+    service.start(run, on=executor, placement=N1)
+    await_step(run, 5)
+    await_(run, lambda: state(run) == "stopped", "it has saved", patience_s=300)
+    assert any(happening.what == "noticed" for happening, _ in executor.events(run))
+    await_(run, lambda: executor.status(run).is_waiting, "it is queued again")
+    check_samples(run)
+
+
+@pytest.mark.long
+def test_a_run_that_is_never_given_the_time_for_a_step_is_not_started_for_ever(
+    rig: SlurmRig, run: RunDir
+) -> None:
+    executor = SlurmExecutor()
+    for _ in range(2):
+        run.emit(EventKind.LIFE, number=1, pid=1, process_started_at=0.0, began_at=0.0)
+    service.start(run, on=executor, placement=N1)
+    await_(run, lambda: state(run) == "planning", "it is being started")
+    (lease,) = known_record(run).leases
+    rig.call("scancel", "--signal=TERM", lease.handle)  # as Slurm itself does
+    await_(run, lambda: not executor.status(run).is_alive, "it is gone")
+    assert service.read_record(run).state == "stopped"

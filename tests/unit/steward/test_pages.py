@@ -1,0 +1,69 @@
+"""What people see of the pool."""
+
+import io
+
+from rich.console import Console
+
+from yunlu.cli.pool_tables import pool_page, why_page
+from yunlu.steward.explanation import explain
+from yunlu.steward.queue import change_entry
+
+
+def show(page):
+    console = Console(file=io.StringIO(), width=140)
+    console.print(page)
+    return " ".join(console.file.getvalue().split())
+
+
+def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
+    world = make_world(steps=100)
+    world.submit("first", most=2)
+    change_entry(world.submit("second", most=2), priority=3, team="vision")
+    world.submit("big", least=9, most=9, asked=9)
+    steward = make_steward(world, dollars_per_hour=1.25)
+    for _ in range(4):
+        steward.step()
+        world.tick()
+    view = {"is_up": True, "pid": 7, **steward.journal.read_view()}
+    text = show(pool_page(view, now=view["at"]))
+    assert "4 of 4 devices held" in text
+    assert "$1.25/h" in text
+    assert "second 2, first 2" in text
+    assert "● running 2 of 1–2" in text
+    assert "○ waiting 0 of 9" in text
+    assert "vision" in text
+    assert "last looked" not in text
+    assert "last looked 1 min" in show(pool_page(view, now=view["at"] + 60))
+
+
+def test_page_without_a_pool_says_how_to_start_one():
+    text = show(pool_page({"is_up": False, "runs": [], "nodes": [], "troubles": {}}, now=0.0))
+    assert "yunlu pool up" in text
+    assert "yunlu submit" in text
+
+
+def test_troubles_are_shown(make_world, make_steward):
+    world = make_world()
+    run = world.submit("a")
+    (run.path / "queue.json").write_text("{}")
+    steward = make_steward(world)
+    steward.step()
+    view = {"is_up": True, **steward.journal.read_view()}
+    assert "queue.json cannot be read" in show(pool_page(view, now=0.0))
+
+
+def test_why_tells_the_decisions_and_who_holds_the_rest(
+    make_world, make_steward, own_home, monkeypatch
+):
+    world = make_world(steps=100)
+    first, second = world.submit("first"), world.submit("second", least=4)
+    steward = make_steward(world)
+    for _ in range(3):
+        steward.step()
+        world.tick()
+    monkeypatch.setattr("yunlu.steward.explanation.find_service", lambda home: object())
+    text = show(why_page(explain(own_home, second)))
+    assert "second waiting" in text
+    assert "not its turn" in text
+    assert "held by: first 4" in text
+    assert "its turn" in show(why_page(explain(own_home, first)))

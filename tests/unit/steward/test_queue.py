@@ -1,0 +1,154 @@
+"""Verbs on queued runs; no pool is up."""
+
+import subprocess
+import sys
+
+import pytest
+
+from yunlu.cli.main import main
+from yunlu.core.errors import StoreError
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.spec.job import Job
+from yunlu.steward import queue
+from yunlu.steward.explanation import explain
+from yunlu.steward.queue import Asked, enqueue, read_entry
+
+JOB = {"name": "digits", "task": "tabular-classification", "data": "made:x", "model": "mlp"}
+
+
+def make_job(**parts):
+    return Job.model_validate({**JOB, **parts})
+
+
+def test_queued_run_waits_although_whoever_submitted_it_is_gone(own_home):
+    run = enqueue(make_job(train={"steps": 10, "batch": 4}), Asked(priority=3, team="vision"))
+    worker = service.recorded_worker(run)
+    assert worker is not None
+    assert not worker.detached
+    assert worker.host == "(queue)"
+    assert service.read_record(run).state is RunState.PENDING
+    assert service.list_runs()[0].state is RunState.PENDING
+    entry = read_entry(run)
+    assert (entry.priority, entry.team, entry.samples, entry.wish) == (3, "vision", 40.0, "run")
+
+
+def test_wishes_of_the_job_are_heard():
+    goal = {"deadline": "2h", "budget": 5}
+    entry = read_entry(enqueue(make_job(goal=goal)))
+    assert entry.deadline_at == pytest.approx(entry.submitted_at + 7200)
+    assert entry.budget_dollars == 5
+    assert read_entry(enqueue(make_job(goal=goal), Asked(deadline_s=60))).deadline_at < (
+        entry.submitted_at + 600
+    )
+
+
+def test_stop_takes_a_waiting_run_out_and_resume_puts_it_back(own_home):
+    run = enqueue(make_job())
+    queue.withdraw(run)
+    assert service.stop(run).state is RunState.STOPPED
+    assert read_entry(run).wish == "stop"
+    entry = queue.put_back(run)
+    assert (entry.wish, entry.ticket) == ("run", 2)
+    assert "no pool is up" in explain(own_home, run).standing
+
+
+def test_pause_of_a_waiting_run():
+    run = enqueue(make_job())
+    queue.pause(run)
+    assert read_entry(run).wish == "pause"
+    assert service.read_record(run).state is RunState.STOPPED
+
+
+def test_run_outside_of_the_queue_has_no_priority(own_home):
+    run = service.submit(make_job())
+    with pytest.raises(StoreError, match="not in the queue"):
+        queue.set_priority(run, 1)
+    with pytest.raises(StoreError, match="not in the queue"):
+        explain(own_home, run)
+    queue.withdraw(run)  # whoever stops any run may say so
+    assert read_entry(run) is None
+
+
+def test_entry_of_another_version_is_refused_with_a_hint():
+    run = enqueue(make_job())
+    (run.path / "queue.json").write_text('{"from": "the future"}')
+    with pytest.raises(StoreError, match=r"queue\.json cannot be read") as caught:
+        read_entry(run)
+    assert "submit the job anew" in caught.value.hint
+
+
+def test_jobs_that_are_equally_fast_have_one_signature():
+    one, other = make_job(train={"steps": 10}), make_job(name="x", train={"steps": 99})
+    assert queue.sign(one) == queue.sign(other)
+    assert queue.sign(one) != queue.sign(make_job(model={"name": "mlp", "args": {"hidden": [9]}}))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["submit", "{job}", "--deadline", "soon"], "'soon' is not a time"),
+        (["submit", "{job}", "--min-devices", "0"], "0 is not a number of devices"),
+        (["submit", "{job}", "--budget", "-1"], "is not above 0"),
+        (["submit", "{job}", "--min-devices", "4", "--max-devices", "2"], "between 4 and 2"),
+        (["pool", "up", "--policy", "fairest"], "there is no policy 'fairest'"),
+        (["pool", "up", "--devices", "0"], "0 is not a number of devices"),
+        (["pool", "up", "--quota", "vision"], "not a team and its devices"),
+        (["pool", "up", "--devices", "1", "--slurm", "x"], "exclude each other"),
+        (["pool", "why"], "not in the queue"),
+        (["priority", "last", "3"], "not in the queue"),
+    ],
+)
+def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
+    _skip_unless_wired()
+    job = tmp_path / "job.yaml"
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    service.submit(make_job())
+    assert main([word.format(job=job) for word in words]) == 1
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
+    _skip_unless_wired()
+    job = tmp_path / "job.yaml"
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    assert main(["submit", str(job), "--name", "mine", "--priority", "2"]) == 0
+    assert "no pool is up yet" in capsys.readouterr().out
+    assert main(["priority", "last", "7"]) == 0
+    assert "priority 7" in capsys.readouterr().out
+    assert main(["pool", "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "no pool is up" in shown
+    assert "mine-" in shown
+    assert main(["pool", "--json"]) == 0
+    assert '"is_up": false' in capsys.readouterr().out
+    assert main(["pause", "last"]) == 0
+    assert "is paused" in " ".join(capsys.readouterr().out.split())
+    assert main(["pool", "why", "last"]) == 0
+    assert "paused" in capsys.readouterr().out
+    assert main(["stop", "last"]) == 0
+    assert main(["pool", "down"]) == 0
+    assert "no pool was up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("modules", "strangers"),
+    [
+        ("yunlu.cli.submit, yunlu.cli.pool", {"torch", "numpy", "scipy", "sqlalchemy"}),
+        # A database that is locked cannot hold up what never opens it.
+        ("yunlu.steward.program", {"torch", "sqlalchemy"}),
+    ],
+)
+def test_verbs_start_at_once_and_the_service_needs_no_database(tmp_path, modules, strangers):
+    code = f"import sys, {modules}\nprint(sorted({strangers} & set(sys.modules)))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert told.stdout.strip() == "[]"
+
+
+def _skip_unless_wired():
+    from yunlu.cli.main import VERBS
+
+    if "submit" not in {verb for verbs in VERBS.values() for verb in verbs}:
+        pytest.skip("the verbs are not in the command yet")

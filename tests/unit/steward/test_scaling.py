@@ -1,0 +1,68 @@
+"""Machines that come and go."""
+
+from dataclasses import dataclass, field
+
+from tests.unit.steward.world import Even
+from yunlu.pool.allocation.values import Demand, Node, Placement, PoolState
+from yunlu.pool.autoscaling.values import Rules
+from yunlu.pool.executors.executor import Reserve
+from yunlu.steward.scaling import Scaler
+
+CALM = Rules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
+
+
+@dataclass
+class Cluster:
+    awake: int = 0
+    most: int = 3
+    asked: list[int] = field(default_factory=list)
+
+    def reserves(self):
+        return (Reserve(type="cloud", devices=2, awake=self.awake, most=self.most),)
+
+    def scale(self, node_type, nodes):
+        assert node_type == "cloud"
+        self.asked.append(nodes)
+        self.awake = nodes
+
+
+def state(now, *, nodes=(), jobs=()):
+    return PoolState(now=now, nodes=tuple(nodes), jobs=tuple(jobs))
+
+
+def cloud(*names):
+    return [Node(name=name, devices=2, type="cloud") for name in names]
+
+
+def job(name, held=(), **more):
+    placement = Placement(tuple(held))
+    return Demand(id=name, submitted_at=0.0, speed=Even(), remaining=1e6, held=placement, **more)
+
+
+def test_machines_are_asked_for_once_and_given_back_when_idle():
+    cluster = Cluster()
+    scaler = Scaler(cluster, CALM)
+    wanting = [job("a", max_devices=4)]
+    assert scaler.follow(state(0.0, jobs=wanting), {})
+    assert cluster.asked == [2]
+    assert not scaler.follow(state(5.0, jobs=wanting), {})  # they are on their way
+    nodes = cloud("c1", "c2")
+    scaler.follow(state(60.0, nodes=nodes, jobs=[job("a", (("c1", 2), ("c2", 2)), max_devices=4)]),
+                  {"c1": 2, "c2": 2})  # fmt: skip
+    assert cluster.asked == [2]
+    scaler.follow(state(70.0, nodes=nodes), {})
+    assert cluster.asked == [2]  # not yet: somebody may come
+    scaler.follow(state(200.0, nodes=nodes), {})
+    assert cluster.asked == [2, 0]
+
+
+def test_machines_that_are_there_anyway_are_used_first():
+    cluster = Cluster()
+    standing = [Node(name="s1", devices=2, type="standing")]
+    wanting = [job("a", max_devices=1)]
+    Scaler(cluster, CALM).follow(state(0.0, nodes=standing, jobs=wanting), {})
+    assert cluster.asked == []
+
+
+def test_executor_whose_machines_are_fixed_is_never_asked():
+    assert Scaler(object(), CALM).follow(state(0.0), {}) == {}

@@ -81,7 +81,10 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(PLACES))
+@pytest.fixture(
+    scope="module",
+    params=["local", "slurm", pytest.param("ray", marks=pytest.mark.long)],
+)
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:

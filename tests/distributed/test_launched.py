@@ -203,6 +203,7 @@ def wait(until: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
     bench: Bench, alone: dict[int, float]
 ) -> None:

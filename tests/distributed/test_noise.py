@@ -162,7 +162,7 @@ def test_the_batch_follows_the_replicas() -> None:
     assert (turns[0]["step"], turns[0]["batch"]) == (40, 48)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
     tmp_path: Path, own_home: Path
 ) -> None:

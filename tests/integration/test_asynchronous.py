@@ -83,8 +83,8 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: 
     (chief,) = {child.pid for child in parent.children()} - servers - workers
     _kill(chief)
     _wait_for_step(run, 50)
-    lost = {fault["member"] for fault in _told(run, EventKind.FAULT)}
-    assert lost == {1, "server-0", "server-1", "chief"}
+    losses = {1, "server-0", "server-1", "chief"}
+    _wait(run, lambda: {each["member"] for each in _told(run, EventKind.FAULT)} == losses, "faults")
 
     assert service.stop(run).state == "stopped"  # here: a command might start too late
     kept = max(_losses(run))

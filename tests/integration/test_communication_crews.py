@@ -79,7 +79,7 @@ def test_who_is_killed_is_replaced_by_one_who_has_to_choose_alike(runs: Runs) ->
 @pytest.mark.parametrize(
     "communication",
     [
-        "{method: diloco, every: 4, codec: int8}",
+        pytest.param("{method: diloco, every: 4, codec: int8}", marks=pytest.mark.long),
         "{method: post-local, start: 10, every: 4}",
     ],
 )

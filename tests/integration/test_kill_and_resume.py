@@ -65,7 +65,7 @@ def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
 
     run, process = start(job, environment, own_home)
     draw = random.Random(4)
-    for life in (2, 3, 4):
+    for life in (2, 3):
         wait_for_step(run, max(losses(run), default=0) + draw.randint(8, 25), process)
         process.send_signal(signal.SIGKILL)
         process.wait()

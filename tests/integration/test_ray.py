@@ -34,7 +34,7 @@ from yunlu.pool.executors.record import RECORD
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray())),
 ]
@@ -148,6 +148,13 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
     rest(run, executor)
 
 
+def _is_lease(process: psutil.Process) -> bool:
+    try:
+        return any("ray::LeaseActor" in word for word in process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
 def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free_again(
     rig: RayRig, executor: RayExecutor, run: RunDir, tmp_path: Path
 ) -> None:
@@ -168,11 +175,7 @@ def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free
 
     on_it = family_on(run, rig.raylets[node])
     assert on_it
-    (actor,) = [
-        each
-        for each in rig.processes()
-        if any("ray::LeaseActor" in word for word in each.cmdline())
-    ]
+    (actor,) = [each for each in rig.processes() if _is_lease(each)]
     actor.kill()
     await_(run, lambda: all(map(has_ended, on_it)), "what the actor had started is gone")
     await_(run, lambda: not executor.status(run).is_alive, "its lease is gone")
@@ -204,7 +207,6 @@ def test_a_cluster_that_is_not_there_is_told_in_its_own_words() -> None:
     executor.close()
 
 
-@pytest.mark.long
 def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
     rig: RayRig, run: RunDir
 ) -> None:
@@ -226,7 +228,6 @@ def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
         executor.close()
 
 
-@pytest.mark.long
 def test_the_autoscaler_brings_nodes_and_takes_them_away() -> None:
     with RayRig(grows=(2, 2)) as rig:
         executor = RayExecutor(f"{rig.address}&grow=cpu:2x2")

@@ -103,6 +103,7 @@ class SimulatedJob:
         return Demand(
             id=asked.name,
             submitted_at=asked.submitted_at,
+            program=self.application.name,
             speed=self._speed(),
             remaining=self._remaining() if self._rules.declares_length else None,
             done=self._progress * limits.base,

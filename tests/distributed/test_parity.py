@@ -62,7 +62,17 @@ def check_parity(layout: Layout, make: str, **settings: Any) -> None:
         assert rank_norms == pytest.approx(norms, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FIRST = (
+    "dp3", "dp2-zero1", "fsdp2", "hsdp2x2", "tp2-sp-vocabulary", "pp2-1f1b", "pp2-interleaved",
+    "fsdp2xtp2", "pp2xdp2", "pp2xfsdp2xtp2",
+)  # fmt: skip
+"""Between them they have every part; ``make test-long`` tries the others."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.long]) for n in LAYOUTS],
+)
 def test_every_layout_trains_as_one_process_does(name: str) -> None:
     check_parity(LAYOUTS[name], "tied")
 
@@ -71,11 +81,11 @@ def test_every_layout_trains_as_one_process_does(name: str) -> None:
     ("make", "layout"),
     [
         ("uneven", Layout(pp=2)),  # three layers over two stages
-        ("uneven", Layout(pp=2, fsdp=2)),
+        pytest.param("uneven", Layout(pp=2, fsdp=2), marks=pytest.mark.long),
         ("untied", Layout(tp=2, sequence=True, vocabulary=True)),
         ("detached", Layout(pp=2, fsdp=2)),
-        ("llama", Layout(tp=2)),
-        ("llama", Layout(pp=2)),
+        pytest.param("llama", Layout(tp=2), marks=pytest.mark.long),
+        pytest.param("llama", Layout(pp=2), marks=pytest.mark.long),
         ("llama", Layout(fsdp=3)),
     ],
     ids=str,

@@ -303,7 +303,11 @@ def _compare(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sequence": True}, {"sequence": True, "vocabulary": True}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"sequence": True}, marks=pytest.mark.long),
+        {"sequence": True, "vocabulary": True},
+    ],
     ids=["plain", "sequence", "sequence and vocabulary"],
 )
 def test_our_transformers_train_as_if_they_were_whole(options: dict[str, bool]) -> None:

@@ -69,6 +69,7 @@ def run(yunlu: Yunlu, own_home: Path, tmp_path: Path) -> Iterator[RunDir]:
                 process.kill()
 
 
+@pytest.mark.long
 def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: Yunlu):
     _wait_for_step(run, 10)
     parent = psutil.Process(_told(run, EventKind.LIFE)[-1]["pid"])

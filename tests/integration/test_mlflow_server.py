@@ -81,7 +81,7 @@ def _wait_until_up(address: str, process: subprocess.Popen[bytes], log: Path) ->
     raise AssertionError(f"the server did not answer: {log.read_text()[-2000:]}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_and_its_resumed_life_are_one_mlflow_run_with_every_metric(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

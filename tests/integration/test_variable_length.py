@@ -139,8 +139,7 @@ def test_the_padding_that_was_foretold_is_the_padding_there_is() -> None:
     assert expected_padding(lengths, order, micro_batch=5) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("example", ["reviews", "dates"])
-@pytest.mark.parametrize("padding", ["bucket", "pack"])
+@pytest.mark.parametrize(("example", "padding"), [("reviews", "bucket"), ("dates", "pack")])
 def test_a_job_runs_with_either_way_and_counts_its_padding(
     yunlu: Yunlu, example: str, padding: str
 ) -> None:

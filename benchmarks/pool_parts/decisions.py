@@ -30,12 +30,12 @@ _ROUNDS = 16
 """The first are the hardest: everybody starts, and grows with what it learns."""
 
 
-class _EnoughError(Exception):
+class EnoughError(Exception):
     """So many decisions were measured."""
 
 
 @dataclass
-class _Timed:
+class Timed:
     """The policy, with a clock around it."""
 
     policy: ProgressPolicy = field(default_factory=ProgressPolicy)
@@ -43,12 +43,13 @@ class _Timed:
     took_s: list[float] = field(default_factory=list[float])
 
     def decide(self, state: PoolState) -> Decision:
+        """As the policy does; ``EnoughError`` after as many as are to be measured."""
         gc.collect()
         started = time.process_time()
         decision = self.policy.decide(state)
         self.took_s.append(time.process_time() - started)
         if len(self.took_s) >= _ROUNDS:
-            raise _EnoughError
+            raise EnoughError
         return decision
 
 
@@ -57,8 +58,8 @@ def measure(folder: Path, say: Callable[[str], None], *, scales: tuple[int, ...]
     figures: list[Figure] = []
     for scale in scales:
         say(f"decision: {64 * scale} devices, {32 * scale} jobs")
-        timed = _Timed()
-        with contextlib.suppress(_EnoughError):
+        timed = Timed()
+        with contextlib.suppress(EnoughError):
             simulate(
                 load_workload(folder / "burst" / f"burst-{scale}.csv"),
                 read_profiles(folder),

@@ -7,15 +7,13 @@ and 0.583 h on saturn 1 (average time of completion), which the equivalent here 
 from __future__ import annotations
 
 import contextlib
-import gc
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.pool.allocation.progress import ProgressPolicy
 from yunlu.pool.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles, mixed_nodes
 from yunlu.pool.simulation.mixed_contestants import make_mixed_contestant
 from yunlu.pool.simulation.rules import Rules
@@ -26,11 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.pool.allocation.values import Decision, PoolState
     from yunlu.pool.simulation.outcome import Outcome
     from yunlu.pool.simulation.workload import Workload
 
-_ROUNDS = 16
 _LARGEST = 32
 ANCHORS = {"philly/workload-6": (0.598, 8.36, 4.64), "saturn/workload-1": (0.583, 7.96, 4.11)}
 """Average and p99 in hours, restarts per job: measured in Sia's own simulator."""
@@ -128,28 +124,6 @@ def _tell(duel: Duel) -> str:
     return f"{words}; Sia's own simulator: {anchor[0]} h, p99 {anchor[1]} h" if anchor else words
 
 
-class _EnoughError(Exception):
-    """So many decisions were measured."""
-
-
-@dataclass
-class _Timed:
-    """The policy, with a clock around it."""
-
-    policy: ProgressPolicy = field(default_factory=ProgressPolicy)
-    name: str = "yunlu"
-    took_s: list[float] = field(default_factory=list[float])
-
-    def decide(self, state: PoolState) -> Decision:
-        gc.collect()
-        started = time.process_time()
-        decision = self.policy.decide(state)
-        self.took_s.append(time.process_time() - started)
-        if len(self.took_s) >= _ROUNDS:
-            raise _EnoughError
-        return decision
-
-
 def measure_decisions(
     folder: Path, say: Callable[[str], None], *, scales: Sequence[int]
 ) -> list[Figure]:
@@ -158,8 +132,8 @@ def measure_decisions(
     for scale in scales:
         say(f"decision: {64 * scale} devices of three types, {32 * scale} jobs")
         workload = load_workload(folder / "burst" / f"burst-{scale}.csv")
-        timed = _Timed()
-        with contextlib.suppress(_EnoughError):
+        timed = Timed()
+        with contextlib.suppress(EnoughError):
             _simulate(folder, workload, "yunlu", scale=scale, timed=timed)
         figures.append(
             Figure(
@@ -180,7 +154,7 @@ def _simulate(
     name: str,
     *,
     scale: int = 1,
-    timed: _Timed | None = None,
+    timed: Timed | None = None,
 ) -> Outcome:
     names = {job.application for job in workload.jobs}
     folder, nodes = evidence / "sia" / "profiles", mixed_nodes(scale)

@@ -56,9 +56,9 @@ NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{n_first}-{n_
 NodeName=c[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{c_first}-{c_last}] CPUs=4 RealMemory=4000 Gres=gpu:2 State=CLOUD
 ResumeProgram={place}/resume.sh
 SuspendProgram={place}/suspend.sh
-SuspendTime=3
+SuspendTime={suspend_s}
 SuspendTimeout=2
-ResumeTimeout=30
+ResumeTimeout=120
 SuspendExcNodes=n[1-{nodes}]
 TreeWidth=65533
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE
@@ -92,11 +92,21 @@ class SlurmRig:
     """Up while the block runs; afterwards nothing of it is left."""
 
     def __init__(
-        self, place: Path, *, nodes: int = 2, grace_s: int = 20, slurmd_timeout_s: int = 10
+        self,
+        place: Path,
+        *,
+        nodes: int = 2,
+        grace_s: int = 20,
+        slurmd_timeout_s: int = 10,
+        suspend_s: int = 3,
     ) -> None:
         self.place = place
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
-        self._timing = {"grace_s": grace_s, "slurmd_timeout_s": slurmd_timeout_s}
+        self._timing = {
+            "grace_s": grace_s,
+            "slurmd_timeout_s": slurmd_timeout_s,
+            "suspend_s": suspend_s,
+        }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     @property

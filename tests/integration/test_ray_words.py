@@ -11,6 +11,7 @@ from yunlu.pool.allocation.values import Node
 from yunlu.pool.executors import ray_link
 from yunlu.pool.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.pool.executors.ray_keeper import RAYLET_GONE
 from yunlu.pool.executors.ray_words import (
     Group,
     RayNode,
@@ -93,6 +94,9 @@ def test_leases_run_wait_or_are_gone() -> None:
     assert [each.handle for each in seen.values()][:5] == names
     assert seen[record.leases[4].name].reason == "so"
     assert "10.0.0.9" in seen[record.leases[2].name].reason
+    assert [name for name, each in seen.items() if each.has_lost_node] == [record.leases[2].name]
+    told = read_leases(survey, run="run", record=record, ended={record.leases[0].name: RAYLET_GONE})
+    assert told[record.leases[0].name].has_lost_node  # Ray notices later
 
 
 def test_the_reason_why_an_actor_could_not_begin_is_told() -> None:
@@ -110,7 +114,7 @@ def test_the_reason_why_an_actor_could_not_begin_is_told() -> None:
 def test_what_the_autoscaler_can_start_is_in_reserve_and_asked_for() -> None:
     growth = read_growth("cpu:4x3,A100:8x2")
     assert count_awake(Survey(nodes=(CPUS, HEAD)), growth) == (
-        Reserve(type="cpu", devices=4, awake=1, most=3),
+        Reserve(type="cpu", devices=4, awake=1, most=3, nodes=(CPUS.name,)),
         Reserve(type="A100", devices=8, awake=0, most=2),
     )
     room = size_bundles(growth, {"cpu": 2, "A100": 9})

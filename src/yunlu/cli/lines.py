@@ -37,6 +37,7 @@ _NOTICES = {
     EventKind.OUT_OF_MEMORY: "memory",
     EventKind.PRECISION: "precision",
     EventKind.TRACE: "trace",
+    EventKind.BATCH: "batch",
 }
 
 
@@ -59,7 +60,7 @@ def describe(event: Event, course: Course) -> RenderableType | None:
             pass  # how a loss scale is found: counted among the figures
         case EventKind.SKIP | EventKind.ROLLBACK | EventKind.OUT_OF_MEMORY:
             row = event_row(_NOTICES[event.kind], notice_line(event), style="yellow")
-        case EventKind.PRECISION | EventKind.TRACE:
+        case EventKind.PRECISION | EventKind.TRACE | EventKind.BATCH:
             row = event_row(_NOTICES[event.kind], notice_line(event))
         case EventKind.CREW | EventKind.FAULT | EventKind.STRAGGLER | EventKind.COMMUNICATION:
             row = _crew_row(event, course)
@@ -87,6 +88,10 @@ def notice_line(event: Event) -> Text:
             text = f"{step}memory ran out, micro-batch is now {data.get('micro_batch')}"
         case EventKind.PRECISION:
             text = f"{step}{data.get('module')} to {data.get('to')} precision, {data.get('reason')}"
+        case EventKind.BATCH:
+            steps, rate = data.get("steps"), float(data.get("rate") or 1.0)
+            text = f"{step}batches of {data.get('batch')} from here on, learning rate × {rate:.3g}"
+            text += f"; {steps} steps in all" if steps else ""
         case _:
             text = f"{data.get('steps')} steps traced: {data.get('path') or 'no file'}"
     return Text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,17 +10,20 @@ from cyclopts import App, Group, Parameter
 from rich.live import Live
 
 from yunlu.cli.page import indented, make_console, to_json
-from yunlu.cli.pool_tables import pool_page, why_page
+from yunlu.cli.pool_tables import pool_page, terms_line, why_page
 from yunlu.core.errors import StoreError
 from yunlu.core.settings import read_settings
 from yunlu.jobs import service
 from yunlu.steward import control
 from yunlu.steward.explanation import explain
 from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.queue import read_entry, scan
+from yunlu.steward.queue import change_terms, read_entry, scan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+Number = Annotated[int | None, Parameter(show_default=False)]
 
 _REFRESH_S = 0.5
 _LOOK_S, _LOOK_AFAR_S = 1.0, 3.0
@@ -76,16 +80,26 @@ def up(
     policy: str = "yunlu",
     round_s: Annotated[float, Parameter(name="--round")] = 30.0,
     quota: tuple[str, ...] = (),
+    borrow: tuple[str, ...] = (),
+    weight: tuple[str, ...] = (),
+    idle_s: Annotated[float, Parameter(name="--idle")] = 300.0,
+    max_nodes: Annotated[int | None, Parameter(show_default=False)] = None,
+    max_dollars: Annotated[float | None, Parameter(show_default=False)] = None,
 ) -> int:
     """Turn this machine, or a cluster, into a pool; one for each home. Runs that go on are adopted.
 
     Args:
         devices: How many: GPUs, or equal shares of this machine's processors; all GPUs, else cores.
         slurm: A Slurm partition instead of this machine; "" is its default one.
-        ray: The address of a Ray cluster instead, such as head:10001.
+        ray: The address of a Ray cluster instead, such as head:10001; on a node of it: ray.
         policy: How devices are shared: yunlu, fifo, ..., or your own module:Class.
         round_s: Seconds between decisions where nothing happens; what happens is answered at once.
         quota: Devices that are always a team's to claim: vision=8; may be repeated.
+        borrow: How many more a team may hold while nobody else wants them: vision=4; any without a word.
+        weight: How much of what is left over goes to a team, against 1 for the others: vision=2.
+        idle_s: Seconds after which a machine that nobody uses is given back, where machines come and go.
+        max_nodes: The most machines to have, where they come and go; those always there included.
+        max_dollars: What all machines together may cost an hour.
     """
     if sum(choice is not None for choice in (devices, slurm, ray)) > 1:
         raise StoreError("--devices, --slurm and --ray exclude each other")
@@ -93,12 +107,20 @@ def up(
         raise StoreError(f"--devices: {devices} is not a number of devices", hint="say 1 or more")
     if not round_s > 0:
         raise StoreError(f"--round: {round_s:g} is not above 0")
+    for name, number in (("idle", idle_s), ("max-nodes", max_nodes), ("max-dollars", max_dollars)):
+        if number is not None and not number >= 0:
+            raise StoreError(f"--{name}: {number:g} is below 0")
     settings = PoolSettings(
         executor=_address(devices, slurm, ray),
         policy=policy,
         round_s=round_s,
         look_s=_LOOK_S if slurm is None and ray is None else _LOOK_AFAR_S,
-        quotas=dict(_quota(text) for text in quota),
+        quotas={team: int(count) for team, count in _of_teams("quota", quota, int)},
+        borrow={team: int(count) for team, count in _of_teams("borrow", borrow, int)},
+        weights=dict(_of_teams("weight", weight, float)),
+        idle_s=idle_s,
+        max_nodes=max_nodes,
+        max_dollars_per_hour=max_dollars,
         dollars_per_hour=read_settings().dollars_per_hour,
     )
     from yunlu.steward.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
@@ -108,10 +130,13 @@ def up(
     found = control.bring_up(home, settings)
     console = make_console()
     view = look(home)
+    devices_there, nodes_there = int(view.get("devices") or 0), len(view.get("nodes") or ())
     console.print(
-        f" up          {view.get('devices', 0)} devices on {len(view.get('nodes') or ())} nodes, "
+        f" up          {_count(devices_there, 'device')} on {_count(nodes_there, 'node')}, "
         f"policy {policy} (process {found.pid})"
     )
+    for words in (view.get("troubles") or {}).values():
+        console.print(f" {words}", style="yellow")
     console.print(
         " yunlu submit JOB queues a job; yunlu pool shows what becomes of it", style="dim"
     )
@@ -147,6 +172,45 @@ def why(run: str = "last", /, *, json: bool = False) -> int:
     return 0
 
 
+@pool.command
+def change(
+    run: str,
+    /,
+    *,
+    priority: Number = None,
+    deadline: Annotated[str | None, Parameter(show_default=False)] = None,
+    budget: Annotated[str | None, Parameter(show_default=False)] = None,
+    min_devices: Number = None,
+    max_devices: Number = None,
+) -> int:
+    """Change what was asked for a queued run, also while it runs; the pool follows at its next look.
+
+    Args:
+        run: Its id, a unique beginning of it, or: last.
+        priority: Higher goes first; 0 is usual.
+        deadline: When it should be done, from now: 90min, 36h; or: none.
+        budget: What it may cost in all, in dollars; or: none.
+        min_devices: It does not start on fewer.
+        max_devices: It is never given more.
+    """
+    asked = (priority, deadline, budget, min_devices, max_devices)
+    if all(each is None for each in asked):
+        raise StoreError(
+            "nothing is to be changed", hint="say --priority, --deadline, --budget, ..."
+        )
+    run_dir = service.find(run)
+    entry = change_terms(
+        run_dir,
+        priority=priority,
+        deadline=deadline,
+        budget=budget,
+        min_devices=min_devices,
+        max_devices=max_devices,
+    )
+    make_console().print(f"[bold]{run_dir.id}[/]: {terms_line(entry, now=time.time())}")
+    return 0
+
+
 def look(home: Path) -> dict[str, Any]:
     """What the service last saw; without one, the queue as its files have it."""
     found, view = control.find_service(home), Journal(home).read_view()
@@ -176,12 +240,27 @@ def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:
     if slurm is not None:
         return f"slurm://{slurm}"
     if ray is not None:
-        return ray if "://" in ray else f"ray://{ray}"
+        is_whole = "://" in ray or ray.partition("?")[0] == "ray"
+        return ray if is_whole else f"ray://{ray}"
     return "local" if devices is None else f"local://?devices={devices}"
 
 
-def _quota(text: str) -> tuple[str, int]:
-    team, _, count = text.partition("=")
-    if not team or not count.isdigit():
-        raise StoreError(f"--quota: {text!r} is not a team and its devices", hint="say vision=8")
-    return team, int(count)
+def _of_teams(
+    option: str, texts: Iterable[str], kind: type[int | float]
+) -> Iterator[tuple[str, float]]:
+    """A figure of each team that is named."""
+    for text in texts:
+        team, _, told = text.partition("=")
+        try:
+            number = kind(told)
+        except ValueError:
+            number = -1
+        if not team or not 0 <= number < math.inf or (option == "weight" and not number):
+            raise StoreError(
+                f"--{option}: {text!r} is not a team and a number", hint="say vision=8"
+            )
+        yield team, number
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.steward.explanation import Explanation
+    from yunlu.steward.queue import Entry
 
 _PHASES = {
     "running": ("●", "bold green"),
@@ -81,6 +82,22 @@ def why_page(found: Explanation) -> RenderableType:
         who = ", ".join(f"{run} {count}" for run, count in others.items())
         parts.append(Text(f"devices are held by: {who}", style="dim"))
     return Group(*parts)
+
+
+def terms_line(entry: Entry, *, now: float) -> str:
+    """What was asked for a run, in words."""
+    needs = entry.needs
+    most = f" to {needs.most}" if needs.most < _MANY_MOST else " or more"
+    words = [f"priority {entry.priority}", f"on {needs.least}{'' if needs.is_rigid else most}"]
+    if entry.deadline_at is not None:
+        left_s = entry.deadline_at - now
+        late = (
+            f"due {show_duration(-left_s)} ago" if left_s < 0 else f"due in {show_duration(left_s)}"
+        )
+        words.append(late)
+    if entry.budget_dollars is not None:
+        words.append(f"for up to ${entry.budget_dollars:,.2f}")
+    return ", ".join(words)
 
 
 def _title(view: Mapping[str, Any]) -> Text:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PROGRAM = (sys.executable, "-m", "yunlu.steward.program")
 _POLL_S = 0.05
-_UP_S = 60.0
+_UP_S = 180.0
+"""To connect to a cluster takes a while on a busy machine."""
 _DOWN_S = 30.0
 _TAIL = 12
 
@@ -83,6 +84,8 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
         if child.returncode is not None:
             break
         time.sleep(_POLL_S)
+    else:
+        child.terminate()  # it may have come up by now, but nobody would know of it
     words = "\n".join(journal.log.read_text(errors="replace").splitlines()[-_TAIL:])
     raise StoreError(f"the pool did not come up:\n{words}", hint=f"see {journal.log}")
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
 from yunlu.core.states import RunState
-from yunlu.core.units import show_duration
 from yunlu.jobs.run import move as move_state
 from yunlu.jobs.service import read_record
 from yunlu.pool.local import launch_lock, record_worker, this_process
@@ -78,6 +77,7 @@ class Deeds:
         first, last = self._asked.get(stand.id, (now, -math.inf))
         is_stalled = intention is not None and intention.reason == STALLED
         is_saving = stand.sight.state is RunState.STOPPING and last > -math.inf
+        is_saving = is_saving and not stand.sight.waits_for  # nothing of it runs that could save
         if now - last < _AGAIN_S or (is_saving and not is_stalled):
             return
         self._asked[stand.id] = (first, now)
@@ -101,6 +101,14 @@ class Deeds:
             self._ask_to_stop(stand)
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"it is stalled, and cannot be stopped: {error}"
+
+    def call_off(self, stand: Stand, reason: str) -> None:
+        """Take a run out of the queue of its cluster, to be started elsewhere. That is no fault of its own."""
+        try:
+            self._intend(stand, Intention(kind="stop", reason=reason, by=self.name))
+            self._ask_to_stop(stand)
+        except (YunluError, OSError) as error:
+            self.register.troubles[stand.id] = f"{reason}, but it cannot be called off: {error}"
 
     def give_up(self, stand: Stand) -> str | None:
         """Let a run that failed too often rest as failed, with the reason; what was said, if anything."""
@@ -135,9 +143,3 @@ class Deeds:
 
     def _drop(self, stand: Stand) -> None:
         self.register.put(stand, stand.notes.model_copy(update={"intention": None}))
-
-
-def describe_wait(stand: Stand, now: float) -> str:
-    """How long a run still waits after a fault."""
-    left_s = stand.notes.wait_s() - (now - (stand.notes.failed_at or now))
-    return f"tried again in {show_duration(max(left_s, 0.0))}"

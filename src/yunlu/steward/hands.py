@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -13,6 +15,8 @@ from yunlu.core.errors import StoreError
 from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.run import error_of, new_record, settle
+from yunlu.pool.executors.executor import LeaseState
+from yunlu.pool.executors.finding import is_elsewhere
 from yunlu.pool.executors.record import read_record as read_leases
 from yunlu.pool.local import WorkerProcess, record_worker, recorded_worker, worker_lock_is_free
 from yunlu.steward.sight import Sight
@@ -23,7 +27,8 @@ if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
     from yunlu.jobs.run import RunRecord
     from yunlu.pool.allocation.values import Node, Placement
-    from yunlu.pool.executors.executor import Executor
+    from yunlu.pool.executors.executor import Executor, RunStatus
+    from yunlu.steward.notes import Shares
 
 
 class Hands(Protocol):
@@ -54,6 +59,9 @@ class Hands(Protocol):
         ...
 
 
+_DISTRUST_S = 60.0
+
+
 class NotNowError(StoreError):
     """The run cannot be asked at this moment; later it can."""
 
@@ -66,12 +74,16 @@ class ExecutorHands:
         self._node = ""
         self._records: dict[str, RunRecord] = {}
         self._codes: dict[str, tuple[int, str | None]] = {}
+        self._lost: dict[tuple[str, str], tuple[str, float]] = {}
+        """By run and lease: which machine was lost under it, and when on the monotonic clock."""
 
     def nodes(self) -> tuple[Node, ...]:
-        """Of the executor."""
+        """Of the executor; what was lost a moment ago is not trusted, even if it is listed."""
         found = self.executor.nodes()
         self._node = found[0].name if found else ""
-        return found
+        now = time.monotonic()
+        lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
+        return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in found)
 
     def look(self, run_dir: RunDir) -> Sight:
         """How a run stands, by its own log and what its executor sees of it."""
@@ -80,7 +92,8 @@ class ExecutorHands:
             raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
         record = settle(run_dir, before)
         self._records[run_dir.id] = record
-        is_alive, devices = self._find_life(run_dir)
+        life = self._find_life(run_dir)
+        is_alive = life.is_alive
         recorded = recorded_worker(run_dir)
         has_begun = is_alive or (recorded is not None and recorded.detached)
         usable, is_ready = _crew_of(run_dir) if is_alive else (None, False)
@@ -88,7 +101,11 @@ class ExecutorHands:
             state=record.state,
             is_alive=is_alive,
             has_begun=has_begun,
-            devices=devices,
+            devices=life.devices,
+            shares=life.shares,
+            lost_nodes=life.lost_nodes,
+            is_settled=life.is_settled,
+            waits_for=life.waits_for,
             usable=usable,
             is_resizable=is_ready and record.state is RunState.RUNNING,
             node=self._node,
@@ -114,11 +131,17 @@ class ExecutorHands:
 
     def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
         """Through the run's own verbs."""
-        service.request_stop(run_dir, now=now)
+        record = service.request_stop(run_dir, now=now)
+        if record.state.can_resume and is_elsewhere(run_dir):
+            # It rests, and its cluster would start it again: a lease that was preempted is queued there.
+            self.executor.stop(run_dir, now=now)
 
     def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
-        """A process of this machine whose starter died before it could write it down."""
-        wanted = {str(run_dir.path): run_dir for run_dir in run_dirs}
+        """A process of this machine whose starter died before it could write it down.
+
+        What a cluster was asked for it knows itself, by name.
+        """
+        wanted = {str(each.path): each for each in run_dirs if not is_elsewhere(each)}
         if not wanted:
             return
         for process in psutil.process_iter():
@@ -140,20 +163,47 @@ class ExecutorHands:
                     ),
                 )
 
-    def _find_life(self, run_dir: RunDir) -> tuple[bool, int]:
-        """Whether anybody works on it, and devices taken: 0 where that is not known."""
+    def _find_life(self, run_dir: RunDir) -> _Life:
         if read_leases(run_dir) is None:  # never with an executor, or started by hand
             worker = recorded_worker(run_dir)
             by_hand = worker is not None and worker.detached and worker.is_alive()
             if not by_hand and worker_lock_is_free(run_dir):
-                return False, 0
+                return _Life(is_alive=False)
             crew = read_crew(run_dir)
-            return True, crew.target if crew is not None else 1
+            return _Life(is_alive=True, devices=crew.target if crew is not None else 1)
         status = self.executor.status(run_dir)
+        lost = self._note_losses(run_dir, status)
         if not status.is_alive:
-            return False, 0
+            return _Life(is_alive=False, lost_nodes=lost)
         # Who was sent away takes a device until the next step's end; who is to come, already.
-        return True, max(status.held.devices, status.wanted.devices, status.workers)
+        if is_elsewhere(run_dir):
+            shares = _taken(status)
+            return _Life(
+                is_alive=True,
+                devices=sum(count for _, count in shares),
+                shares=shares,
+                is_settled=_is_settled(status),
+                waits_for=(status.reason or "it was just asked for") if status.is_waiting else "",
+            )
+        held = status.held.devices
+        return _Life(
+            is_alive=True,
+            devices=max(held, status.wanted.devices, status.workers),
+            is_settled=status.workers == held == status.wanted.devices,
+        )
+
+    def _note_losses(self, run_dir: RunDir, status: RunStatus) -> tuple[str, ...]:
+        """Machines that were lost under the run a moment ago."""
+        lost = {
+            each.lease.name: each.node or each.lease.node
+            for each in status.leases
+            if each.has_lost_node
+        }
+        now, recent = time.monotonic(), list[str]()
+        for lease, node in lost.items():
+            _, at = self._lost.setdefault((run_dir.id, lease), (node, now))
+            recent += [node] * (now - at < _DISTRUST_S)
+        return tuple(recent)
 
     def _error_code(self, run_dir: RunDir, record: RunRecord) -> str | None:
         if record.state is not RunState.FAILED:
@@ -164,6 +214,34 @@ class ExecutorHands:
             known = (record.offset, error.code if error is not None else None)
             self._codes[run_dir.id] = known
         return known[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """Whether anybody works on a run, and what is taken for it: 0 where that is not known."""
+
+    is_alive: bool
+    devices: int = 0
+    shares: Shares = ()
+    lost_nodes: tuple[str, ...] = ()
+    is_settled: bool = False
+    waits_for: str = ""
+
+
+def _taken(status: RunStatus) -> Shares:
+    """Devices of each machine that a run has, or is to have; where it is led from, first."""
+    taken: dict[str, int] = {}
+    for each in sorted(status.leases, key=lambda each: not each.lease.is_lead):
+        if each.lease.is_wanted and each.state is not LeaseState.GONE:
+            taken[each.lease.node] = taken.get(each.lease.node, 0) + each.lease.devices
+    for name, count in status.held.shares:
+        taken[name] = max(count, taken.get(name, 0))
+    return tuple(taken.items())
+
+
+def _is_settled(status: RunStatus) -> bool:
+    steady = {LeaseState.RUNNING, LeaseState.GONE}
+    return all(each.state in steady for each in status.leases)
 
 
 def _crew_of(run_dir: RunDir) -> tuple[int | None, bool]:

@@ -32,6 +32,19 @@ class PoolSettings(Value):
     look_s: float = Field(default=1.0, gt=0)
     quotas: dict[str, int] = Field(default_factory=dict)
     """Devices of each team."""
+    borrow: dict[str, int] = Field(default_factory=dict)
+    """How many more each team may hold while nobody else wants them; without a word, any number."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """How much of what is left over goes to each team; 1 without a word."""
+    grow_after_s: float = Field(default=30.0, ge=0)
+    """How long more machines must be wanted before a cluster is asked for them."""
+    idle_s: float = Field(default=300.0, ge=0)
+    """How long a machine is idle before it is given back."""
+    max_nodes: int | None = Field(default=None, ge=0)
+    """Machines that the pool may have, those that are always there included."""
+    max_dollars_per_hour: float | None = Field(default=None, ge=0)
+    queue_s: float = Field(default=600.0, gt=0)
+    """A run that waits longer in the queue of its cluster is placed elsewhere."""
     stall_s: float = Field(default=1800.0, gt=0)
     """A run that writes nothing and computes nothing for so long gives its devices back."""
     dollars_per_hour: float | None = None

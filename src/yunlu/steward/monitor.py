@@ -15,6 +15,7 @@ import psutil
 from yunlu.core.crew import read_crew
 from yunlu.core.rundir import EventKind
 from yunlu.jobs.recorded import step_s
+from yunlu.pool.executors.finding import is_elsewhere
 from yunlu.pool.local import recorded_worker
 from yunlu.steward.notes import Seen
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.core.rundir import Event, RunDir
+    from yunlu.pool.allocation.values import Node
+    from yunlu.steward.stand import Stand
 
 _RECENT = 50
 _WARM_UP = 2
@@ -198,6 +201,9 @@ class Machine:
         now = time.monotonic()
         found: dict[str, Usage] = {}
         for run_id, run_dir in run_dirs.items():
+            if is_elsewhere(run_dir):  # numbers of processes mean nothing on another machine
+                found[run_id] = Usage(cores=None, memory_bytes=0.0)
+                continue
             pids = {pid for session in _sessions_of(run_dir) for pid in sessions.get(session, ())}
             busy_s, memory_bytes = _sum_up(pids)
             then, busy_then_s = self._before.get(run_id, (now, busy_s))
@@ -206,8 +212,26 @@ class Machine:
                 cores = max(0.0, busy_s - busy_then_s) / (now - then)
             self._before[run_id] = (now, busy_s)
             found[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
-        self._before = {run_id: self._before[run_id] for run_id in run_dirs}
+        self._before = {
+            run_id: self._before[run_id] for run_id in run_dirs if run_id in self._before
+        }
         return found
+
+
+def find_lie(
+    stand: Stand, usage: Usage, machine: dict[str, float], nodes: tuple[Node, ...]
+) -> str | None:
+    """What a run takes beyond what it holds, in words; None where it keeps to it."""
+    held, node = stand.notes.placement.devices, next(iter(nodes), None)
+    if node is None or not held or not machine:
+        return None
+    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * held + 0.3:
+        return f"it keeps {usage.cores:.1f} cores busy, and holds {held} of {node.devices} shares"
+    share_bytes = machine["memory_bytes"] * held / max(node.devices, 1)
+    if usage.memory_bytes > 1.1 * share_bytes:
+        took, part = usage.memory_bytes / 2**30, share_bytes / 2**30
+        return f"it takes {took:.1f} GiB of memory, and its share is {part:.1f} GiB"
+    return None
 
 
 def _processes_by_session() -> dict[int, list[int]]:

@@ -47,7 +47,7 @@ def plan_moves(
     giving: list[Move] = []
     taking: list[Move] = []
     for stand in stands:
-        move = _find_move(stand, placements.get(stand.id, NOTHING))
+        move = find_move(stand, placements.get(stand.id, NOTHING))
         if move is not None:
             takes = any(_more(stand, move.placement).values())
             (taking if takes else giving).append(move)
@@ -63,7 +63,8 @@ def plan_moves(
     return giving + fitting
 
 
-def _find_move(stand: Stand, wanted: Placement) -> Move | None:
+def find_move(stand: Stand, wanted: Placement) -> Move | None:
+    """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
     if not stand.may_move:
         return None
     if stand.is_free:

@@ -149,7 +149,7 @@ def resolve(
         fresh = {"failures": 0, "failed_at": None, "given_up": "", "ticket": entry.ticket}
         notes = notes.model_copy(update=fresh)
     if sight.is_alive:
-        return _resolve_alive(notes, sight, now)
+        return _resolve_alive(notes, sight, now, service)
     if not notes.shares and notes.intention is None:
         return notes
     if sight.state.is_active and (sight.has_begun or sight.state is not RunState.PENDING):
@@ -161,18 +161,21 @@ def resolve(
     return _count_failure(freed, sight, now)
 
 
-def _resolve_alive(notes: Notes, sight: Sight, now: float) -> Notes:
+def _resolve_alive(notes: Notes, sight: Sight, now: float, service: str) -> Notes:
     shares, intention, since = notes.shares, notes.intention, notes.held_since
-    devices = sight.devices
     kind = intention.kind if intention is not None else None
     wanted = intention.shares if intention is not None else ()
     if kind == "start":
         shares, intention = wanted, None
-    elif kind == "resize" and devices == Placement(wanted).devices:
+    elif kind == "resize" and _takes(sight, wanted):
         shares, intention, since = wanted, None, now
-    if intention is None and devices and devices != Placement(shares).devices:
+    elif kind == "resize" and (sight.is_settled or _is_of_another(intention, service)):
+        intention = None  # it was cut short, or came out otherwise
+    if intention is None and sight.devices and not _takes(sight, shares):
         # Somebody else started or resized it: what it takes, it has.
-        shares, since = _with_devices(shares, devices, sight.node), now
+        shares, since = sight.shares or _with_devices(shares, sight.devices, sight.node), now
+    elif intention is None and sight.shares:
+        shares = sight.shares  # the same; where it is led from, first
     restarts = notes.restarts + (since != notes.held_since and notes.held_since is not None)
     changes = {
         "shares": shares,
@@ -189,7 +192,7 @@ def _is_nobodys_fault(
     """Whether a run that has ended need not answer for it."""
     if sight.state is RunState.FINISHED or entry.wish != "run":
         return True
-    if any(name not in nodes for name, _ in notes.shares):
+    if sight.lost_nodes or any(name not in nodes for name, _ in notes.shares):
         return True  # its machine is gone
     intention = notes.intention
     if intention is None:
@@ -197,7 +200,8 @@ def _is_nobodys_fault(
     if intention.kind == "stop":
         return intention.reason != STALLED
     is_unborn = intention.kind == "start" and not sight.has_begun
-    return is_unborn and sight.state is not RunState.FAILED and intention.by != service
+    is_cut_short = is_unborn and sight.state is not RunState.FAILED
+    return is_cut_short and _is_of_another(intention, service)
 
 
 def _count_failure(notes: Notes, sight: Sight, now: float) -> Notes:
@@ -218,6 +222,18 @@ def _count_failure(notes: Notes, sight: Sight, now: float) -> Notes:
         "restarts": notes.restarts + 1,
     }
     return notes.model_copy(update=changes)
+
+
+def _is_of_another(intention: Intention | None, service: str) -> bool:
+    """Whether a service meant to do it that is no more."""
+    return intention is not None and intention.by != service
+
+
+def _takes(sight: Sight, shares: Shares) -> bool:
+    """Whether a run takes just this: on each machine, where that is known."""
+    if sight.shares:
+        return dict(sight.shares) == dict(shares)
+    return sight.devices == Placement(shares).devices
 
 
 def _with_devices(shares: Shares, devices: int, node: str) -> Shares:

@@ -27,7 +27,7 @@ from yunlu.pool.executors.finding import open_executor
 from yunlu.steward.hands import ExecutorHands
 from yunlu.steward.journal import Journal, PoolSettings, ServiceRecord
 from yunlu.steward.policies import open_estimator, open_policy
-from yunlu.steward.scaling import Scaler
+from yunlu.steward.scaling import make_scaler
 from yunlu.steward.steward import Steward
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
         open_estimator,
         settings=settings,
         journal=journal,
-        scaler=Scaler(executor) if executor.capabilities().scales else None,
+        scaler=make_scaler(executor, settings) if executor.capabilities().scales else None,
         name=secrets.token_hex(4),
     )
     told = ""

@@ -7,6 +7,7 @@ other's lock.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 QUEUE = "queue.json"
+_NONE = "none"
 _NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
 """Answers for a run that waits: no process, and so none that can be found dead."""
 
@@ -145,6 +147,40 @@ def set_priority(run_dir: RunDir, priority: int) -> Entry:
     return change_entry(run_dir, priority=priority)
 
 
+def change_terms(
+    run_dir: RunDir,
+    *,
+    priority: int | None = None,
+    deadline: str | None = None,
+    budget: str | None = None,
+    min_devices: int | None = None,
+    max_devices: int | None = None,
+) -> Entry:
+    """Change what was asked for a queued run; what is not said stays as it is.
+
+    Args:
+        run_dir: The run.
+        priority: Higher goes first.
+        deadline: A span from now, such as ``36h``; ``none`` takes it away.
+        budget: Dollars, what is spent already included; ``none`` takes it away.
+        min_devices: It is not started on fewer.
+        max_devices: It is never given more.
+    """
+    changes: dict[str, Any] = {} if priority is None else {"priority": priority}
+    if deadline is not None:
+        span_s = None if deadline == _NONE else read_asked(deadline=deadline).deadline_s
+        changes["deadline_at"] = None if span_s is None else time.time() + span_s
+    if budget is not None:
+        changes["budget_dollars"] = None if budget == _NONE else _read_dollars(budget)
+    if min_devices is not None or max_devices is not None:
+        read_asked(min_devices=min_devices, max_devices=max_devices)
+        before = read_entry(run_dir)
+        least = min_devices if min_devices is not None or before is None else before.needs.least
+        most = max_devices if max_devices is not None or before is None else before.needs.most
+        changes["needs"] = find_needs(_job_of(run_dir), least=least, most=most)
+    return change_entry(run_dir, **changes)
+
+
 def pause(run_dir: RunDir) -> Entry:
     """Save and stop a run, and keep its place in the queue for later."""
     _refuse_over(run_dir)
@@ -184,6 +220,22 @@ def sign(job: Job) -> str:
     parts = (job.task, job.model.model_dump_json(), job.data.model_dump_json(exclude={"limit"}))
     own = (str(train.batch), str(train.micro_batch), str(train.precision), str(job.layout))
     return hashlib.blake2b("\n".join((*parts, *own)).encode(), digest_size=8).hexdigest()
+
+
+def _job_of(run_dir: RunDir) -> Job:
+    from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
+
+    return Job.model_validate_json(run_dir.job.read_bytes())
+
+
+def _read_dollars(text: str) -> float:
+    try:
+        dollars = float(text.removeprefix("$"))
+    except ValueError:
+        dollars = 0.0
+    if not 0 < dollars < math.inf:
+        raise JobError(f"budget: {text!r} is not a sum of dollars", hint="say 12.50, or none")
+    return dollars
 
 
 def _hand_over(run_dir: RunDir) -> None:

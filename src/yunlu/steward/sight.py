@@ -25,6 +25,14 @@ class Sight:
     """Whether a worker was started since it was last queued."""
     devices: int = 0
     """Devices its workers take, or will take when those that come have come; 0 where unknown."""
+    shares: tuple[tuple[str, int], ...] = ()
+    """The same by machine, where it may be on several."""
+    lost_nodes: tuple[str, ...] = ()
+    """Machines that were lost under it; its cluster may list them still."""
+    is_settled: bool = False
+    """Whether nobody of it is known to be on the way, neither in nor out."""
+    waits_for: str = ""
+    """Why nothing of it has started yet, though its cluster was asked to; empty where it has."""
     usable: int | None = None
     """The most that its model and batch can be split over, once that is known."""
     is_resizable: bool = False

@@ -10,6 +10,8 @@ from yunlu.core.states import RunState
 from yunlu.pool.allocation.values import NOTHING, Demand, Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from yunlu.core.rundir import RunDir
     from yunlu.pool.allocation.values import Speed
     from yunlu.steward.clock import SteadyClock
@@ -68,6 +70,12 @@ class Stand:
         return self.phase is Phase.WAITING
 
     @property
+    def is_sent_away(self) -> bool:
+        """Whether it was asked to stop; then it is only reminded."""
+        intention = self.notes.intention
+        return self.entry.wish != "run" or (intention is not None and intention.kind == "stop")
+
+    @property
     def may_move(self) -> bool:
         """Whether what it holds can be changed now."""
         return self.is_free or self.phase is Phase.RUNNING
@@ -96,8 +104,27 @@ def _phase_of_life(entry: Entry, notes: Notes, sight: Sight) -> Phase:
     return Phase.CHANGING if kind == "resize" or not sight.is_resizable else Phase.RUNNING
 
 
-def make_demand(stand: Stand, speed: Speed, clock: SteadyClock) -> Demand:
-    """The run as the allocator sees it."""
+def find_held(stand: Stand, nodes: AbstractSet[str]) -> Placement:
+    """What the allocator is told that a run holds.
+
+    What cannot be moved now holds nothing on machines that are gone or going: nobody is to make room
+    for it elsewhere before it can go there.
+    """
+    claims = stand.notes.claims
+    if not stand.may_move:
+        claims = {name: count for name, count in claims.items() if name in nodes}
+    return Placement(tuple(claims.items())) if claims else NOTHING
+
+
+def make_demand(stand: Stand, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
+    """The run as the allocator sees it.
+
+    Args:
+        stand: Where it stands.
+        speed: What it would achieve.
+        clock: The pool's.
+        nodes: Names of the machines that are there, and stay.
+    """
     entry, notes, needs = stand.entry, stand.notes, stand.entry.needs
     done, remaining = count_samples(stand)
     usable = stand.sight.usable
@@ -113,7 +140,7 @@ def make_demand(stand: Stand, speed: Speed, clock: SteadyClock) -> Demand:
         max_devices=most,
         asked_devices=needs.asked,
         multiple=needs.multiple,
-        held=Placement(tuple(notes.claims.items())) if notes.claims else NOTHING,
+        held=find_held(stand, nodes),
         restart_s=max(restart_s(stand), _LEAST_RESTART_S),
         restarts=notes.restarts,
         served_device_s=notes.served_device_s,

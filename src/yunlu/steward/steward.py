@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
-from yunlu.pool.allocation.values import Decision, PoolState, Reason, Team
+from yunlu.pool.allocation.staying import stay_near
+from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason, Team
 from yunlu.steward.clock import SteadyClock
 from yunlu.steward.deeds import Deeds
 from yunlu.steward.forecast import forecast
-from yunlu.steward.monitor import Machine
-from yunlu.steward.moves import plan_moves
+from yunlu.steward.monitor import Machine, find_lie
+from yunlu.steward.moves import find_move, plan_moves
 from yunlu.steward.register import Register
 from yunlu.steward.speed import Knowledge
-from yunlu.steward.stand import Phase, Stand, make_demand
+from yunlu.steward.stand import Phase, Stand, find_held, make_demand
 from yunlu.steward.view import make_view
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 _USAGE_S = 5.0
 _KEEP_S = 30.0
 _HALF_LIFE_S = 24 * 3600.0
+_UNDER_WAY_S = 60.0
+"""How long a decision may take to be carried out before it is thought over."""
+_UNSEEN = 4.0
+"""How much longer a run may be silent of which only its words are seen."""
 _LIES = 3
 """Looks in a row at which a run takes more than it holds."""
 
@@ -82,8 +87,12 @@ class Steward:
         self.forecast: dict[str, Forecast] = {}
         self.decided_ms = 0.0
         self._signature: Any = None
+        self._news: Any = None
+        """What is not our own doing: runs that come and go, what is asked of them, machines."""
         self._decided_at = -math.inf
         self._told: dict[str, tuple[str, Any]] = {}
+        self._queued_since: dict[str, float] = {}
+        """Since when a run waits in the queue of its cluster, on the monotonic clock."""
         self._teams = journal.read_teams()
         self._kept_at = self._charged_at = self.clock.now()
         self._figures = _Figures()
@@ -112,6 +121,11 @@ class Steward:
             self._trouble("nodes", f"the machines cannot be listed: {error}")
         types = {node.name: node.type for node in self.nodes}
         self.register.refresh(types)
+        lost = {name for s in self.register.stands.values() for name in s.sight.lost_nodes}
+        if lost:  # its cluster will notice, too; until then nothing is put there
+            self.nodes = tuple(
+                replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
+            )
         for stand in self.register.stands.values():
             self.knowledge.learn(stand)
         self._charge()
@@ -166,6 +180,7 @@ class Steward:
     def _decide(self) -> None:
         stands = self.register.ordered()
         signature = tuple((s.id, s.phase, s.notes.shares, s.entry) for s in stands)
+        news = tuple((s.id, s.entry, s.phase.is_over or _waits(s)) for s in stands), self.nodes
         is_due = self.clock.now() - self._decided_at >= self.settings.round_s
         if not self.nodes:  # none known: nobody is sent away for that
             self.decision = None
@@ -175,10 +190,14 @@ class Steward:
             return
         if not is_due and (signature, self.nodes) == self._signature:
             return
+        if news == self._news and self._is_under_way(stands):
+            return
         began = time.process_time()
         try:
             state = self._describe(stands)
-            self.decision = self.policy.decide(state)
+            decided = self.policy.decide(state)
+            placements = stay_near(decided.placements, state.jobs, state.nodes)
+            self.decision = replace(decided, placements=placements)
             unknown = {s.id for s in stands if not self.knowledge.is_known(s)}
             self.forecast = forecast(state, self.decision, unknown)
             self._troubles.pop("policy", None)
@@ -187,9 +206,26 @@ class Steward:
             self.decision = self._signature = None
             return
         self._signature, self._decided_at = (signature, self.nodes), self.clock.now()
+        self._news = news
         self.decided_ms = (time.process_time() - began) * 1e3
         self._explain(stands, self.decision)
         self._scale(state)
+
+    def _is_under_way(self, stands: list[Stand]) -> bool:
+        """Whether what was decided last is still being done: those who make room, others wait for.
+
+        Decided in the middle of that, devices that are about to be free would look taken, and others
+        would be stopped for them.
+        """
+        if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
+            return False
+        placements = self.decision.placements
+        return any(
+            s.is_sent_away
+            if s.phase is Phase.LEAVING
+            else find_move(s, placements.get(s.id, NOTHING)) is not None
+            for s in stands
+        )
 
     def _scale(self, state: PoolState) -> None:
         if self._scaler is None:
@@ -201,22 +237,31 @@ class Steward:
         try:
             for kind, words in self._scaler.follow(state, claims).items():
                 self._tell("", "machines", f"{kind}: {words}")
+            self._troubles.pop("machines", None)
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
     def _describe(self, stands: list[Stand]) -> PoolState:
-        wanting = [s for s in stands if s.notes.claims or not (s.phase.is_over or _waits(s))]
-        names = {s.entry.team for s in wanting} | {*self.settings.quotas}
+        there = {node.name for node in self.nodes if not node.is_leaving}
+        wanting = [
+            s
+            for s in stands
+            if find_held(s, there) or (s.may_move and not (s.phase.is_over or _waits(s)))
+        ]
+        settings = self.settings
+        names = {s.entry.team for s in wanting} | {*settings.quotas}
         teams = tuple(
             Team(
                 name=name,
-                quota=self.settings.quotas.get(name),
+                quota=settings.quotas.get(name),
+                borrow=settings.borrow.get(name),
+                weight=settings.weights.get(name, 1.0),
                 used_device_s=self._teams.get(name, 0.0),
             )
             for name in sorted(names)
             if names != {""}  # where nobody has a team, nobody is to be fair between them
         )
-        demands = [make_demand(s, self.knowledge.tell(s), self.clock) for s in wanting]
+        demands = [make_demand(s, self.knowledge.tell(s), self.clock, there) for s in wanting]
         return PoolState(
             now=self.clock.now(),
             nodes=self.nodes,
@@ -262,6 +307,9 @@ class Steward:
             if stand.notes.given_up:
                 if words := self.deeds.give_up(stand):
                     self._tell(stand.id, "given up", words)
+            elif (vain := self._find_vain_wait(stand, now)) and not stand.is_sent_away:
+                self.deeds.call_off(stand, vain)
+                self._tell(stand.id, "called off", f"{vain}: {stand.sight.waits_for}")
             elif stand.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
             elif budget is not None and stand.notes.spent_dollars >= budget:
@@ -276,13 +324,32 @@ class Steward:
         for run_id in self.register.drop_over():
             self.knowledge.forget(run_id)
             self._told.pop(run_id, None)
+            self._queued_since.pop(run_id, None)
 
     def _is_stalled(self, stand: Stand, now: float) -> bool:
         patience_s = max(self.settings.stall_s, 50 * stand.course.usual_step_s)
-        if now - stand.course.moved_at < patience_s:
+        silent_s = now - stand.course.moved_at
+        if silent_s < patience_s:
             return False
+        if stand.sight.shares:  # whether it computes is not seen from here
+            return silent_s > _UNSEEN * patience_s
         usage = self._figures.usage.get(stand.id)
         return usage is not None and usage.cores is not None and usage.cores < 0.05
+
+    def _find_vain_wait(self, stand: Stand, now: float) -> str | None:
+        """Why a run need not wait any longer in the queue of its cluster; None where it may."""
+        if not stand.sight.waits_for:
+            self._queued_since.pop(stand.id, None)
+            return None
+        since = self._queued_since.setdefault(stand.id, now)
+        names = [name for name, _ in stand.notes.shares]
+        if self.nodes and (gone := {*names} - {node.name for node in self.nodes}):
+            return f"{', '.join(sorted(gone))} is not there any more"
+        if not stand.sight.state.is_active:
+            return "its cluster took its devices away, and would let it wait for the same ones"
+        if now - since > self.settings.queue_s:
+            return f"its cluster has not started it on {', '.join(names)} for {now - since:.0f} s"
+        return None
 
     # Tell.
 
@@ -315,22 +382,6 @@ class Steward:
         if self._troubles.get(what) != words:
             self._troubles[what] = words
             self._tell("", "trouble", words)
-
-
-def find_lie(
-    stand: Stand, usage: Usage, machine: dict[str, float], nodes: tuple[Node, ...]
-) -> str | None:
-    """What a run takes beyond what it holds, in words; None where it keeps to it."""
-    held, node = stand.notes.placement.devices, next(iter(nodes), None)
-    if node is None or not held or not machine:
-        return None
-    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * held + 0.3:
-        return f"it keeps {usage.cores:.1f} cores busy, and holds {held} of {node.devices} shares"
-    share_bytes = machine["memory_bytes"] * held / max(node.devices, 1)
-    if usage.memory_bytes > 1.1 * share_bytes:
-        took, part = usage.memory_bytes / 2**30, share_bytes / 2**30
-        return f"it takes {took:.1f} GiB of memory, and its share is {part:.1f} GiB"
-    return None
 
 
 def _waits(stand: Stand) -> bool:

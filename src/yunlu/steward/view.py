@@ -78,6 +78,7 @@ def _run(
     wanted = decision.placements.get(stand.id)
     reason = decision.reasons.get(stand.id)
     whole = done + remaining if remaining is not None else None
+    waits = stand.sight.waits_for if stand.sight.is_alive else ""
     return {
         "id": stand.id,
         "phase": stand.phase.value,
@@ -100,7 +101,7 @@ def _run(
         "dollars": notes.spent_dollars,
         "start_at": _finite(foreseen.start_at) if foreseen else None,
         "end_at": _finite(foreseen.end_at) if foreseen else None,
-        "reason": notes.given_up or (reason.text if reason else "") or notes.failure,
+        "reason": notes.given_up or waits or (reason.text if reason else "") or notes.failure,
         "problem": stand.problem,
     }
 

@@ -12,7 +12,7 @@ from yunlu.steward.needs import Needs
 from yunlu.steward.notes import Intention, Notes
 from yunlu.steward.queue import Entry
 from yunlu.steward.sight import Sight
-from yunlu.steward.stand import Phase, Stand
+from yunlu.steward.stand import Phase, Stand, find_held
 
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 
@@ -44,6 +44,15 @@ def test_what_frees_devices_comes_first_and_what_needs_them_waits():
     assert gist(plan_moves(stands, wanted, NODES)) == [("old", "resize", {"a": 2})]
     stands[1] = stand("old", (("a", 2),))
     assert gist(plan_moves(stands, wanted, NODES)) == [("new", "start", {"a": 2})]
+
+
+def test_nobody_makes_room_for_who_cannot_come_yet():
+    there = {"a", "b"}
+    stays = stand("stays", (("a", 1), ("gone", 1)))
+    assert find_held(stays, there) == on(a=1, gone=1)  # it can be moved, and will be
+    leaves = stand("leaves", (("a", 1), ("gone", 1)), phase=Phase.LEAVING)
+    assert find_held(leaves, there) == on(a=1)
+    assert not find_held(stand("lost", (("gone", 2),), phase=Phase.LEAVING), there)
 
 
 def test_who_is_not_named_is_stopped_and_who_changes_is_left_alone():

@@ -61,6 +61,33 @@ def test_growing_claims_the_devices_at_once():
     assert held(2, intention=intent("resize", 4)).claims == {"here": 4}
 
 
+def test_resize_that_another_service_had_no_time_for_is_undone():
+    notes = held(2, intention=intent("resize", 4, by="dead"))
+    sight = Sight(state=RunState.RUNNING, is_alive=True, devices=2)
+    after = settle(notes, sight)
+    assert (after.claims, after.intention, after.restarts) == ({"here": 2}, None, 0)
+    assert settle(held(2, intention=intent("resize", 4)), sight).claims == {"here": 4}  # our own
+
+
+def test_move_keeps_the_devices_of_each_machine_until_they_are_left():
+    was, wanted = (("a", 1), ("b", 1)), (("a", 1), ("c", 1))
+    notes = Notes(ticket=1, shares=was, held_since=50.0,
+                  intention=Intention(kind="resize", shares=wanted, by="me"))  # fmt: skip
+    moving = Sight(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
+    before = settle(notes, moving, nodes={"a", "b", "c"})
+    assert before.claims == {"a": 1, "b": 1, "c": 1}
+    there = Sight(state=RunState.RUNNING, is_alive=True, devices=2, shares=wanted)
+    assert settle(before, there, nodes={"a", "b", "c"}).claims == {"a": 1, "c": 1}
+
+
+def test_what_came_out_otherwise_is_what_the_run_has():
+    notes = held(1, intention=intent("resize", 3))
+    sight = Sight(state=RunState.RUNNING, is_alive=True, devices=2, shares=(("here", 2),),
+                  is_settled=True)  # fmt: skip
+    after = settle(notes, sight)
+    assert (after.claims, after.intention) == ({"here": 2}, None)
+
+
 def test_stop_of_ours_puts_the_run_back_without_blame():
     notes = held(4, intention=intent("stop", reason="preempted"))
     leaving = settle(notes, Sight(state=RunState.STOPPED, is_alive=True, has_begun=True))
@@ -92,6 +119,8 @@ def test_faults_count_in_a_row_and_a_new_step_begins_anew():
 def test_lost_machine_is_nobodys_fault():
     after = settle(held(2), Sight(state=RunState.LOST, is_alive=False, has_begun=True), nodes=set())
     assert (after.failures, after.restarts, after.shares) == (0, 1, ())
+    told = Sight(state=RunState.LOST, is_alive=False, has_begun=True, lost_nodes=("here",))
+    assert settle(held(2), told).failures == 0  # though its cluster still lists the machine
 
 
 def test_wait_grows_and_a_clock_put_back_ends_it():

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from yunlu.cli.main import main
-from yunlu.core.errors import StoreError
+from yunlu.core.errors import JobError, StoreError
 from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.spec.job import Job
@@ -60,6 +61,22 @@ def test_pause_of_a_waiting_run():
     assert service.read_record(run).state is RunState.STOPPED
 
 
+def test_terms_of_a_queued_run_can_be_changed():
+    run = enqueue(make_job(), Asked(priority=1, max_devices=4))
+    before = read_entry(run)
+    after = queue.change_terms(run, deadline="2h", budget="12.50", min_devices=2)
+    assert after == read_entry(run)
+    assert after.deadline_at - time.time() == pytest.approx(7200, abs=600)
+    assert after.budget_dollars == 12.5
+    assert (after.needs.least, after.needs.most) == (2, 4)
+    assert (after.priority, after.ticket) == (1, before.ticket)
+    free = queue.change_terms(run, deadline="none", budget="none", priority=3)
+    assert (free.deadline_at, free.budget_dollars, free.priority) == (None, None, 3)
+    with pytest.raises(JobError, match="between 9 and 4"):
+        queue.change_terms(run, min_devices=9)
+    assert read_entry(run) == free
+
+
 def test_run_outside_of_the_queue_has_no_priority(own_home):
     run = service.submit(make_job())
     with pytest.raises(StoreError, match="not in the queue"):
@@ -93,10 +110,15 @@ def test_jobs_that_are_equally_fast_have_one_signature():
         (["submit", "{job}", "--min-devices", "4", "--max-devices", "2"], "between 4 and 2"),
         (["pool", "up", "--policy", "fairest"], "there is no policy 'fairest'"),
         (["pool", "up", "--devices", "0"], "0 is not a number of devices"),
-        (["pool", "up", "--quota", "vision"], "not a team and its devices"),
+        (["pool", "up", "--quota", "vision"], "not a team and a number"),
         (["pool", "up", "--devices", "1", "--slurm", "x"], "exclude each other"),
         (["pool", "why"], "not in the queue"),
         (["priority", "last", "3"], "not in the queue"),
+        (["pool", "change", "last", "--budget", "5"], "not in the queue"),
+        (["pool", "change", "last", "--budget", "much"], "not a sum of dollars"),
+        (["pool", "change", "last"], "nothing is to be changed"),
+        (["pool", "up", "--weight", "vision=0"], "not a team and a number"),
+        (["pool", "up", "--idle", "-1"], "--idle: -1 is below 0"),
     ],
 )
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):

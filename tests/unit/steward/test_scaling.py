@@ -6,7 +6,8 @@ from tests.unit.steward.world import Even
 from yunlu.pool.allocation.values import Demand, Node, Placement, PoolState
 from yunlu.pool.autoscaling.values import Rules
 from yunlu.pool.executors.executor import Reserve
-from yunlu.steward.scaling import Scaler
+from yunlu.steward.journal import PoolSettings
+from yunlu.steward.scaling import Scaler, make_scaler
 
 CALM = Rules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
 
@@ -16,9 +17,12 @@ class Cluster:
     awake: int = 0
     most: int = 3
     asked: list[int] = field(default_factory=list)
+    names: tuple[str, ...] = ()
 
     def reserves(self):
-        return (Reserve(type="cloud", devices=2, awake=self.awake, most=self.most),)
+        return (
+            Reserve(type="cloud", devices=2, awake=self.awake, most=self.most, nodes=self.names),
+        )
 
     def scale(self, node_type, nodes):
         assert node_type == "cloud"
@@ -62,6 +66,32 @@ def test_machines_that_are_there_anyway_are_used_first():
     wanting = [job("a", max_devices=1)]
     Scaler(cluster, CALM).follow(state(0.0, nodes=standing, jobs=wanting), {})
     assert cluster.asked == []
+
+
+def test_machines_of_the_same_type_that_are_there_anyway_are_not_taken_for_those_that_come():
+    cluster = Cluster()
+    standing = [Node(name="s1", devices=2, type="cloud"), Node(name="s2", devices=2, type="cloud")]
+    scaler = Scaler(cluster, CALM)
+    scaler.follow(state(0.0, nodes=standing, jobs=[job("a", max_devices=1)]), {})
+    assert cluster.asked == []
+    many = [job(name, min_devices=2, max_devices=2) for name in "abc"]
+    scaler.follow(state(1.0, nodes=standing, jobs=many), {})
+    assert cluster.asked == [1]
+    cluster.names = ("c1",)
+    nodes = [*standing, *cloud("c1")]
+    scaler.follow(state(2.0, nodes=nodes), {})
+    scaler.follow(state(100.0, nodes=nodes), {})
+    assert cluster.asked == [1, 0]  # and never fewer than none
+
+
+def test_limits_of_a_pool_bind_its_scaler():
+    for limits, most in ((PoolSettings(grow_after_s=0.0, max_nodes=1), 1),
+                         (PoolSettings(grow_after_s=0.0, quotas={"": 2}, borrow={"": 2}), 2),
+                         (PoolSettings(grow_after_s=0.0), 3)):  # fmt: skip
+        cluster = Cluster()
+        wanting = [job(name, min_devices=2, max_devices=2) for name in "abc"]
+        make_scaler(cluster, limits).follow(state(0.0, jobs=wanting), {})
+        assert cluster.asked == [most]
 
 
 def test_executor_whose_machines_are_fixed_is_never_asked():

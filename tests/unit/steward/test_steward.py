@@ -3,6 +3,7 @@
 import errno
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -11,11 +12,10 @@ from yunlu.core.rundir import EventKind
 from yunlu.steward import register as register_module
 from yunlu.steward import steward as steward_module
 from yunlu.steward.journal import PoolSettings
-from yunlu.steward.monitor import Usage
+from yunlu.steward.monitor import Usage, find_lie
 from yunlu.steward.notes import MOST_FAILURES, STALLED, read_notes
 from yunlu.steward.queue import change_entry, put_back, read_entry, set_priority
 from yunlu.steward.stand import Phase
-from yunlu.steward.steward import find_lie
 
 
 def turn(world, steward, times=1, *, seconds=1.0):
@@ -43,6 +43,27 @@ def test_queued_run_is_started_grown_and_seen_to_its_end(make_world, make_stewar
     assert not steward.register.stands
     assert not world.processes
     assert read_notes(run).shares == ()
+
+
+def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
+    make_world, make_steward, monkeypatch
+):
+    world = make_world({"a": 2, "b": 2}, dawdles=1.0)
+    run, look = world.submit("x", least=2, most=2, asked=2), world.look
+
+    def look_at_a_full_cluster(run_dir):
+        sight = look(run_dir)
+        return replace(sight, waits_for="others come first") if world.dawdles else sight
+
+    monkeypatch.setattr(world, "look", look_at_a_full_cluster)
+    steward = make_steward(world, queue_s=1e-9)
+    turn(world, steward, 3)
+    assert "called off" in decided(steward, run)
+    assert read_notes(run).intention.kind == "stop"
+    world.dawdles = 0.0
+    turn(world, steward, 30)
+    assert states(run)[-1] == "finished"
+    assert read_notes(run).failures == 0
 
 
 def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, make_steward):

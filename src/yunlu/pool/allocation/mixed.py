@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from yunlu.pool.allocation.account import (
+    Account,
+    pick_columns,
+    tell_reasons,
+    tell_speedup,
+    tell_starts,
+)
 from yunlu.pool.allocation.entitlement import (
     group_by_team,
     keep_dwelling,
@@ -20,7 +27,6 @@ from yunlu.pool.allocation.mixed_groups import choose_grouped
 from yunlu.pool.allocation.mixed_shapes import Shapes, group_kinds, lay_out
 from yunlu.pool.allocation.mixed_worth import MixedOutlook, tell_mixed_outlook
 from yunlu.pool.allocation.placing import Placed, Want, place
-from yunlu.pool.allocation.reasons import Case, explain
 from yunlu.pool.allocation.values import NOTHING, Decision, Placement
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.entitlement import Allowance, Manners
     from yunlu.pool.allocation.lengths import Lengths
-    from yunlu.pool.allocation.values import Demand, PoolState, Reason
+    from yunlu.pool.allocation.values import Demand, PoolState
     from yunlu.pool.allocation.worth import Taste
 
     Floats = NDArray[np.float64]
@@ -80,17 +86,31 @@ class MixedRound:
             choice = self._choose()
             self.picks, self.prices = choice.picks, choice.prices
         placed = self._place()
+        account = Account(
+            now=self.state.now,
+            jobs=self.jobs,
+            placed=placed,
+            nodes=frozenset(node.name for node in self.state.nodes),
+            capacity=self.whole,
+            least=self.least,
+            left_s=pick_columns(self.outlook.left_s, self._columns, idle=np.inf),
+            allowances=self.allowances,
+        )
+        starts = tell_starts(account)
         return Decision(
             placements=placed.placements,
-            reasons=self._explain(placed),
-            predicted_end_at=self._tell_ends(placed),
+            reasons=tell_reasons(account, starts, self._speedup),
+            predicted_end_at=self._tell_ends(account, starts),
         )
 
     def tell_rates(self) -> Floats:
         """Goodput of what each job was given; 0 for those that were given nothing."""
-        columns = np.where(self.is_pinned, self.outlook.held, self.picks)
-        padded = np.column_stack([self.outlook.goodputs, np.zeros(len(self.jobs))])
-        return padded[np.arange(len(self.jobs)), columns]
+        return pick_columns(self.outlook.goodputs, self._columns, idle=0.0)
+
+    @property
+    def _columns(self) -> Ints:
+        """Of what each job holds from now on."""
+        return np.where(self.is_pinned, self.outlook.held, self.picks)
 
     def _tell_capacities(self) -> Floats:
         """Devices of each kind that are not pinned."""
@@ -169,86 +189,22 @@ class MixedRound:
                 wants.append(Want(id=job.id, devices=devices, held=here, stays=stays))
         return wants
 
-    def _explain(self, placed: Placed) -> dict[str, Reason]:
-        holds: Counter[str] = Counter()
-        for job in self.jobs:
-            holds[job.team] += placed.placements.get(job.id, NOTHING).devices
-        free = self.whole - sum(holds.values())
-        starts = self._tell_starts(placed)
-        found: dict[str, Reason] = {}
-        for row, job in enumerate(self.jobs):
-            gets = placed.placements.get(job.id, NOTHING)
-            left_s = self._left_s(row)
-            end_at = self.state.now + left_s + (job.restart_s if gets != job.held else 0.0)
-            found[job.id] = explain(
-                Case(
-                    job=job,
-                    gets=gets,
-                    speedup=self._speedup(row),
-                    left_s=left_s,
-                    least=int(self.least[row]),
-                    is_moved=job.id in placed.moved,
-                    is_unplaced=job.id in placed.unplaced,
-                    misses_deadline=job.deadline_at is not None
-                    and job.remaining is not None
-                    and not end_at <= job.deadline_at,
-                    free=free,
-                    capacity=self.whole,
-                    allowance=self.allowances.get(job.team),
-                    team_holds=holds[job.team],
-                    starts_at=starts.get(job.id),
-                )
-            )
-        return found
-
-    def _left_s(self, row: int) -> float:
-        column = self.outlook.held[row] if self.is_pinned[row] else self.picks[row]
-        return float(self.outlook.left_s[row, column]) if column != IDLE else float("inf")
-
     def _speedup(self, row: int) -> float:
         before, after = int(self.outlook.held[row]), int(self.picks[row])
-        if before in (IDLE, after) or after == IDLE:
-            return 1.0
-        goodputs = self.outlook.goodputs[row]
-        return float(goodputs[after] / goodputs[before]) if goodputs[before] > 0 else 1.0
+        return tell_speedup(self.outlook.goodputs[row], before, after)
 
-    def _tell_ends(self, placed: Placed) -> dict[str, float]:
+    def _tell_ends(self, account: Account, starts: Mapping[str, float]) -> dict[str, float]:
         """When each job will end, were nothing to change any more."""
         ends: dict[str, float] = {}
-        starts = self._tell_starts(placed)
         for row, job in enumerate(self.jobs):
-            gets = placed.placements.get(job.id, NOTHING)
+            gets = account.placed.placements.get(job.id, NOTHING)
             if gets:
                 restart_s = job.restart_s if gets != job.held else 0.0
-                ends[job.id] = self.state.now + restart_s + self._left_s(row)
+                ends[job.id] = self.state.now + restart_s + float(account.left_s[row])
             elif job.id in starts:
                 usual_s = float(self.outlook.work_s[row] / max(self.least[row], 1))
                 ends[job.id] = starts[job.id] + job.restart_s + usual_s
         return {job: at for job, at in ends.items() if np.isfinite(at)}
-
-    def _tell_starts(self, placed: Placed) -> dict[str, float]:
-        """When jobs that wait would find devices, as those that run come to their ends."""
-        frees = sorted(
-            (self.state.now + self._left_s(row), placed.placements[job.id].devices)
-            for row, job in enumerate(self.jobs)
-            if placed.placements.get(job.id)
-        )
-        waiting = [
-            (row, job)
-            for row, job in enumerate(self.jobs)
-            if not placed.placements.get(job.id) and self.least[row] > 0
-        ]
-        room, at, step = self.whole - sum(count for _, count in frees), self.state.now, 0
-        found: dict[str, float] = {}
-        for row, job in sorted(waiting, key=lambda one: (-one[1].priority, one[1].submitted_at)):
-            while room < self.least[row] and step < len(frees):
-                at, count = frees[step]
-                room, step = room + count, step + 1
-            if room < self.least[row]:
-                break
-            room -= int(self.least[row])
-            found[job.id] = at
-        return found
 
 
 def _settle(taste: Taste, state: PoolState) -> Taste:

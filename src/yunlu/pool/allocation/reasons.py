@@ -26,6 +26,8 @@ class Case:
     """The fewest devices it can run on here; 0 is none at all."""
     is_moved: bool
     """As many devices as before, but elsewhere, to make room."""
+    is_bereft: bool
+    """A machine that it was on is gone."""
     is_unplaced: bool
     misses_deadline: bool
     free: int
@@ -78,11 +80,18 @@ def explain(case: Case) -> Reason:
 
 
 def _explain_running(case: Case) -> tuple[str, str]:
-    job, devices, had = case.job, case.gets.devices, case.job.held.devices
+    job, devices = case.job, case.gets.devices
     if job.is_pinned:
         return "pinned", f"It keeps its {_count(devices)}: it is being moved, or asked to stay."
-    if had == 0:
+    if not job.held:
         return "started", f"It starts on {_count(devices)}, the best use of them for the pool."
+    return _explain_change(case)
+
+
+def _explain_change(case: Case) -> tuple[str, str]:
+    job, devices, had = case.job, case.gets.devices, case.job.held.devices
+    if case.is_bereft:
+        return "moved", f"It goes on with {_count(devices)}: a machine that it was on is gone."
     if devices > had:
         return "grown", (
             f"It grows from {had} to {_count(devices)}: {case.speedup:.2f} times as fast, "

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from yunlu.pool.allocation.account import (
+    Account,
+    pick_columns,
+    tell_reasons,
+    tell_speedup,
+    tell_starts,
+)
 from yunlu.pool.allocation.entitlement import (
     group_by_team,
     keep_dwelling,
@@ -16,9 +23,8 @@ from yunlu.pool.allocation.entitlement import (
 )
 from yunlu.pool.allocation.knapsack import IDLE, Choice, choose, choose_grouped
 from yunlu.pool.allocation.placing import Placed, Want, place
-from yunlu.pool.allocation.reasons import Case, Reasons, explain
 from yunlu.pool.allocation.sizes import Sizes, find_sizes
-from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason
+from yunlu.pool.allocation.values import Decision, PoolState
 from yunlu.pool.allocation.worth import Outlook, Taste, tell_outlook
 
 if TYPE_CHECKING:
@@ -92,21 +98,31 @@ class UniformRound:
         if self.capacity and len(self.sizes.devices):
             self.picks = self._choose().picks
         placed = self._place()
-        columns = np.where(self.is_pinned, self.outlook.held, self.picks)
-        padded = np.column_stack([self.outlook.left_s, np.full(len(self.jobs), np.inf)])
-        self._left_s: Floats = padded[np.arange(len(self.jobs)), columns]
-        starts = self._tell_starts(placed)
+        account = Account(
+            now=self.state.now,
+            jobs=self.jobs,
+            placed=placed,
+            nodes=frozenset(node.name for node in self.state.nodes),
+            capacity=self.sizes.capacity,
+            least=self.least,
+            left_s=pick_columns(self.outlook.left_s, self._columns, idle=np.inf),
+            allowances=self.allowances,
+        )
+        starts = tell_starts(account)
         return Decision(
             placements=placed.placements,
-            reasons=self._explain(placed, starts),
-            predicted_end_at=self._tell_ends(placed, starts),
+            reasons=tell_reasons(account, starts, self._speedup),
+            predicted_end_at=self._tell_ends(account, starts),
         )
 
     def tell_rates(self) -> Floats:
         """Goodput of what each job was given; 0 for those that were given nothing."""
-        columns = np.where(self.is_pinned, self.outlook.held, self.picks)
-        padded = np.column_stack([self.outlook.goodputs, np.zeros(len(self.jobs))])
-        return padded[np.arange(len(self.jobs)), columns]
+        return pick_columns(self.outlook.goodputs, self._columns, idle=0.0)
+
+    @property
+    def _columns(self) -> Ints:
+        """Of what each job holds from now on."""
+        return np.where(self.is_pinned, self.outlook.held, self.picks)
 
     def _choose(self) -> Choice:
         now, manners = self.state.now, self._manners
@@ -152,52 +168,16 @@ class UniformRound:
                 wants.append(Want(id=job.id, devices=devices, held=job.held, stays=stays))
         return place(self.state.nodes, wants)
 
-    def _explain(self, placed: Placed, starts: Mapping[str, float]) -> Reasons:
-        holds: Counter[str] = Counter()
-        for job in self.jobs:
-            holds[job.team] += placed.placements.get(job.id, NOTHING).devices
-        free = self.sizes.capacity - sum(holds.values())
-
-        def tell(row: int) -> Reason:
-            job = self.jobs[row]
-            gets = placed.placements.get(job.id, NOTHING)
-            left_s = float(self._left_s[row])
-            end_at = self.state.now + left_s + (job.restart_s if gets != job.held else 0.0)
-            return explain(
-                Case(
-                    job=job,
-                    gets=gets,
-                    speedup=self._speedup(row),
-                    left_s=left_s,
-                    least=int(self.least[row]),
-                    is_moved=job.id in placed.moved,
-                    is_unplaced=job.id in placed.unplaced,
-                    misses_deadline=job.deadline_at is not None
-                    and job.remaining is not None
-                    and not end_at <= job.deadline_at,
-                    free=free,
-                    capacity=self.sizes.capacity,
-                    allowance=self.allowances.get(job.team),
-                    team_holds=holds[job.team],
-                    starts_at=starts.get(job.id),
-                )
-            )
-
-        return Reasons([job.id for job in self.jobs], tell)
-
     def _speedup(self, row: int) -> float:
         before, after = int(self.outlook.held[row]), int(self.picks[row])
-        if before in (IDLE, after) or after == IDLE:
-            return 1.0
-        goodputs = self.outlook.goodputs[row]
-        return float(goodputs[after] / goodputs[before]) if goodputs[before] > 0 else 1.0
+        return tell_speedup(self.outlook.goodputs[row], before, after)
 
-    def _tell_ends(self, placed: Placed, starts: Mapping[str, float]) -> dict[str, float]:
+    def _tell_ends(self, account: Account, starts: Mapping[str, float]) -> dict[str, float]:
         """When each job will end, were nothing to change any more."""
         now = self.state.now
         ends: dict[str, float] = {}
-        for row, (job, left_s) in enumerate(zip(self.jobs, self._left_s.tolist(), strict=True)):
-            gets = placed.placements.get(job.id)
+        for row, (job, left_s) in enumerate(zip(self.jobs, account.left_s.tolist(), strict=True)):
+            gets = account.placed.placements.get(job.id)
             if gets is not None:
                 ends[job.id] = now + left_s + (job.restart_s if gets != job.held else 0.0)
             elif job.id in starts:
@@ -205,31 +185,3 @@ class UniformRound:
                 left_s = float(self.outlook.left_s[row, column])  # noqa: PLW2901
                 ends[job.id] = starts[job.id] + job.restart_s + left_s
         return {job: at for job, at in ends.items() if at < np.inf}
-
-    def _tell_starts(self, placed: Placed) -> dict[str, float]:
-        """When jobs that wait would find enough devices, as those that run come to their ends."""
-        waiting = [
-            (row, job)
-            for row, job in enumerate(self.jobs)
-            if job.id not in placed.placements and self.least[row] > 0
-        ]
-        if not waiting:
-            return {}
-        frees: list[tuple[float, int]] = []
-        for row, job in enumerate(self.jobs):
-            gets = placed.placements.get(job.id, NOTHING)
-            if gets:
-                frees.append((self.state.now + float(self._left_s[row]), gets.devices))
-        frees.sort()
-        found: dict[str, float] = {}
-        used = sum(count for _, count in frees)
-        room, at, step = self.sizes.capacity - used, self.state.now, 0
-        for row, job in sorted(waiting, key=lambda one: (-one[1].priority, one[1].submitted_at)):
-            while room < self.least[row] and step < len(frees):
-                at, count = frees[step]
-                room, step = room + count, step + 1
-            if room < self.least[row]:
-                break
-            room -= int(self.least[row])
-            found[job.id] = at
-        return found

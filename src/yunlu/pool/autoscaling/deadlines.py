@@ -22,6 +22,10 @@ class DeadlineWatch:
     Keeps what it learns of spot between calls; rebuilt after a restart, it only knows less of the past.
     Asked every ``step_s`` or sooner: that a machine is gone may go unnoticed for as long, once, before
     the job is on on-demand for good, so as much is held back of the deadline.
+
+    It needs machines of both kinds on offer. Simulations and plans have them; a live pool is on one
+    executor, and neither a Slurm partition nor a Ray address offers spot beside on-demand machines, so
+    the pool's service asks no watch: there a deadline buys machines at any price within the limits.
     """
 
     def __init__(

@@ -69,6 +69,8 @@ class LeaseStatus:
     """Why it waits, or why it is gone; in words, the cluster's own included."""
     node: str = ""
     """Where it runs; it may not be where it was wanted."""
+    has_lost_node: bool = False
+    """Whether it is gone because its machine is, as far as that is known: the cluster may notice later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,8 @@ class Reserve:
     awake: int
     """Of these nodes, how many are there, or on their way."""
     most: int
+    nodes: tuple[str, ...] = ()
+    """Names of those that are there, where that is known: others of the type may be there anyway."""
     sleeping: tuple[str, ...] = ()
     """Those that are not there but may be named in a placement: that wakes them."""
 

@@ -48,6 +48,8 @@ class Seen:
     state: LeaseState
     reason: str = ""
     node: str = ""
+    has_lost_node: bool = False
+    """Whether it is gone because its machine is."""
 
 
 class LeasedExecutor(ABC):
@@ -238,7 +240,13 @@ class LeasedExecutor(ABC):
         state = seen.state
         if state is LeaseState.RUNNING and not lease.is_wanted:
             state = LeaseState.LEAVING
-        return LeaseStatus(lease=lease, state=state, reason=seen.reason, node=seen.node)
+        return LeaseStatus(
+            lease=lease,
+            state=state,
+            reason=seen.reason,
+            node=seen.node,
+            has_lost_node=seen.has_lost_node,
+        )
 
     @staticmethod
     def _note(
@@ -264,11 +272,19 @@ class LeasedExecutor(ABC):
 
 
 def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
-    """Who was sent away long ago and is still there; a clock that was set back spares them."""
+    """Who was sent away long ago and is still there; a clock that was set back spares them.
+
+    Who was sent away and waits need not be waited for: its node was lost, and the cluster queued it again.
+    """
     now = time.time()
-    late = [lease for lease in record.leases if now - (lease.unwanted_at or now) > _LEAVE_S]
-    found = [seen[lease.name] for lease in late if lease.name in seen]
-    return [each.handle for each in found if each.state is not LeaseState.GONE]
+    found: list[str] = []
+    for lease in record.leases:
+        each = seen.get(lease.name)
+        is_late = now - (lease.unwanted_at or now) > _LEAVE_S
+        is_idle = each is not None and each.state is LeaseState.WAITING and not lease.is_wanted
+        if each is not None and each.state is not LeaseState.GONE and (is_late or is_idle):
+            found.append(each.handle)
+    return found
 
 
 def _match(record: Record, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:

@@ -113,9 +113,17 @@ def _write_quota(group: Path, cpus: float) -> None:
     quota_us = max(1_000, round(cpus * _PERIOD_US))
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+        _weigh(group / "cpu.weight", 100 * cpus, least=1, most=10_000)
     else:
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        _weigh(group / "cpu.shares", 1024 * cpus, least=2, most=262_144)
+
+
+def _weigh(file: Path, weight: float, *, least: int, most: int) -> None:
+    """A group counts as one process: without this, four shares of a busy machine are worth one."""
+    with suppress(OSError):  # the quota holds without it
+        file.write_text(str(min(max(round(weight), least), most)))
 
 
 def _pin(pid: int, cpus: float) -> None:

@@ -27,6 +27,7 @@ import psutil
 from yunlu.core.rundir import RunDir
 from yunlu.pool.executors.record import read_record, tell
 
+RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
 """The one word that the actor may say: the lease is to leave."""
 _LEASE = (sys.executable, "-m", "yunlu.pool.executors.lease")
@@ -120,7 +121,7 @@ class Keeper:
     def _find_reason(self) -> str:
         """Why everything is to be ended now, if it is."""
         if not self._raylet.is_alive():
-            return "the raylet of its node is gone"
+            return RAYLET_GONE
         return "" if self._has_actor else "its actor was ended"
 
     def _bury(self) -> bool:

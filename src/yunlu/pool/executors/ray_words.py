@@ -13,6 +13,7 @@ from yunlu.core.value import Value
 from yunlu.pool.allocation.values import Node
 from yunlu.pool.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.pool.executors.leased import Seen
+from yunlu.pool.executors.ray_keeper import RAYLET_GONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -120,9 +121,12 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
 
 def count_awake(survey: Survey, growth: Iterable[Reserve]) -> tuple[Reserve, ...]:
     """What may be started, with what of it is there."""
-    return tuple(
-        replace(kind, awake=sum(_is_of(node, kind) for node in survey.nodes)) for kind in growth
-    )
+    names = name_nodes(survey)
+    found: list[Reserve] = []
+    for kind in growth:
+        awake = tuple(names[node.id] for node in survey.nodes if _is_of(node, kind))
+        found.append(replace(kind, awake=len(awake), nodes=awake))
+    return tuple(found)
 
 
 def size_bundles(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, float]]:
@@ -154,13 +158,25 @@ def read_leases(
             if lease in ended:
                 state, reason = LeaseState.GONE, ended[lease]
             node = names.get(group.node, asked.node if asked else "")
-            found[lease] = Seen(handle=group.name, state=state, reason=reason, node=node)
+            is_lost = reason == RAYLET_GONE or node not in names.values()
+            found[lease] = Seen(
+                handle=group.name,
+                state=state,
+                reason=reason,
+                node=node,
+                has_lost_node=is_lost and state is LeaseState.GONE,
+            )
     for lease in record.leases:
         name = lease_name(run, lease.name)
         reason = ended.get(lease.name) or survey.errors.get(name)
         if reason and lease.name not in found:  # its devices are given back already
-            gone = LeaseState.GONE
-            found[lease.name] = Seen(handle=name, state=gone, reason=reason, node=lease.node)
+            found[lease.name] = Seen(
+                handle=name,
+                state=LeaseState.GONE,
+                reason=reason,
+                node=lease.node,
+                has_lost_node=reason == RAYLET_GONE,
+            )
     return found
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,17 @@ from yunlu.pool.executors.slurm_words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from yunlu.core.rundir import RunDir
     from yunlu.pool.executors.record import Lease, Record
 
 _ANSWER_S = 20.0
+_FRESH_S = 1.0
+"""Whoever looks after many runs asks for the queue once for all of them, not once for each."""
 _OURS = "yunlu"
+_CHANGES = {"sbatch", "scancel"}
 _NOTICE_S = 60
 # A step of its own: Slurm sends its notices to steps, not to the script around them. And it queues
 # a job again only if it had to kill it: one that left when it was told has to ask for it.
@@ -40,6 +44,10 @@ code=$?
 [ $code -eq {again} ] && exec scontrol requeue $SLURM_JOB_ID
 exit $code
 """
+
+
+_heard: list[tuple[float, list[QueuedJob]]] = []
+"""The queue as it was last heard, and when on the monotonic clock; forgotten when we change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +95,14 @@ class SlurmExecutor(LeasedExecutor):
 
     def nodes(self) -> tuple[Node, ...]:
         """Nodes that are up, each with the devices that nobody else's jobs hold."""
-        ours: dict[str, int] = {}
-        for job in self._queue():
-            if job.lease_state is LeaseState.RUNNING:
-                ours[job.node] = ours.get(job.node, 0) + _devices_of(job)
+        before = _count_ours(self._queue())
         found = [node for node in self._slurm_nodes() if not node.is_absent and not node.is_asleep]
-        return tuple(self._node(node, ours.get(node.name, 0)) for node in found)
+        # Asked again: what came or went in between is not somebody else's.
+        after = _count_ours(self._queue())
+        return tuple(
+            self._node(node, max(before.get(node.name, 0), after.get(node.name, 0)))
+            for node in found
+        )
 
     def reserves(self) -> tuple[Reserve, ...]:
         """Nodes that Slurm powers up and down; those that sleep only where PrivateData has ``cloud``."""
@@ -106,6 +116,7 @@ class SlurmExecutor(LeasedExecutor):
                 devices=devices,
                 awake=sum(not node.is_asleep for node in nodes),
                 most=len(nodes),
+                nodes=tuple(node.name for node in nodes if not node.is_asleep),
                 sleeping=tuple(node.name for node in nodes if node.is_asleep),
             )
             for (kind, devices), nodes in kinds.items()
@@ -156,15 +167,24 @@ class SlurmExecutor(LeasedExecutor):
 
     def look(self, run_dir: RunDir, record: Record) -> dict[str, Seen]:
         """As ``LeasedExecutor.look``."""
-        del record
         found: dict[str, Seen] = {}
         beginning = _job_name(run_dir, "")
+        needed = {
+            _job_name(run_dir, lease.name)
+            for lease in record.leases
+            if lease.state != LeaseState.GONE
+        }
+        jobs = self._recent_queue(needed)
         for job in sorted(
-            self._queue(), key=lambda job: (job.lease_state is not LeaseState.GONE, int(job.id))
+            jobs, key=lambda job: (job.lease_state is not LeaseState.GONE, int(job.id))
         ):
             if job.name.startswith(beginning):
                 found[job.name.removeprefix(beginning)] = Seen(
-                    handle=job.id, state=job.lease_state, reason=job.words, node=job.node
+                    handle=job.id,
+                    state=job.lease_state,
+                    reason=job.words,
+                    node=job.node,
+                    has_lost_node=job.has_lost_node,
                 )
         return found
 
@@ -237,7 +257,18 @@ class SlurmExecutor(LeasedExecutor):
 
     def _queue(self) -> list[QueuedJob]:
         words = ("squeue", "--noheader", "--me", "--states=all", f"--format={QUEUE_FORMAT}")
-        return [job for job in read_queue(_slurm(*words)) if job.comment.startswith(_OURS)]
+        at = time.monotonic()
+        found = [job for job in read_queue(_slurm(*words)) if job.comment.startswith(_OURS)]
+        _heard[:] = [(at, found)]
+        return found
+
+    def _recent_queue(self, needed: set[str]) -> list[QueuedJob]:
+        """As it was heard a moment ago, if none of these is missing there: somebody may just have asked."""
+        for at, jobs in _heard:
+            is_fresh = time.monotonic() - at < _FRESH_S
+            if is_fresh and needed <= {job.name for job in jobs}:
+                return jobs
+        return self._queue()
 
     def _power(self, nodes: Sequence[SlurmNode], state: str) -> None:
         if nodes:
@@ -247,6 +278,8 @@ class SlurmExecutor(LeasedExecutor):
 
 def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> str:
     """What a command of Slurm printed; its own words where it refuses."""
+    if words[0] in _CHANGES:
+        _heard.clear()
     program = shutil.which(words[0])
     if program is None:
         raise ExecutorError(
@@ -272,6 +305,15 @@ def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> 
 
 def _job_name(run_dir: RunDir, lease: str) -> str:
     return f"{_OURS}:{run_dir.id}:{lease}"
+
+
+def _count_ours(jobs: Iterable[QueuedJob]) -> dict[str, int]:
+    """Devices of each node that runs of ours hold, or are just being given."""
+    ours: dict[str, int] = {}
+    for job in jobs:
+        if job.node and job.lease_state is not LeaseState.GONE:
+            ours[job.node] = ours.get(job.node, 0) + _devices_of(job)
+    return ours
 
 
 def _devices_of(job: QueuedJob) -> int:

@@ -46,6 +46,8 @@ _ENDED = {
     "REVOKED": "another cluster took it",
 }
 
+_NODE_LOST = {"NODE_FAIL", "BOOT_FAIL"}
+
 _ABSENT = {"DOWN", "FAIL", "FAILING", "UNKNOWN", "FUTURE", "ERROR"}
 _ASLEEP = {"POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN"}
 _LEAVING = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "REBOOT", "REBOOT_REQUESTED"}
@@ -68,6 +70,11 @@ class QueuedJob:
         if self.state in _WAITING:
             return LeaseState.WAITING
         return LeaseState.RUNNING if self.state in _RUNNING else LeaseState.GONE
+
+    @property
+    def has_lost_node(self) -> bool:
+        """Whether its machine was lost under it."""
+        return self.state in _NODE_LOST
 
     @property
     def words(self) -> str:

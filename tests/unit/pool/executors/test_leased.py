@@ -167,6 +167,19 @@ def test_a_start_that_is_killed_can_be_repeated_and_nothing_runs_twice(
         assert len(alive) == len(set(alive)) == len(second.shares)
 
 
+def test_who_was_sent_away_and_is_queued_again_is_called_off() -> None:
+    with new_run() as run_dir:
+        books = Books()
+        books.start(run_dir, Placement((("a", 2), ("b", 1))))
+        books.turn(run_dir)
+        books.resize(run_dir, Placement((("a", 2),)))  # it is told to leave, but b has just died
+        (handle,) = [handle for handle, (_, seen) in books.jobs.items() if seen.node == "b"]
+        books.set(handle, LeaseState.WAITING)
+        books.status(run_dir)
+        assert books.jobs[handle][1].state is LeaseState.GONE
+        assert shares(books.status(run_dir).held) == {"a": 2}
+
+
 def test_the_lead_is_never_shrunk_live() -> None:
     with new_run() as run_dir:
         books = Books()

@@ -1,0 +1,151 @@
+"""A pool's service on a cluster, tried as people and accidents would: queued runs train for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs import service
+from yunlu.pool.executors.executor import Executor
+from yunlu.pool.executors.record import RECORD, read_record
+from yunlu.pool.local import SUPERVISOR
+from yunlu.spec.load import load_job
+from yunlu.steward import control
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.notes import NOTES, read_notes
+from yunlu.steward.queue import Asked, enqueue, withdraw
+
+PATIENCE_S = 240.0
+
+
+class Drill:
+    """One pool, and what was queued in it; nothing of it outlives ``close``."""
+
+    def __init__(self, home: Path, place: Path, settings: PoolSettings) -> None:
+        self.home, self.place, self.settings = home, place, settings
+        self.runs: list[RunDir] = []
+        self._doubles: dict[str, frozenset[int]] = {}
+        words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+        lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
+        (place / "text.txt").write_text("\n".join(lines))
+
+    def up(self) -> None:
+        control.bring_up(self.home, self.settings)
+
+    def kill(self) -> None:
+        """As the system does when memory runs out."""
+        found = control.find_service(self.home)
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+        self.wait(lambda: control.find_service(self.home) is None, "the service is gone")
+
+    def submit(self, name: str, *, steps: int, **asked: Any) -> RunDir:
+        source = self.place / f"{name}.yaml"
+        job = JOB.replace("STEPS", str(steps)).replace("every: 1000", "every: 50")
+        source.write_text(f"name: {name}\n{job}")
+        self.runs.append(enqueue(load_job(source), Asked.model_validate(asked), source=source))
+        return self.runs[-1]
+
+    def wait(self, until: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
+        while not until():
+            assert time.monotonic() < deadline, f"never: {what}\n{self.tell()}"
+            self.judge()
+            time.sleep(0.1)
+
+    def await_training(self, *runs: RunDir) -> None:
+        """Until each of them has made steps that it had not made when this was asked."""
+        then = {run.id: step(run) for run in runs}
+        words = "all of them train: " + ", ".join(f"{run.id} from {then[run.id]}" for run in runs)
+        self.wait(lambda: all(step(run) > then[run.id] + 2 for run in runs), words)
+
+    def await_end(self, *runs: RunDir) -> None:
+        self.wait(lambda: all(state(run) == "finished" for run in runs), "they are finished")
+
+    def dismiss(self, *runs: RunDir) -> None:
+        for run in runs:
+            withdraw(run)
+            service.stop(run)
+
+    def judge(self) -> None:
+        """Nobody supervises a run that another one supervises, but for a moment."""
+        for run in self.runs:
+            found = frozenset(each.pid for each in supervisors_of(run))
+            twice = len(found) > 1 and self._doubles.get(run.id) == found
+            assert not twice, f"{run.id} is run twice: {[*map(describe, found)]}"
+            self._doubles[run.id] = found
+
+    def view(self) -> dict[str, Any]:
+        return Journal(self.home).read_view() or {}
+
+    def phase(self, run: RunDir) -> str:
+        """What the pool thinks of it."""
+        found = [each["phase"] for each in self.view().get("runs", ()) if each["id"] == run.id]
+        return found[0] if found else ""
+
+    def tell(self) -> str:
+        journal = Journal(self.home)
+        texts = [str(self.view()), *(str(line)[:400] for line in journal.read_decisions())]
+        texts.append(journal.log.read_text()[-3000:] if journal.log.exists() else "")
+        for run in self.runs:
+            files = [run.path / NOTES, run.path / RECORD, run.path / "executor.jsonl", run.log]
+            files += sorted(run.logs.glob("*.log"))
+            texts += [f"=== {run.id} {state(run)}", *map(str, told(run, EventKind.STATE))]
+            texts += [f"--- {f.name}\n{f.read_text()[-1500:]}" for f in files if f.exists()]
+        return "\n".join(texts)
+
+    def close(self, executor: Executor) -> None:
+        control.bring_down(self.home)
+        for run in self.runs:
+            if (run.path / RECORD).exists():
+                with suppress(Exception):
+                    executor.stop(run, now=True)
+            kill_processes(run)
+
+
+def describe(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())}"
+    except psutil.Error as error:
+        return f"{pid}: {error}"
+
+
+def supervisors_of(run: RunDir) -> list[psutil.Process]:
+    """Who was started to lead it; who is to take over from one that is gone waits for the run's lock."""
+    found: list[psutil.Process] = []
+    for process in processes_of(run):
+        with suppress(psutil.Error):
+            words, is_dead = process.cmdline(), process.status() == psutil.STATUS_ZOMBIE
+            if not is_dead and words[1:3] == [*SUPERVISOR[1:]] and "--adopt" not in words:
+                found.append(process)
+    return found
+
+
+def lives_of(run: RunDir) -> int:
+    return len(told(run, EventKind.LIFE))
+
+
+def sizes_of(run: RunDir) -> list[int]:
+    """Workers of each generation."""
+    return [len(crew["ranks"]) for crew in told(run, EventKind.CREW)]
+
+
+def nodes_of(run: RunDir) -> list[str]:
+    """Where its executor has leases for it, the lead's first."""
+    record = read_record(run)
+    return [] if record is None else [name for name, _ in record.placement.shares]
+
+
+def held_by(run: RunDir) -> dict[str, int]:
+    """What the pool has noted that it holds."""
+    return dict(read_notes(run).shares)

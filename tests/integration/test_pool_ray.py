@@ -1,0 +1,83 @@
+"""The pool's service on a real Ray cluster of several raylets: it is killed, and so is a raylet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.places import FOR_EVER, check_samples, processes_of, state, step
+from tests.integration.pool_drill import (
+    PATIENCE_S,
+    Drill,
+    held_by,
+    lives_of,
+    nodes_of,
+    sizes_of,
+)
+from tests.integration.ray_rig import RayRig, why_no_ray
+from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.notes import read_notes
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.long,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray())),
+]
+
+
+@pytest.fixture
+def rig() -> Iterator[RayRig]:
+    with RayRig(2, 1, 1) as made:
+        yield made
+
+
+@pytest.fixture
+def pool(rig: RayRig, own_home: Path, tmp_path: Path) -> Iterator[Drill]:
+    settings = PoolSettings(executor=rig.address, policy="fair", round_s=5.0, look_s=0.5)
+    made, executor = Drill(own_home, tmp_path, settings), RayExecutor(rig.address)
+    try:
+        yield made
+    finally:
+        made.close(executor)
+        executor.close()
+
+
+def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> None:
+    first = pool.submit("first", steps=FOR_EVER, max_devices=3)
+    pool.up()
+    pool.wait(lambda: 3 in sizes_of(first), "alone, it grows over two nodes")
+    assert len(nodes_of(first)) == 2
+
+    others = [pool.submit(f"short{number}", steps=300, max_devices=1) for number in range(2)]
+    pool.wait(lambda: any(map(nodes_of, others)), "one of the others was asked for")
+    pool.kill()  # in the middle of starting them
+    pool.up()
+    pool.await_training(first, *others)
+    assert lives_of(first) == 1  # it made room, and was not stopped for that
+
+    lives = {run.id: lives_of(run) for run in pool.runs}
+    pool.kill()
+    pool.await_training(first)  # nobody minds
+    pool.up()
+    pool.wait(lambda: pool.phase(first) == "running", "it is adopted")
+    assert {run.id: lives_of(run) for run in pool.runs} == lives
+
+    lost, before = nodes_of(first)[0], step(first)
+    rig.kill(lost)
+    pool.wait(lambda: all(lost not in held_by(run) for run in pool.runs), f"{lost} is left")
+    pool.await_end(*others)
+    pool.wait(lambda: step(first) > before + 5, "it goes on elsewhere", 2 * PATIENCE_S)
+    assert lost not in {node["name"] for node in pool.view()["nodes"]}
+    assert read_notes(first).failures == 0  # not counted against it
+
+    pool.dismiss(first)
+    assert state(first) == "stopped"
+    pool.wait(lambda: pool.view().get("held") == 0, "every device is given back")
+    pool.wait(lambda: not any(map(processes_of, pool.runs)), "nobody is left")
+    for run in pool.runs:
+        check_samples(run)
+    assert "Traceback" not in Journal(pool.home).log.read_text()

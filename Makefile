@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live
+.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -62,6 +62,19 @@ bench-pool: $(VENV)/.train
 
 bench-pool-live: $(VENV)/.train
 	$(BIN)/python benchmarks/pool_live.py $(ARGS)
+
+bench-tune: .venv-bench/.tune
+	.venv-bench/bin/python benchmarks/tune.py $(ARGS)
+
+bench-tune-live: $(VENV)/.dev
+	$(BIN)/python benchmarks/tune_live.py $(ARGS)
+
+.venv-bench/.tune: pyproject.toml constraints.txt benchmarks/requirements-tune.txt
+	$(PYTHON) -m venv .venv-bench
+	echo '*' > .venv-bench/.gitignore
+	.venv-bench/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--requirement benchmarks/requirements-tune.txt --editable '.[tune]'
+	touch $@
 
 bench-parallel: .venv-bench/.faults
 	.venv-bench/bin/python benchmarks/parallel.py $(ARGS)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yunlu.client import Run, finetune, load_run, plan, resume, runs, submit, train, validate
     from yunlu.core.errors import YunluError
+    from yunlu.estimator import YunluClassifier, YunluRegressor
     from yunlu.planning.choice.options import Option, Options
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
+    from yunlu.tuning.study import Study, tune
 
 __version__ = "0.1.0"
 
@@ -20,7 +22,10 @@ _HOMES = {
     "Option": "yunlu.planning.choice.options",
     "Options": "yunlu.planning.choice.options",
     "Run": "yunlu.client",
+    "Study": "yunlu.tuning.study",
+    "YunluClassifier": "yunlu.estimator",
     "YunluError": "yunlu.core.errors",
+    "YunluRegressor": "yunlu.estimator",
     "finetune": "yunlu.client",
     "load_job": "yunlu.spec.load",
     "load_run": "yunlu.client",
@@ -29,6 +34,7 @@ _HOMES = {
     "runs": "yunlu.client",
     "submit": "yunlu.client",
     "train": "yunlu.client",
+    "tune": "yunlu.tuning.study",
     "validate": "yunlu.client",
 }
 
@@ -37,6 +43,8 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "finetune",
     "plan",
     "submit",
+    "tune",
+    "Study",
     "Options",
     "Option",
     "Job",
@@ -46,6 +54,8 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "runs",
     "load_run",
     "resume",
+    "YunluClassifier",
+    "YunluRegressor",
     "YunluError",
 ]
 

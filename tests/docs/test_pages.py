@@ -27,6 +27,11 @@ TRANSLATED = [
             "planning",
             "catalog",
             "probe",
+            "pool",
+            "pool-simulation",
+            "pool-spot",
+            "tuning",
+            "scikit-learn",
         )
     ),
 ]

@@ -15,7 +15,15 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 EXPECTS = re.compile(r"^# expects: test/(\w+) (>=|<=) ([\d.]+)$", re.MULTILINE)
 GOES_ON = re.compile(r"^# fine-tunes: (\S+)$", re.MULTILINE)
 COMPARE = {">=": operator.ge, "<=": operator.le}
-LONG = {"dates", "finetune", "python_docs", "reviews", "spoken_digits", "spoken_words"}
+LONG = {
+    "dates",
+    "finetune",
+    "python_docs",
+    "reviews",
+    "spoken_digits",
+    "spoken_words",
+    "tune_reviews",
+}
 """A minute each: ``make test-long`` runs them."""
 TASKS = {
     "text-classification", "language-modeling", "seq2seq", "image-classification",

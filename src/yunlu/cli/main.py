@@ -25,6 +25,7 @@ VERBS: dict[str, dict[str, str]] = {
     "Train": {
         "train": "Train the job of a file: plan, train, evaluate, report.",
         "finetune": "Go on from a trained model with other data, whole or with LoRA.",
+        "tune": "Find good settings of a job: many trials, each trained as far as it is worth.",
         "plan": "Show what training would take and why, without training.",
         "resume": "Go on with a stopped, failed or lost run.",
         "resize": "Give a run more or fewer workers while it trains.",
@@ -40,6 +41,7 @@ VERBS: dict[str, dict[str, str]] = {
         "ps": "List runs and how far they are.",
         "logs": "Print what a run logs; -f follows it.",
         "show": "Show one run: state, plan, metrics, checkpoints.",
+        "study": "Look at studies: list, show, report, best; stop one that runs.",
         "stop": "Ask a run to save a checkpoint and stop.",
         "report": "Write the report of a run: terminal, JSON, one HTML page.",
     },

@@ -28,7 +28,7 @@ class EventKind(StrEnum):
     DATA = "data"  # fingerprint, source, train, validation, test (sample counts), about
     MODEL = "model"  # name, parameters, trainable
     PLAN = "plan"  # the Plan as JSON
-    EVALUATION = "evaluation"  # split, step, loss, metrics, confusion?, examples?, seconds
+    EVALUATION = "evaluation"  # split, step, loss, metrics, confusion?, examples?, seconds, rung? (of the validation data: which one)
     CHECKPOINT = "checkpoint"  # step, path, bytes, seconds, stalled_s, metrics
     WARNING = "warning"  # message
     ERROR = "error"  # code, message, hint?, traceback?
@@ -74,6 +74,8 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.batch = path / "batch"
+        self.trial = path / "trial.json"
+        self.verdict = path / "verdict.json"
         self.crew = path / "crew.json"
         self.crew_metrics = path / "crew.jsonl"
         self.servers = path / "servers"

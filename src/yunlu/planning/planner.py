@@ -25,6 +25,7 @@ from yunlu.planning.splitting import (
     predict_split_step_s,
     split_work,
 )
+from yunlu.planning.transfer import Scale, advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +116,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile, guess: Guess | None 
     if train.grow_batch is not None:
         lasting = f"{epochs:g} epochs of at first {steps_per_epoch}, then fewer and larger"
     choose("steps", steps, lasting, pinned=train.steps is not None)
-    rate, reason = _choose_rate(job, batch)
+    rate, reason = _choose_rate(job, profile, batch=batch, steps=steps)
     choose("learning rate", rate, reason, pinned=not reason)
     warmup, reason = _choose_warmup(job, steps, steps_per_epoch, batch)
     choose("warm-up", warmup, reason, pinned=train.schedule.warmup != "auto")
@@ -301,13 +302,25 @@ def _device_reason(machine: Machine) -> str:
     return f"the accelerator with {show_bytes(best.memory_bytes)} free"
 
 
-def _choose_rate(job: Job, batch: int) -> tuple[float, str]:
+def _choose_rate(job: Job, profile: Profile, *, batch: int, steps: int) -> tuple[float, str]:
     """The peak rate, and why; no reason where the job sets it as it is."""
     optimizer = job.train.optimizer
+    if optimizer.lr == "auto" and (told := _published_rate(job, profile, batch, steps)) is not None:
+        return told
     lr, reason = _usual_rate(job) if optimizer.lr == "auto" else (optimizer.lr, "")
     scaled = scale_rate(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)
     why = scaling_reason(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)
     return scaled, why or reason
+
+
+def _published_rate(job: Job, profile: Profile, batch: int, steps: int) -> tuple[float, str] | None:
+    """By a rule for language models; none where their size, or the length of samples, is of no rule."""
+    length = job.data.max_length
+    if length == "auto":
+        return None
+    scale = Scale(parameters=profile.parameters, tokens=steps * batch * length)
+    advice = advise(job, scale, batch_tokens=batch * length)
+    return None if advice is None else (advice.setting.lr, advice.reason)
 
 
 def _usual_rate(job: Job) -> tuple[float, str]:

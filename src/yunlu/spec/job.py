@@ -11,6 +11,7 @@ from yunlu.spec.communication import CommunicationField, CommunicationSpec, spel
 from yunlu.spec.fields import Auto, Count, CountOrZero, Fraction, Positive, conflict, shorthand
 from yunlu.spec.goal import GoalSpec
 from yunlu.spec.layout import LayoutField, LayoutSpec, spell_layout
+from yunlu.spec.search import SearchSpec
 from yunlu.spec.train import TrainSpec
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Job(Value):
     """What training may cost and take, and on which hardware: what ``yunlu plan`` chooses by."""
     trackers: list[str] = Field(default_factory=list)
     """Besides TensorBoard: ``wandb``, ``mlflow``, or your own ``module:Class``."""
+    search: SearchSpec | None = None
+    """Which fields ``yunlu tune`` varies, and how it finds good values; training alone does not read it."""
 
     @model_validator(mode="after")
     def _layout_fits_devices(self) -> Self:
@@ -151,6 +154,14 @@ class Job(Value):
             conflict("devices", f"is {devices}, which {layout} does not divide")
         return self
 
+    @model_validator(mode="after")
+    def _base_width_fits_optimizer(self) -> Self:
+        optimizer = self.train.optimizer.name
+        is_based = self.model.name == "transformer" and "mup_base" in self.model.args
+        if is_based and optimizer not in {"adam", "adamw"}:
+            conflict("model", f"args.mup_base goes with adam and adamw, not with {optimizer}")
+        return self
+
 
 SHORTHANDS: dict[tuple[str, ...], str] = {
     ("model",): "name",
@@ -163,6 +174,7 @@ SHORTHANDS: dict[tuple[str, ...], str] = {
     ("train", "adapt_batch"): "max",
     ("train", "early_stopping"): "patience",
     ("train", "checkpoint"): "every",
+    ("search", "stop"): "name",
 }
 """Keys that also take a bare value, and the field it stands for (as ``shorthand`` reads them)."""
 

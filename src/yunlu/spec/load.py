@@ -15,6 +15,7 @@ from yunlu.spec.job import Job
 from yunlu.spec.overrides import apply_overrides
 from yunlu.spec.problems import InvalidJobError, Problem
 from yunlu.spec.python_file import read_python
+from yunlu.spec.search_faults import find_faults
 from yunlu.spec.source import Document, parse
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _validate(document: Document, where: str) -> Job:
     if isinstance(document.data, dict):
         try:
             job = Job.model_validate(document.data)
+            findings = find_faults(job)
         except ValidationError as error:
             findings = explain(error, document.data)
         findings += _unknown_names(document.data)

@@ -1,17 +1,20 @@
-"""``--set a.b=c``: change one value of a job before it is validated."""
+"""``--set a.b=c``: change one value of a job before it is validated, or several of a valid one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from yunlu.core.errors import JobError
+from yunlu.core.value import Value
 from yunlu.spec.explain import show_value
-from yunlu.spec.job import SHORTHANDS, SPELLINGS
+from yunlu.spec.job import SHORTHANDS, SPELLINGS, Job
 from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
+from yunlu.spec.search import spell_range
 from yunlu.spec.source import Document, Place, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
@@ -21,10 +24,57 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     return document
 
 
+def lay_fields(job: Job, values: Mapping[str, Any]) -> Job:
+    """The job with these dotted fields set, and without its search.
+
+    A bare value for a section that takes one (``train.optimizer``) leaves the section's other keys
+    as they are. What does not fit raises pydantic's ``ValidationError``.
+    """
+    data: Any = job.model_dump(mode="json", exclude_unset=True, exclude={"search"})
+    for name in sorted(values, key=lambda name: name.count(".")):  # sections before their keys
+        path, value = tuple(name.split(".")), values[name]
+        if path in SHORTHANDS and isinstance(value, (str, int, float)):
+            path = (*path, SHORTHANDS[path])
+        elif path[-1].isdecimal():
+            path, value = path[:-1], _with_item(job, data, path, value)
+        try:
+            data = _put(data, path, value)
+        except _NoRoom as error:
+            raise JobError(f"{name}: {error}.") from None
+    return Job.model_validate(data)
+
+
+def field_value(job: Job, name: str) -> Any:
+    """What the job itself says at a dotted field, as plain data; ``KeyError`` where nothing stands."""
+    found: Any = job
+    for part in name.split("."):
+        try:
+            if isinstance(found, Value):
+                found = getattr(found, part)
+            else:
+                found = found[int(part) if isinstance(found, (list, tuple)) else part]
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+            raise KeyError(name) from None
+    return found.model_dump(mode="json") if isinstance(found, Value) else found
+
+
+def _with_item(job: Job, data: Any, path: tuple[str, ...], value: Any) -> list[Any]:
+    """A list of the job with one of its items replaced: ``train.optimizer.betas.0``."""
+    found: Any = data
+    try:
+        for part in path[:-1]:
+            found = found[part]
+    except (KeyError, TypeError):  # not said: the default
+        found = field_value(job, ".".join(path[:-1]))
+    items = list(found)
+    items[int(path[-1])] = value
+    return items
+
+
 def _apply(document: Document, override: str) -> Document:
     key, equals, text = override.partition("=")
     key = key.strip()
-    path = tuple(key.split("."))
+    path = _path_of(key, document.data)
     if not equals or not all(path):
         return _with_problems(
             document, key or override, "expected KEY=VALUE, such as train.epochs=3"
@@ -49,6 +99,20 @@ def _apply(document: Document, override: str) -> Document:
     return _with_problems(changed, key, *(problem.message for problem in value.problems))
 
 
+def _path_of(key: str, data: Any) -> tuple[str, ...]:
+    """The way to a key; what follows ``search.space`` is the dotted name of a field, one key."""
+    path = tuple(key.split("."))
+    if path[:2] != ("search", "space") or len(path) < 4 or not all(path):
+        return path
+    name = path[2:]
+    search = cast("Any", data).get("search") if isinstance(data, dict) else None
+    space = search.get("space") if isinstance(search, dict) else None
+    for end in range(1, len(name)):
+        if isinstance(space, dict) and ".".join(name[:end]) in space:
+            return ("search", "space", ".".join(name[:end]), *name[end:])
+    return ("search", "space", ".".join(name))
+
+
 class _NoRoom(Exception):  # noqa: N818 (never leaves this file)
     """A value stands where the override needs a mapping."""
 
@@ -61,14 +125,23 @@ def _put(data: Any, path: tuple[str, ...], value: Any, above: tuple[str, ...] = 
         data = {}
     if above in SHORTHANDS and isinstance(data, (str, int, float)):
         data = {SHORTHANDS[above]: data}
-    elif above in SPELLINGS and isinstance(data, str):
-        spelt = SPELLINGS[above](data)
+    elif spell := _spelling(above, data):
+        spelt = spell(cast("str", data))
         data = data if spelt is None else spelt
+    elif above[:2] == ("search", "space") and isinstance(data, list):
+        data = {"choice": cast("list[Any]", data)}
     if not isinstance(data, dict):
         raise _NoRoom(f"{show_path(above)} is {show_value(data)}, which has no keys; set it whole")
     section = cast("dict[str, Any]", data)
     key, rest = path[0], path[1:]
     return {**section, key: _put(section.get(key), rest, value, (*above, key))}
+
+
+def _spelling(above: tuple[str, ...], data: Any) -> Callable[[str], dict[str, Any] | None] | None:
+    if not isinstance(data, str):
+        return None
+    is_dimension = above[:2] == ("search", "space") and len(above) == 3
+    return spell_range if is_dimension else SPELLINGS.get(above)
 
 
 def _without(places: dict[Path, Place], path: Path) -> dict[Path, Place]:

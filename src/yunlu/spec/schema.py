@@ -58,8 +58,14 @@ def keys_of(schema: Schema) -> list[str]:
 
 
 def homes_of(key: str) -> list[Path]:
-    """Every place in a job where this key may stand."""
-    return [path for path in _all_paths(_plain_schema(), ()) if path[-1] == key]
+    """Every place in a job where this key may stand; in its search only where nowhere else."""
+    found = [path for path in known_paths() if path[-1] == key]
+    return [path for path in found if path[0] != "search"] or found
+
+
+def known_paths() -> list[Path]:
+    """Every key of a job, with the way to it."""
+    return list(_all_paths(_plain_schema(), ()))
 
 
 def home_of(spec: str) -> Path | None:
@@ -86,7 +92,8 @@ def _child(schema: Schema, part: str | int) -> Schema | None:
         elif part in form.get("properties", {}):
             return form["properties"][part]
         elif isinstance(form.get("additionalProperties"), (dict, bool)) and _is_open(form):
-            return {}
+            values = form["additionalProperties"]
+            return values if isinstance(values, dict) else {}
     return None
 
 

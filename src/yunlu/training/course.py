@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.rundir import EventKind
 from yunlu.core.value import Value
 from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
+from yunlu.planning.schedule import rate
 from yunlu.training.assembly import make_order_of
 from yunlu.training.data.growth import TurnedOrder
 from yunlu.training.data.order import make_order
-from yunlu.training.optim.schedule import rate
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,12 +13,15 @@ import torch.distributed as dist
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
+from yunlu.core.rundir import EventKind
+from yunlu.core.states import RunState
 from yunlu.training.data.order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
 from yunlu.training.parallel.exchange import broadcast_json, gather_json
 from yunlu.training.tasks.task import Evaluation
+from yunlu.training.trial_gate import Ruling
 from yunlu.training.watch import StopRequest, TrainingWatch
 
 if TYPE_CHECKING:
@@ -190,7 +194,7 @@ class CrewWatch(TrainingWatch):
     def before_step(self) -> Ask:
         """Ask the others for what the supervisor asked of us."""
         self._member.check()
-        if self._member.wants_stop:
+        if self._member.wants_stop or self._is_ruled_out():
             return "stop"
         return "pause" if self._member.wants_pause else ""
 
@@ -211,6 +215,41 @@ class CrewWatch(TrainingWatch):
         is_over = super().after_step(step)
         self._keep(step_s)
         return is_over
+
+    def is_to_be_saved(self) -> bool:
+        """After a stop, by all workers: it may have been the study of a trial that gave it up."""
+        if self._gate is None:
+            return True
+        ruling = self._gate.peek(self.rung) if self._engine.world.is_leader else None
+        self.ruling = _pass_on(ruling)
+        if self.ruling is None:
+            return True
+        self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason=self.ruling.reason)
+        return self.ruling.kind == "hold"
+
+    def _is_ruled_out(self) -> bool:
+        """Between evaluations the leader asks the others to stop; at one all hear it, see below."""
+        if self._gate is None or not self._engine.world.is_leader:
+            return False
+        return self._gate.peek(self.rung) is not None
+
+    def _heed_gate(self, *, is_rung: bool) -> Ruling | None:
+        if self._gate is None or not is_rung:
+            return None
+        ruling = None
+        self._engine.settle()
+        if self._engine.world.is_leader:
+            self._member.beat(phase="evaluate")
+            ruling = self._gate.ask(self.rung, is_wanted=self._is_wanted)
+        else:
+            self._note_waiting()
+        ruling = _pass_on(ruling)
+        self._member.beat(phase=self._phase)
+        return ruling
+
+    def _is_wanted(self) -> bool:
+        self._member.check()
+        return not self._member.wants_stop
 
     def score(self, split: str, *, step: int | None = None) -> Score:
         """The first replica evaluates; all learn what it found."""
@@ -264,6 +303,12 @@ class CrewWatch(TrainingWatch):
                 f"The workers did not take the samples of step {number + 1} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",
             )
+
+
+def _pass_on(ruling: Ruling | None) -> Ruling | None:
+    """The leader's, on all workers."""
+    told = broadcast_json(None if ruling is None else asdict(ruling), source=0)
+    return None if told is None else Ruling(**told)
 
 
 def _up_to(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:

@@ -161,8 +161,10 @@ class Worker:
             self._wait_for_save(watch)
             self.settle()
             return
-        if ask == "stop":
+        if ask == "stop" and watch.is_to_be_saved():
             watch.save_and_wait()
+        if ask == "stop" or watch.ruling is not None:
+            watch.checkpoints.wait()
             self._meet_again()
             self._member.done("stopped", engine.steps_done)
             return

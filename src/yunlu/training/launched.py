@@ -242,8 +242,13 @@ def _train(
                 engine.settle()
         watch.log.flush()
         if ask == "stop":
-            move(run_dir, RunState.STOPPING, reason="asked to stop")
-            watch.save_and_wait()
+            is_to_be_saved = watch.is_to_be_saved()
+            if watch.ruling is None:
+                move(run_dir, RunState.STOPPING, reason="asked to stop")
+            if is_to_be_saved:
+                watch.save_and_wait()
+        if ask == "stop" or watch.ruling is not None:
+            watch.checkpoints.wait()
             state = RunState.STOPPED
         else:
             watch.checkpoints.wait()

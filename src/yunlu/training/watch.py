@@ -16,6 +16,7 @@ from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
 from yunlu.training.metric_log import MetricLog
+from yunlu.training.trial_gate import Ruling, open_gate
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
@@ -127,6 +128,11 @@ class TrainingWatch:
         engine.asked_batch = self._read_batch
         self._stall_s = 0.0
         self.stopped_early = False
+        self.rung = 0
+        """Evaluations on the validation data over all lives."""
+        self._gate = open_gate(run)
+        self.ruling: Ruling | None = None
+        """Why a trial ended before its last step."""
 
     @property
     def samples_done(self) -> int:
@@ -138,7 +144,11 @@ class TrainingWatch:
         reader = self.checkpoints.open_newest(self._run.warn)
         if reader is None:
             return None
+        own = [_rules_of(group) for group in self._engine.optimizer.param_groups]
         self._restore(reader)
+        if self._gate is not None and self._gate.is_copy:
+            for group, rules in zip(self._engine.optimizer.param_groups, own, strict=True):
+                group.update(rules)
         return self._engine.steps_done
 
     def _restore(self, reader: FileReader) -> None:
@@ -151,6 +161,7 @@ class TrainingWatch:
             "best": self._best.state(),
             "improvement": self._improvement.state(),
             "stopped_early": self.stopped_early,
+            "rung": self.rung,
         }
 
     def adopt(self, kept: dict[str, Any]) -> None:
@@ -158,6 +169,7 @@ class TrainingWatch:
         self._best.restore(kept["best"])
         self._improvement.restore(kept["improvement"])
         self.stopped_early = kept["stopped_early"]
+        self.rung = kept.get("rung", 0)  # those of earlier versions did not count
 
     def _read_batch(self) -> int | None:
         """The batch that somebody asked for while the run goes on."""
@@ -182,18 +194,35 @@ class TrainingWatch:
         done = engine.steps_done
         last = done == engine.course.steps
         metrics, improved = self._evaluate(last=last)
+        if not last and not self.stopped_early:
+            self.ruling = self._heed_gate(is_rung=bool(metrics))
+        if self.ruling is not None:
+            self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason=self.ruling.reason)
+            if self.ruling.kind == "prune":  # nobody will go on from here
+                self.checkpoints.abandon()
+                return True
         stopping = self._stop.is_set and not last
-        if stopping:
+        if stopping and self.ruling is None:
             self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
         due = is_turn or (not by_epoch and done % engine.plan.checkpoint_every == 0)
         due = due and not self._is_in_doubt()
-        ending = last or stopping or self.stopped_early
-        if due or ending or (improved and engine.job.train.checkpoint.keep_best):
+        ending = last or stopping or self.stopped_early or self.ruling is not None
+        is_shared = bool(metrics) and self._gate is not None and self._gate.saves
+        is_better = improved and bool(engine.job.train.checkpoint.keep_best)
+        if due or ending or is_shared or is_better:
             self._save(metrics)
         self.log.flush_if_due()
         return ending
+
+    def _heed_gate(self, *, is_rung: bool) -> Ruling | None:
+        """What the study says, where the run is a trial of one."""
+        if self._gate is None:
+            return None
+        if not is_rung:
+            return self._gate.peek(self.rung)
+        return self._gate.ask(self.rung, is_wanted=lambda: not self._stop.is_set)
 
     def _is_in_doubt(self) -> bool:
         return self._engine.guard.is_in_doubt
@@ -266,6 +295,7 @@ class TrainingWatch:
         due = epoch.is_integer() if by_epoch else engine.steps_done % every == 0
         if not due and not last:
             return {}, False
+        self.rung += 1
         score = self.score("validation")
         self.log.charge("evaluate_s", score.seconds)
         improved = self._best.observe(score.metrics)
@@ -293,7 +323,10 @@ class TrainingWatch:
             micro_batch=engine.micro_batch,
             workers=engine.plan.workers,
         )
-        self._run.emit(EventKind.EVALUATION, **score.as_event(split=split, step=step))
+        about = score.as_event(split=split, step=step)
+        if split == "validation":
+            about["rung"] = self.rung
+        self._run.emit(EventKind.EVALUATION, **about)
         named = {f"{split}/{name}": value for name, value in score.metrics.items()}
         self._trackers.log(named, step=step)
         return score
@@ -338,3 +371,8 @@ class TrainingWatch:
             stalled_s=self._stall_s,
             metrics=entry.metrics,
         )
+
+
+def _rules_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What the job says of a group of weights; its rate is set before each step anyway."""
+    return {key: value for key, value in group.items() if key not in {"params", "lr"}}

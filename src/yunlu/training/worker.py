@@ -134,7 +134,8 @@ def _live(
         watch.checkpoints.close()
         engine.close()
         trackers.finish(state=state, summary=summary)
-    return move(directory, state)
+    about = {} if watch.ruling is None else {"reason": watch.ruling.reason}
+    return move(directory, state, **about)
 
 
 def _tracing(engine: Engine, directory: RunDir) -> AbstractContextManager[None]:

@@ -302,15 +302,19 @@ def test_a_mapping_with_keys_that_are_not_words_is_refused():
         job_from_mapping(mapping)
 
 
+_NAMED = {"optimizer": "sgd", "schedule": "wsd", "adapter": "lora", "stop": "asha"}
+
+
 @pytest.mark.parametrize("path", SHORTHANDS)
 def test_a_bare_value_means_the_same_as_the_mapping_it_stands_for(path):
     bare: Any = {"norm": 0.5, "patience": 3, "every": 10, "max": 64}.get(SHORTHANDS[path])
-    bare = bare or {"optimizer": "sgd", "schedule": "wsd", "adapter": "lora"}.get(path[-1], "thing")
+    bare = bare or _NAMED.get(path[-1], "thing")
 
     def job(value: Any) -> Job:
         data: dict[str, Any] = {"task": "seq2seq", "model": "m", "data": "d", "train": {}}
         if path[:-1] == ("model",):
             data["model"] = {"name": "m"}
+        data["search"] = {"space": {"train.batch": [8]}}
         section = data[path[0]] if len(path) > 1 else data
         section[path[-1]] = value
         return job_from_mapping(data)

@@ -44,9 +44,11 @@ def own_transformer(
     tied: bool = True,
     positions: str | None = None,
     dropout: float = 0.0,
+    mup_base: int | None = None,
+    mup_heads: int | None = None,
 ) -> ModelShape:
     """The shape of ``training.models.transformer``'s and ``seq2seq``'s modules with these arguments."""
-    del dropout  # drops no weights
+    del dropout, mup_base, mup_heads  # change no shapes
     depth = _LAYERS[kind] if layers is None else layers
     if min(width, depth, heads) < 1 or width % (2 * heads):
         raise ModelError(

@@ -11,6 +11,7 @@ from yunlu.core.files import append_lines, read_last, read_lines
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.planning.communication.forecast import Setting
+from yunlu.planning.schedule import rate
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
 from yunlu.training.communication.servers.client import ServerClient
@@ -22,7 +23,6 @@ from yunlu.training.environment import describe_environment
 from yunlu.training.finish import finish
 from yunlu.training.life import move
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.optim.schedule import rate
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.open import TrackerThread, open_trackers
 from yunlu.training.watch import TrainingWatch

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
+from yunlu.training.models.mup import STANDARD, WidthRule, damp, find_width_rule, make_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +29,10 @@ Positions = Literal["rotary", "learned"]
 class Attention(nn.Module):
     """Attention of each position to the sequence itself, or to a memory."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, rule: WidthRule = STANDARD) -> None:
         super().__init__()
         self.head_width = width // heads
+        self.rule = rule
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
@@ -56,12 +58,20 @@ class Attention(nn.Module):
         if turn is not None:
             q_BHLK, k_BHSK = rotate(q_BHLK, turn), rotate(k_BHSK, turn)
         if packed is not None:
-            return self.out(attend_apart(q_BHLK, k_BHSK, v_BHSK, *packed, causal=causal).flatten(1))
+            y_THK = attend_apart(
+                q_BHLK, k_BHSK, v_BHSK, *packed, causal=causal, scale=self.rule.attention_scale
+            )
+            return self.out(damp(y_THK.flatten(1), self.rule))
         mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
         y_BHLK = functional.scaled_dot_product_attention(
-            q_BHLK, k_BHSK, v_BHSK, attn_mask=mask_B11S, is_causal=causal
+            q_BHLK,
+            k_BHSK,
+            v_BHSK,
+            attn_mask=mask_B11S,
+            is_causal=causal,
+            scale=self.rule.attention_scale,
         )
-        return self.out(y_BHLK.transpose(1, 2).flatten(2))
+        return self.out(damp(y_BHLK.transpose(1, 2).flatten(2), self.rule))
 
     def _split(self, x_BLD: Tensor) -> Tensor:
         # By width, not by number: a worker may hold some of the heads only.
@@ -71,27 +81,36 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two layers applied to each position by itself."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rule: WidthRule = STANDARD) -> None:
         super().__init__()
+        self.rule = rule
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Widen, bend, narrow."""
-        return self.down(functional.gelu(self.up(x_BLD)))
+        return self.down(damp(functional.gelu(self.up(x_BLD)), self.rule))
 
 
 class Block(nn.Module):
     """One layer: self-attention, attention to a memory where there is one, feed-forward."""
 
-    def __init__(self, width: int, heads: int, *, dropout: float, crossed: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        dropout: float,
+        crossed: bool = False,
+        rule: WidthRule = STANDARD,
+    ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.cross_norm = nn.LayerNorm(width) if crossed else None
-        self.cross = Attention(width, heads) if crossed else None
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed = FeedForward(width)
+        self.attention_norm = make_norm(width, rule)
+        self.attention = Attention(width, heads, rule)
+        self.cross_norm = make_norm(width, rule) if crossed else None
+        self.cross = Attention(width, heads, rule) if crossed else None
+        self.feed_norm = make_norm(width, rule)
+        self.feed = FeedForward(width, rule)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -185,17 +204,26 @@ class CausalTransformer(nn.Module):
         dropout: float = 0.0,
         tied: bool = True,
         positions: Positions = "rotary",
+        mup_base: int | None = None,
+        mup_heads: int | None = None,
     ) -> None:
-        """``tied`` uses the embedding as the output layer too."""
+        """``tied`` uses the embedding as the output layer too.
+
+        ``mup_base`` is the width that the learning rate is meant for (and ``mup_heads`` the heads it
+        has there): under µP it suits this one too.
+        """
         super().__init__()
         check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        rule = find_width_rule(width, heads, mup_base=mup_base, mup_heads=mup_heads)
         self.embedding = Embedding(
             vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
         )
-        self.layers = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            Block(width, heads, dropout=dropout, rule=rule) for _ in range(layers)
+        )
+        self.norm = make_norm(width, rule)
         self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
-        initialize(self, residuals=2 * layers)
+        initialize(self, residuals=2 * layers, rule=rule)
 
     def forward(self, ids_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
         """Scores ``(B, L, V)``; of documents packed in one row ``(T,)``, ``(T, V)``."""
@@ -228,16 +256,21 @@ class TransformerClassifier(nn.Module):
         heads: int = 4,
         dropout: float = 0.1,
         positions: Positions = "learned",
+        mup_base: int | None = None,
+        mup_heads: int | None = None,
     ) -> None:
         super().__init__()
         check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        rule = find_width_rule(width, heads, mup_base=mup_base, mup_heads=mup_heads)
         self.embedding = Embedding(
             vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
         )
-        self.layers = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            Block(width, heads, dropout=dropout, rule=rule) for _ in range(layers)
+        )
+        self.norm = make_norm(width, rule)
         self.head = nn.Linear(width, classes)
-        initialize(self, residuals=2 * layers)
+        initialize(self, residuals=2 * layers, rule=rule)
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         """Scores ``(B, C)``; padding has no influence on them.
@@ -311,7 +344,7 @@ def rotate(x_BHLK: Tensor, angles_Lk: Tensor) -> Tensor:
     return turned.to(x_BHLK.dtype)
 
 
-def initialize(model: nn.Module, *, residuals: int) -> None:
+def initialize(model: nn.Module, *, residuals: int, rule: WidthRule = STANDARD) -> None:
     """Weights that keep the variance of what passes through them, whatever the width.
 
     The last layer of each branch is smaller, so that a stream of many branches keeps it too
@@ -319,7 +352,8 @@ def initialize(model: nn.Module, *, residuals: int) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            spread = 0.02 if name == "head" else module.in_features**-0.5
+            # Between hidden layers as much larger as what the matrix reads is smaller.
+            spread = 0.02 if name == "head" else module.in_features**-0.5 * rule.ratio
             last = name.endswith((".out", ".down"))
             nn.init.normal_(module.weight, std=spread / residuals**0.5 if last else spread)
             if module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch types it as never None

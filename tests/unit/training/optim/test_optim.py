@@ -11,9 +11,10 @@ from torch import nn
 
 from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.core.errors import ModelError, TrainingError
+from yunlu.planning.schedule import rate
 from yunlu.spec.train import OptimizerSpec, ScheduleSpec
 from yunlu.training.optim.build import build_optimizer, kernels_for
-from yunlu.training.optim.schedule import Plateau, rate
+from yunlu.training.optim.schedule import Plateau
 
 NAMES = ["constant", "linear", "cosine", "wsd", "plateau"]
 

@@ -1,0 +1,167 @@
+"""One study, for real: trials on shares of this machine, with sizes that stay or that change."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.jobs.service import make_plan
+from yunlu.spec.load import job_from_mapping
+from yunlu.tuning.conducting.places import LocalPlaces
+from yunlu.tuning.forecast import StudyForecast, foretell, trial_time_of
+from yunlu.tuning.study import Study
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from yunlu.core.rundir import Event
+    from yunlu.spec.job import Job
+    from yunlu.tuning.view import StudyView
+
+Mode = Literal["static", "elastic"]
+BATCH = 128
+ETA = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lived:
+    """What became of a study."""
+
+    mode: Mode
+    makespan_s: float
+    trials: int
+    done: int
+    best: float
+    lives: int
+    resizes: int
+    """While the trial went on."""
+    samples_lost: int
+    """Missing, or trained on twice."""
+    sizes: dict[int, list[tuple[float, int]]]
+    """Of each trial: seconds since the study began, and workers from then on."""
+
+
+def make_job(*, trials: int, steps: int, seed: int) -> Job:
+    """Halving over small convolutional networks: much to compute, little to exchange."""
+    rungs = ETA**2
+    return job_from_mapping(
+        {
+            "name": "live",
+            "task": "image-classification",
+            "model": {"name": "cnn", "args": {"channels": [64, 128]}},
+            "data": "sklearn:digits",
+            "train": {
+                "steps": rungs * steps,
+                "batch": BATCH,
+                "micro_batch": BATCH // 4,
+                "precision": "fp32",
+                "evaluate": steps,
+                "checkpoint": {"every": 100_000, "keep_best": 0},
+            },
+            "spares": 0,
+            "search": {
+                "space": {"train.optimizer.lr": "1e-4 .. 3e-1 log"},
+                "metric": "loss",
+                "method": "random",
+                "stop": {"name": "asha", "eta": ETA},
+                "trials": trials,
+                "seed": seed,
+            },
+        }
+    )
+
+
+def foresee(job: Job, *, devices: int) -> dict[Mode, StudyForecast]:
+    """What both would take, before they begin, from one plan of the job, measured on one core."""
+    assert job.search is not None
+    os.environ["OMP_NUM_THREADS"] = "1"  # noqa: TID251 (a share is less than a core)
+    plan = make_plan(job.model_copy(update={"search": None, "devices": 1}))
+    trial = trial_time_of(plan, devices=devices)
+    return {
+        mode: foretell(
+            job, job.search, rungs=ETA**2, devices=devices, trial=trial, elastic=mode == "elastic"
+        )
+        for mode in ("static", "elastic")
+    }
+
+
+def live_through(
+    job: Job, home: Path, *, mode: Mode, devices: int, watch: Callable[[StudyView], None]
+) -> Lived:
+    """Carry a study out."""
+    os.environ["YUNLU_HOME"] = str(home)  # noqa: TID251 (each study has runs of its own)
+    with Study(job, name=f"live-{mode}") as study:
+        began_at = time.time()
+        study.optimize(places=LocalPlaces(devices), elastic=mode == "elastic", on_change=watch)
+        ended_at = time.time()
+        view = study.view()
+    assert view.best is not None
+    runs = {facts.number: RunDir(home / facts.run) for facts in view.trials if facts.run}
+    events = {number: [event for event, _ in run.read_events()] for number, run in runs.items()}
+    lives = sum(event.kind is EventKind.LIFE for each in events.values() for event in each)
+    return Lived(
+        mode=mode,
+        makespan_s=ended_at - began_at,
+        trials=len(view.trials),
+        done=sum(facts.state is TrialState.DONE for facts in view.trials),
+        best=min(point.value for facts in view.trials for point in facts.points),
+        lives=lives,
+        resizes=sum(_count_resizes(each) for each in events.values()),
+        samples_lost=sum(count_lost(run, events[number]) for number, run in runs.items()),
+        sizes={number: _sizes(each, began_at) for number, each in events.items()},
+    )
+
+
+def count_lost(run: RunDir, events: list[Event]) -> int:
+    """By the log of steps: each once, with all of its samples, however often the crew changed."""
+    count = next((int(e.data["train"]) for e in events if e.kind is EventKind.DATA), 0)
+    full, rest = divmod(count, BATCH)
+    epoch = [BATCH] * full + [rest] * (rest > 0)
+    lost, before, due = 0, 0, 0
+    for record, _ in run.read_metrics():
+        step = int(record["step"])
+        if step != before + 1:
+            lost += BATCH * abs(step - before - 1)
+        due += epoch[(step - 1) % len(epoch)]
+        before = step
+        last = int(record["samples"])
+        if last != due:
+            lost, due = lost + abs(last - due), last
+    return lost
+
+
+def _count_resizes(events: list[Event]) -> int:
+    crews = sum(event.kind is EventKind.CREW for event in events)
+    supervised = sum(
+        event.kind is EventKind.LIFE and _is_crew(events, place)
+        for place, event in enumerate(events)
+    )
+    return max(crews - supervised, 0)
+
+
+def _is_crew(events: list[Event], place: int) -> bool:
+    """Whether the life that begins here has a supervisor."""
+    for event in events[place + 1 :]:
+        if event.kind is EventKind.LIFE:
+            return False
+        if event.kind is EventKind.CREW:
+            return True
+    return False
+
+
+def _sizes(events: list[Event], began_at: float) -> list[tuple[float, int]]:
+    sizes: list[tuple[float, int]] = []
+    for place, event in enumerate(events):
+        workers: Any = None
+        if event.kind is EventKind.CREW:
+            workers = len(event.data["ranks"])
+        elif event.kind is EventKind.LIFE and not _is_crew(events, place):
+            workers = 1
+        if workers is not None:
+            sizes.append((round(event.at - began_at, 1), workers))
+    return sizes

@@ -1,0 +1,95 @@
+"""Optuna's samplers and pruners as methods: its own ask, report, should_prune and tell."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from yunlu.tuning.values import Begin, Judged, TrialState, Verdict
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+    from yunlu.tuning.values import Dimension, Move, Stand
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+class OptunaPeer:
+    """A study in memory, as a user's loop with parallel workers would drive it."""
+
+    def __init__(
+        self,
+        dimensions: tuple[Dimension, ...],
+        sampler: optuna.samplers.BaseSampler,
+        pruner: optuna.pruners.BasePruner | None = None,
+        *,
+        name: str,
+    ) -> None:
+        # The Hyperband pruner deals out its brackets by the study's name.
+        self._study = optuna.create_study(
+            sampler=sampler, pruner=pruner or optuna.pruners.NopPruner(), study_name=name
+        )
+        self._space = {each.name: as_distribution(each) for each in dimensions}
+        self._asked: dict[int, optuna.Trial] = {}
+
+    def choose(self, stand: Stand) -> Move:
+        """A new trial, always: Optuna holds none."""
+        for number in [*self._asked]:
+            trial = stand.trials[number]
+            if trial.state is TrialState.DONE:
+                asked = self._asked.pop(number)
+                asked.report(trial.points[-1].value, trial.rung)
+                self._study.tell(asked, trial.points[-1].value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            asked = self._study.ask(self._space)
+        self._asked[asked.number] = asked
+        return Begin(asked.params, stand.rungs)
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        """What the pruner says."""
+        asked, trial = self._asked[number], stand.trials[number]
+        asked.report(trial.points[-1].value, trial.rung)
+        if not asked.should_prune():
+            return Judged(Verdict.GO_ON)
+        del self._asked[number]
+        self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        return Judged(Verdict.PRUNE)
+
+
+def as_distribution(dimension: Dimension) -> BaseDistribution:
+    """The same dimension in Optuna's words."""
+    if dimension.choices:
+        return CategoricalDistribution(dimension.choices)
+    if dimension.is_int:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+
+
+def make_tpe(dimensions: tuple[Dimension, ...], rungs: int, seed: int) -> OptunaPeer:  # noqa: ARG001
+    """TPE as it comes."""
+    return OptunaPeer(dimensions, optuna.samplers.TPESampler(seed=seed), name=f"tpe-{seed}")
+
+
+def make_hyperband(dimensions: tuple[Dimension, ...], rungs: int, seed: int) -> OptunaPeer:
+    """TPE as it comes, and Hyperband told how long a training is."""
+    pruner = optuna.pruners.HyperbandPruner(max_resource=rungs)
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    return OptunaPeer(dimensions, sampler, pruner, name=f"hyperband-{seed}")
+
+
+def make_halving(dimensions: tuple[Dimension, ...], rungs: int, seed: int) -> OptunaPeer:  # noqa: ARG001
+    """TPE and successive halving as they come."""
+    pruner = optuna.pruners.SuccessiveHalvingPruner()
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    return OptunaPeer(dimensions, sampler, pruner, name=f"halving-{seed}")
+
+
+def make_gp(dimensions: tuple[Dimension, ...], rungs: int, seed: int) -> OptunaPeer:  # noqa: ARG001
+    """Gaussian process as it comes (needs torch)."""
+    sampler: Any = optuna.samplers.GPSampler(seed=seed)
+    return OptunaPeer(dimensions, sampler, name=f"gp-{seed}")

@@ -1,0 +1,85 @@
+"""The gate of a trial: between steps its study may hold the run, or give it up.
+
+Whoever conducts the study writes ``verdict.json`` into the run's directory: ``until``, the evaluation
+up to which the run may go; ``hold`` or ``prune``, with the reason. The worker only reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.core.rundir import RunDir
+
+PATIENCE_S = 5.0
+"""How long a run waits at its last rung for another word; then it saves, and frees its devices."""
+_LOOK_S = 0.01
+_WORDS: dict[Literal["hold", "prune"], str] = {"prune": "pruned", "hold": "held"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The run ends here: to go on later, or for good."""
+
+    kind: Literal["hold", "prune"]
+    reason: str
+
+
+class TrialGate:
+    """Reads what the study decided; one worker of a run asks it."""
+
+    def __init__(self, run: RunDir, *, patience_s: float = PATIENCE_S) -> None:
+        self._path, self._patience_s = run.verdict, patience_s
+        about = json.loads(run.trial.read_bytes())
+        self.saves: bool = about.get("saves", False)
+        """Whether others may begin from any of its evaluations."""
+        self.is_copy: bool = about.get("is_copy", False)
+        """Whether it began from the checkpoint of another, with rules of its own."""
+        self._seen: tuple[int, int] | None = None
+        self._verdict: dict[str, Any] = {}
+
+    def peek(self, rung: int) -> Ruling | None:
+        """What was decided meanwhile; ``rung`` is the last evaluation of the run."""
+        self._read()
+        for kind, word in _WORDS.items():
+            if kind in self._verdict:
+                why = self._verdict[kind]
+                return Ruling(kind, f"{word} at rung {rung}" + (f": {why}" if why else ""))
+        return None
+
+    def ask(self, rung: int, *, is_wanted: Callable[[], bool]) -> Ruling | None:
+        """After an evaluation: whether the run ends here. At its last rung this waits for a word.
+
+        ``is_wanted`` ends the waiting where somebody else wants to end the run.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            ruling = self.peek(rung)
+            if ruling is not None or rung < self._verdict.get("until", math.inf):
+                return ruling
+            if not is_wanted():
+                return None
+            if time.monotonic() > deadline:
+                return Ruling("hold", f"held at rung {rung}: nobody said how it goes on")
+            time.sleep(_LOOK_S)
+
+    def _read(self) -> None:
+        """Asked after every step: a file that is the same as before is not opened."""
+        try:
+            about = self._path.stat()
+            seen = (about.st_ino, about.st_mtime_ns)
+            if seen != self._seen:
+                self._verdict, self._seen = json.loads(self._path.read_bytes()), seen
+        except FileNotFoundError:
+            return
+
+
+def open_gate(run: RunDir) -> TrialGate | None:
+    """The gate of a run that is a trial; others have none."""
+    return TrialGate(run) if run.trial.exists() else None

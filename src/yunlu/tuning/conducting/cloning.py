@@ -1,0 +1,108 @@
+"""A run that begins from another one's checkpoint, with another setting: by files alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from yunlu.core.files import write_atomically
+from yunlu.planning.large_batch import scale_rate
+from yunlu.planning.plan import Plan
+from yunlu.spec.job import Job
+from yunlu.tuning.conducting.prefixes import find_course
+from yunlu.tuning.conducting.story import read_story
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.tuning.conducting.story import Story
+
+_MADE_ANEW = ("batch", "micro_batch", "padding", "precision", "compile", "recompute", "memory_gb")
+"""Fields of ``train`` on which so much of the plan depends that the worker makes another one."""
+
+
+def clone(parent: RunDir, child: RunDir, rung: int) -> bool:
+    """Let a run that was not started yet begin where another one was at a rung.
+
+    False where that one's checkpoint is gone; the run then begins from nothing.
+    """
+    story = read_story(parent)
+    step = story.step_of(rung)
+    where = story.checkpoints.get(-1 if step is None else step, "")
+    source = parent.path / where
+    if not where or "://" in where or not source.is_dir():
+        return False
+    if not _link_tree(source, child.checkpoints / source.name):
+        return False
+    plan = _adapt_plan(parent, child, story)
+    if plan is not None:
+        write_atomically(child.plan, plan.model_dump_json(indent=2))
+    return True
+
+
+def _link_tree(source: Path, target: Path) -> bool:
+    """The same files under another name; the parent may thin its checkpoints out meanwhile."""
+    aside = target.with_name(f".part-{target.name}-clone")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(source, aside, copy_function=_link_or_copy)
+    except (OSError, shutil.Error):
+        shutil.rmtree(aside, ignore_errors=True)
+        return False
+    if target.exists():  # made by a conductor that was killed just then
+        shutil.rmtree(aside)
+    else:
+        aside.rename(target)
+    return True
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _adapt_plan(parent: RunDir, child: RunDir, story: Story) -> Plan | None:
+    """The parent's plan for the child's job; None where the worker had better make its own.
+
+    What was measured stays as it was: the child then computes each step exactly as the parent would.
+    """
+    try:
+        plan = Plan.model_validate_json(parent.plan.read_bytes())
+    except FileNotFoundError:
+        return None
+    before, after = (Job.model_validate_json(run.job.read_bytes()) for run in (parent, child))
+    old, new = before.train, after.train
+    is_other = any(getattr(old, name) != getattr(new, name) for name in _MADE_ANEW)
+    if is_other or before.model != after.model or before.data != after.data:
+        return None
+    course = find_course(after, samples=story.train_samples, batch=plan.batch)
+    updates: dict[str, float] = {
+        "steps": course.steps,
+        "warmup_steps": course.warmup_steps,
+        "epochs": course.steps / plan.steps_per_epoch,
+    }
+    is_same_length = (old.epochs, old.steps) == (new.epochs, new.steps)
+    if is_same_length:
+        updates["epochs"] = plan.epochs
+    rules, others = old.optimizer, new.optimizer
+    if rules != others:
+        if "auto" in {others.lr, others.weight_decay} - {rules.lr, rules.weight_decay}:
+            return None
+        if others.lr != "auto":
+            updates["lr"] = scale_rate(
+                others.lr, batch=plan.batch, base_batch=others.base_batch, rule=others.scaling
+            )
+        if others.weight_decay != "auto":
+            updates["weight_decay"] = others.weight_decay
+    said = {"steps": "steps", "warm-up": "warmup_steps", "learning rate": "lr"}
+    choices = tuple(
+        choice.model_copy(update={"value": f"{updates[said[choice.name]]:g}"})
+        if said.get(choice.name) in updates
+        else choice
+        for choice in plan.choices
+    )
+    return plan.model_copy(update=updates | {"choices": choices})

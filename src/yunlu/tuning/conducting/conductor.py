@@ -1,0 +1,440 @@
+"""The conductor of a study: reads what the runs of the trials tell, asks the method, and sees to it.
+
+Each beat loads (what happened), decides (the method, which is pure) and applies (runs start, go on, are
+held or given up). A trial is recorded before its run starts, and what becomes of a run is read from its
+own events: a conductor that is killed at any moment is followed by one that goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.states import RunState
+from yunlu.jobs.run import new_record, settle
+from yunlu.tuning.conducting.deciding import Decider
+from yunlu.tuning.conducting.hosting import Hosting
+from yunlu.tuning.conducting.limits import Limits
+from yunlu.tuning.conducting.live import Live
+from yunlu.tuning.conducting.objectives import find_values, refuse_failures, refuse_silence
+from yunlu.tuning.conducting.starting import Starter
+from yunlu.tuning.conducting.story import Story
+from yunlu.tuning.conducting.trial_runs import (
+    drop_checkpoints,
+    find_run,
+    read_verdict,
+    write_verdict,
+)
+from yunlu.tuning.facts import find_best
+from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.values import (
+    Begin,
+    End,
+    GoOn,
+    Judged,
+    Point,
+    TrialState,
+    Verdict,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.tuning.conducting.hosting import Elastic
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.conducting.story import Evaluated
+    from yunlu.tuning.facts import StudyState, StudyView
+    from yunlu.tuning.records import Records
+    from yunlu.tuning.study_dir import StudyStatus
+    from yunlu.tuning.values import Method
+
+_BEAT_S = 0.03
+_ALIVE_S = 1.0
+"""How often it is asked whether the workers are still there."""
+_SHOW_S = 0.2
+_LEAVE_S = 120.0
+"""How long held trials may take to save when the study ends."""
+_LOST = 3
+"""Times that a worker may vanish before its next evaluation."""
+_REPEATS = 100
+"""Settings in a row that were all tried before: nothing is left to find."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a study ended."""
+
+    state: StudyState
+    reason: str
+    view: StudyView
+
+
+def conduct(
+    records: Records,
+    *,
+    method: Method,
+    places: Places,
+    on_change: Callable[[StudyView], None] | None = None,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+    elastic: Elastic = "auto",
+) -> Outcome:
+    """Conduct a study until its end; refuses where somebody else does.
+
+    Args:
+        records: The study.
+        method: How it searches.
+        places: Where its trials run.
+        on_change: Shown the study a few times a second while things happen.
+        is_asked_to_stop: Looked at in every beat: trials are held, and the study can go on later.
+        elastic: Whether trials may get more devices, and give them up again, while they run; ``auto``
+            where they are long enough.
+    """
+    with records.dir.conducting():
+        conductor = Conductor(records, method, places, elastic=elastic, on_change=on_change)
+        return conductor.run(is_asked_to_stop)
+
+
+class Conductor:
+    """One life of the conductor of a study."""
+
+    def __init__(
+        self,
+        records: Records,
+        method: Method,
+        places: Places,
+        *,
+        elastic: Elastic = "auto",
+        on_change: Callable[[StudyView], None] | None = None,
+    ) -> None:
+        self._records, self._places = records, places
+        self._on_change = on_change
+        self._live: dict[int, Live] = {}
+        self._hosting = Hosting(records, method, places, elastic=elastic)
+        self._starter = Starter(records, places)
+        self._has_news = True
+        """Whether anything happened since the method last had nothing to do."""
+        self._shown_at = 0.0
+        self._repeats = 0
+        self._end: tuple[StudyState, str] | None = None
+        self._is_exhausted = ""
+        """Why nothing more begins."""
+        self._status: StudyStatus = records.dir.read_status()
+        self._limits = Limits(records, self._hosting, self._live, clock_at=self._find_clock())
+        self._decider = Decider(records, method, self._hosting, self._limits)
+
+    # The whole.
+
+    def run(self, is_asked_to_stop: Callable[[], bool]) -> Outcome:
+        """Beat until the study is over."""
+        clock_at = self._find_clock()
+        began_at = self._status.began_at or clock_at
+        self._note("running", "", began_at=began_at, clock_at=clock_at, ended_at=None)
+        try:
+            self._adopt()
+            while self._end is None:
+                self._beat(is_asked_to_stop)
+            state, reason = self._end
+            self._wind_up(reason)
+        except BaseException as error:
+            words = error.message if isinstance(error, StudyError) else f"{error!r}"
+            if isinstance(error, StudyError):
+                self._give_up()
+            is_own = isinstance(error, (StudyError, Exception))
+            self._note("failed" if is_own else "stopped", words, ended_at=time.time())
+            raise
+        self._note(state, reason, ended_at=time.time())
+        self._show(always=True)
+        return Outcome(state=state, reason=reason, view=self._records.view())
+
+    def _find_clock(self) -> float:
+        """Since when the deadline counts: one who was killed goes on, one who had ended begins anew."""
+        status = self._status
+        is_cut_off = status.clock_at is not None and status.ended_at is None
+        return status.clock_at or time.time() if is_cut_off else time.time()
+
+    def _note(self, state: StudyState, reason: str, **updates: Any) -> None:
+        about = {"state": state, "reason": reason, "devices": self._places.devices, **updates}
+        self._status = self._status.model_copy(update=about)
+        self._records.dir.write_status(self._status)
+
+    def _beat(self, is_asked_to_stop: Callable[[], bool]) -> None:
+        for live in [*self._live.values()]:
+            self._hear(live)
+        self._end = self._limits.find_end(is_asked_to_stop)
+        if self._end is None:
+            self._start_more()
+        if self._end is None and not self._live and not self._hosting.queue:
+            self._end = ("finished", self._is_exhausted or "nothing more is worth trying")
+        if self._end is None:
+            self._hosting.share([*self._live.values()])
+            for number, run_dir in self._hosting.start_queued([*self._live.values()]):
+                self._watch(number, run_dir)
+            self._show()
+            time.sleep(_BEAT_S)
+
+    def _show(self, *, always: bool = False) -> None:
+        if self._on_change is None or (not always and time.time() - self._shown_at < _SHOW_S):
+            return
+        self._shown_at = time.time()
+        self._on_change(self._records.view())
+
+    # Loading: what the runs tell.
+
+    def _adopt(self) -> None:
+        """Take over what an earlier conductor left: running, held, or recorded and never begun."""
+        for facts in self._records.facts():
+            trial = facts.trial
+            if trial.state.is_over:
+                continue
+            run_dir = find_run(facts.run) if facts.run else None
+            if run_dir is None:
+                if facts.run is not None:
+                    reason = f"its run {facts.run} was removed"
+                    self._records.end(trial.number, TrialState.FAILED, error=reason)
+                else:
+                    self._hosting.enqueue(trial.number, self._starter.make_run(trial.number))
+                continue
+            is_cut_off = trial.state is TrialState.HELD and trial.rung < trial.until
+            if trial.state is TrialState.HELD and not is_cut_off:
+                continue
+            live = self._watch(trial.number, run_dir)
+            before = trial.rung
+            if trial.state is TrialState.HELD:
+                self._records.change_trial(trial.number, state=TrialState.RUNNING)
+            live.ruled = next((k for k in ("prune", "hold") if k in read_verdict(run_dir)), "")
+            if is_cut_off:
+                live.ruled = ""
+            self._hear(live)
+            now = self._records.trial(trial.number)
+            if trial.number in self._live and 0 < now.rung == before < self._total(live):
+                self._judge(live)  # it may have been killed before it had said so
+
+    def _watch(self, number: int, run_dir: RunDir) -> Live:
+        live = self._live.get(number)
+        if live is None:
+            record = new_record(run_dir)
+            assert record is not None
+            devices = self._records.facts()[number].devices or 1
+            story = Story(devices=devices)
+            live = self._live[number] = Live(
+                number=number, run_dir=run_dir, record=record, story=story
+            )
+        live.ruled = ""
+        return live
+
+    def _hear(self, live: Live) -> None:
+        """Take in what a run has told since; a look at the size of a file where that is nothing."""
+        now = time.monotonic()
+        if now - live.looked_at > _ALIVE_S:
+            live.looked_at = now
+            live.record = settle(live.run_dir, live.record)
+        try:
+            size = live.run_dir.events.stat().st_size
+        except FileNotFoundError:
+            self._forget(live)
+            self._records.end(live.number, TrialState.FAILED, error="its run was removed")
+            return
+        if size <= live.story.offset:
+            return
+        for event, offset in live.run_dir.read_events(offset=live.story.offset):
+            found = live.story.take(event)
+            live.story.offset = offset
+            if found is not None:
+                self._take_evaluation(live, found)
+        self._check_plan(live)
+        if not live.story.state.is_active:
+            self._rest(live)
+
+    def _check_plan(self, live: Live) -> None:
+        refuse_silence(self._records.asked, live.story)
+        if live.story.rungs > self._records.asked.rungs:
+            self._records.change(rungs=live.story.rungs)
+
+    def _total(self, live: Live) -> int:
+        return live.story.rungs or self._records.asked.rungs
+
+    def _take_evaluation(self, live: Live, found: Evaluated) -> None:
+        trial = self._records.trial(live.number)
+        if found.rung <= trial.rung or trial.state.is_over:
+            return  # made again after a crash: the same
+        spent_s = found.device_seconds
+        dollars = self._hosting.dollars(spent_s)
+        values = find_values(self._records.asked, live.story, found, dollars=dollars)
+        self._records.add_point(
+            live.number,
+            Point(found.rung, values, spent_s),
+            at=found.at,
+            device_seconds=spent_s,
+            dollars=dollars,
+            devices=live.story.devices,
+        )
+        self._has_news, live.lost = True, 0
+        if found.rung < self._total(live) and not live.ruled and self._end is None:
+            self._judge(live)
+
+    # Deciding.
+
+    def _judge(self, live: Live) -> None:
+        judged = self._decider.judge(live.number)
+        if judged.verdict is not Verdict.GO_ON:
+            self._rule(live, judged)
+        elif judged.until > self._records.trial(live.number).until:
+            self._records.change_trial(live.number, until=judged.until)
+            write_verdict(live.run_dir, {"until": judged.until})
+
+    def _rule(self, live: Live, judged: Judged) -> None:
+        kind = live.ruled = "prune" if judged.verdict is Verdict.PRUNE else "hold"
+        self._places.let_go(live.run_dir, for_good=kind == "prune")
+        write_verdict(live.run_dir, {kind: judged.reason})
+        if self._hosting.is_deaf:  # workers that do not wait for each other know no gate
+            self._places.stop(live.run_dir, now=kind == "prune")
+
+    def _start_more(self) -> None:
+        """Ask the method what to do with the places that are free, until it has nothing more."""
+        while self._has_news and self._end is None:
+            if len(self._live) + len(self._hosting.queue) >= self._hosting.workers:
+                return
+            move = self._decider.choose()
+            match move:
+                case Begin():
+                    if not self._begin(move):
+                        self._has_news = False
+                case GoOn(number=number, until=until):
+                    self._go_on(number, until)
+                case Wait():
+                    self._has_news = False
+                case End(reason=reason):
+                    self._is_exhausted, self._has_news = reason, False
+
+    def _begin(self, move: Begin) -> bool:
+        """Begin a trial; false where no more may."""
+        asked = self._records.asked
+        if asked.trials is not None and len(self._records.facts()) >= asked.trials:
+            self._is_exhausted = f"{asked.trials} trials were asked for"
+            return False
+        if self._starter.repeats(move):
+            self._repeats += 1
+            if self._repeats >= _REPEATS:
+                self._is_exhausted = "every setting it finds was tried before"
+            return self._repeats < _REPEATS
+        self._repeats = 0
+        number = self._starter.begin(move)
+        self._hosting.enqueue(number, self._starter.make_run(number))
+        return True
+
+    def _go_on(self, number: int, until: int) -> None:
+        trial = self._records.trial(number)
+        if trial.state.is_over or until <= trial.rung:
+            raise StudyError(
+                f"trial {number} is {trial.state} at rung {trial.rung}: it cannot go on to {until}"
+            )
+        if trial.state is TrialState.HELD:
+            run_dir = find_run(self._records.facts()[number].run or "")
+            if run_dir is None:
+                self._records.end(number, TrialState.FAILED, error="its run was removed")
+                return
+            self._records.change_trial(number, state=TrialState.RUNNING, until=until, reason="")
+            self._hosting.enqueue(number, run_dir)
+        elif until > trial.until:
+            self._records.change_trial(number, until=until)
+            live = self._live.get(number)
+            if live is not None and not live.ruled:
+                write_verdict(live.run_dir, {"until": until})
+
+    # Applying: what becomes of a run that rests.
+
+    def _rest(self, live: Live) -> None:
+        story, spent_s = live.story, live.story.device_seconds(time.time())
+        cost: dict[str, Any] = {
+            "device_seconds": spent_s,
+            "dollars": self._hosting.dollars(spent_s),
+            "devices": 0,
+        }
+        self._has_news = True
+        match story.state:
+            case RunState.FINISHED:
+                self._forget(live)
+                self._finish(live, cost)
+            case RunState.STOPPED if live.ruled == "prune" or story.reason.startswith("pruned"):
+                self._forget(live)
+                self._records.end(live.number, TrialState.PRUNED, reason=story.reason, **cost)
+                self._places.let_go(live.run_dir, for_good=True)
+                drop_checkpoints(live.run_dir)
+            case RunState.STOPPED:
+                self._forget(live)
+                self._hold(live, cost)
+            case RunState.LOST if live.lost < _LOST and self._end is None:
+                live.lost += 1
+                self._records.change_trial(live.number, **cost)
+                self._hosting.enqueue(live.number, live.run_dir)
+                self._hosting.leave(live.run_dir)
+            case _:
+                self._forget(live)
+                self._fail(live, cost)
+
+    def _finish(self, live: Live, cost: dict[str, Any]) -> None:
+        """Of those that are done, the best alone keeps its checkpoints: all have their models."""
+        before = find_best(self._records.facts())
+        self._records.end(live.number, TrialState.DONE, **cost)
+        best = find_best(self._records.facts())
+        is_best = best is not None and best.number == live.number
+        worse = before if is_best else self._records.facts()[live.number]
+        if worse is not None and worse.state is TrialState.DONE and not self._starter.saves:
+            run_dir = find_run(worse.run or "")
+            if run_dir is not None:
+                drop_checkpoints(run_dir)
+
+    def _hold(self, live: Live, cost: dict[str, Any]) -> None:
+        trial = self._records.trial(live.number)
+        goes_on = not live.ruled and trial.until > trial.rung and self._end is None
+        state = TrialState.RUNNING if goes_on else TrialState.HELD
+        self._records.change_trial(live.number, state=state, reason=live.story.reason, **cost)
+        if goes_on:  # it had not heard in time that it may, or somebody else has stopped it
+            self._hosting.enqueue(live.number, live.run_dir)
+        else:
+            self._places.let_go(live.run_dir, for_good=False)
+
+    def _fail(self, live: Live, cost: dict[str, Any]) -> None:
+        told = live.story.error or {}
+        message = told.get("message") or live.story.reason or "its worker vanished"
+        self._records.end(live.number, TrialState.FAILED, error=message, **cost)
+        hint = told.get("hint") or f"yunlu logs {live.run_dir.id} shows the whole of it"
+        refuse_failures(self._records.facts(), message, hint=hint)
+
+    def _forget(self, live: Live) -> None:
+        self._live.pop(live.number, None)
+        self._hosting.leave(live.run_dir)
+
+    # The end.
+
+    def _wind_up(self, reason: str) -> None:
+        """Hold what runs, and wait until it has saved."""
+        for number in self._hosting.clear():
+            self._records.change_trial(number, state=TrialState.HELD, reason="not begun")
+        for live in self._live.values():
+            if live.ruled:
+                continue
+            self._rule(live, Judged(Verdict.HOLD, reason=reason))
+            if live.story.state in {RunState.PENDING, RunState.PLANNING}:
+                self._places.stop(live.run_dir)
+        deadline = time.monotonic() + _LEAVE_S
+        while self._live:
+            for live in [*self._live.values()]:
+                self._hear(live)
+            if self._live and time.monotonic() > deadline:
+                self._give_up()
+            time.sleep(_BEAT_S)
+        for facts in self._records.facts():
+            run_dir = find_run(facts.run) if facts.run else None
+            if facts.state is TrialState.HELD and run_dir is not None:
+                write_verdict(run_dir, {})  # whoever resumes the run by hand trains it to its end
+
+    def _give_up(self) -> None:
+        """End what still runs, at once."""
+        for live in [*self._live.values()]:
+            self._places.stop(live.run_dir, now=True)
+            self._forget(live)
+            self._records.change_trial(live.number, state=TrialState.HELD, reason="ended at once")

@@ -1,0 +1,203 @@
+"""Devices for the trials of a study: who waits for them, who holds how many, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+from yunlu.core.errors import StoreError
+from yunlu.core.states import RunState
+from yunlu.tuning.conducting.pace import Paces
+from yunlu.tuning.conducting.sharing import find_promises, share
+from yunlu.tuning.conducting.trial_runs import write_verdict
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.tuning.conducting.live import Live
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.conducting.sharing import Aim, Claim
+    from yunlu.tuning.records import Records
+    from yunlu.tuning.values import Method
+
+Elastic = bool | Literal["auto"]
+
+_SHARE_S = 0.5
+_TRY_S = 10.0
+"""How long a start that is refused is tried again."""
+_WORTH = 20.0
+"""A trial may grow where it takes so many times as long as it takes to start."""
+
+
+class Hosting:
+    """Gives trials devices, and asks for them back."""
+
+    def __init__(
+        self, records: Records, method: Method, places: Places, *, elastic: Elastic = "auto"
+    ) -> None:
+        asked = records.asked
+        assert asked.job is not None
+        self._records, self._places, self._elastic = records, places, elastic
+        self._aim: Aim = getattr(method, "aim", "best")
+        said = asked.job.devices
+        self._least = asked.job.layout.said_workers if said == "auto" else said
+        self._is_fixed = said != "auto" or asked.job.layout.is_whole
+        if self._least > places.devices:
+            raise StoreError(
+                f"a trial needs {self._least} devices, and there are {places.devices}",
+                hint="lower devices in the job, or give the study more (--devices)",
+            )
+        most = places.devices // self._least
+        self.workers = min(asked.parallel or most, most)
+        """Trials that can run at once."""
+        self.is_deaf = asked.job.communication.method == "asynchronous"
+        self.queue: dict[int, RunDir] = {}
+        """Trials that wait for devices, by number."""
+        self._paces = Paces(rungs=max(asked.rungs, 1))
+        self._given: dict[str, int] = {}
+        self._leaving: list[RunDir] = []
+        self._refused_at: dict[int, float] = {}
+        self._shares: dict[int, int] = {}
+        self._shared_at = -inf
+        price = asked.dollars_per_hour
+        self._device_price = None if price is None else price / places.devices / 3600
+
+    # Money.
+
+    def dollars(self, device_seconds: float) -> float | None:
+        """What so many seconds of one device cost; None where no price is known."""
+        return None if self._device_price is None else device_seconds * self._device_price
+
+    def seconds_for(self, dollars: float) -> float:
+        """How long all devices can be had for so much."""
+        return dollars / (self._device_price or inf) / self._places.devices
+
+    # Waiting for devices.
+
+    def enqueue(self, number: int, run_dir: RunDir) -> None:
+        """A trial is to begin, or to go on, as soon as there are devices for it."""
+        self.queue[number] = run_dir
+        self._shared_at = -inf
+
+    def leave(self, run_dir: RunDir) -> None:
+        """A run is over, but for its last processes."""
+        if self._given.pop(run_dir.id, None) is not None:
+            self._leaving.append(run_dir)
+        self._shared_at = -inf
+
+    def clear(self) -> list[int]:
+        """Nobody waits any more; who did."""
+        waited = [*self.queue]
+        self.queue.clear()
+        return waited
+
+    def start_queued(self, lives: Sequence[Live]) -> list[tuple[int, RunDir]]:
+        """Start those for whom there are devices now."""
+        if not self.queue:
+            return []
+        started: list[tuple[int, RunDir]] = []
+        free = self._places.devices - self._taken(lives)
+        for number, run_dir in [*self.queue.items()]:
+            devices = max(self._shares.get(number, 0), self._least)
+            if devices > free and self._leaving:
+                break  # a moment later it can have what it is meant to
+            devices = devices if devices <= free else self._least
+            if devices > free:
+                break  # in their order: who needs more is not passed by
+            if self._places.held(run_dir) or not self._start(number, run_dir, devices):
+                continue  # what is left of its life before is just leaving
+            free -= devices
+            del self.queue[number]
+            started.append((number, run_dir))
+        return started
+
+    def _start(self, number: int, run_dir: RunDir, devices: int) -> bool:
+        trial = self._records.trial(number)
+        write_verdict(run_dir, {"until": trial.until})
+        most = self._places.devices if self._may_grow(number) else devices
+        try:
+            self._places.start(run_dir, devices, most=most, promise=self._promise(number))
+        except StoreError:
+            refused_at = self._refused_at.setdefault(number, time.monotonic())
+            if time.monotonic() - refused_at < _TRY_S:
+                return False
+            raise
+        self._refused_at.pop(number, None)
+        self._given[run_dir.id] = devices
+        self._records.change_trial(number, state=TrialState.RUNNING, devices=devices)
+        return True
+
+    def _taken(self, lives: Sequence[Live]) -> int:
+        self._leaving = [run_dir for run_dir in self._leaving if self._places.held(run_dir)]
+        here = {live.run_dir.id: live.run_dir for live in lives if live.number not in self.queue}
+        return sum(
+            max(self._places.held(run_dir), self._given.get(run_dir.id, 0))
+            for run_dir in here.values()
+        ) + sum(self._places.held(run_dir) for run_dir in self._leaving)
+
+    # Sharing them out.
+
+    def share(self, lives: Sequence[Live]) -> None:
+        """Give the devices that are free to those who make most of them."""
+        now = time.monotonic()
+        if now - self._shared_at < _SHARE_S or not self._is_elastic():
+            return
+        self._shared_at = now
+        self._paces.look((live.number, live.run_dir) for live in lives)
+        promises = find_promises(self._records.trials())
+        running = [live for live in lives if live.number not in self.queue]
+        claims = [self._claim(live, promises) for live in running]
+        claims += [
+            self._paces.claim(
+                self._records.trial(number), held=0, promise=promises[number], least=self._least
+            )
+            for number in self.queue
+        ]
+        self._shares = share(self._places.devices, claims, aim=self._aim)
+        free = self._places.devices - self._taken(lives)
+        changes = [
+            (self._shares[claim.number] - claim.held, live)
+            for claim, live in zip(claims, running, strict=False)
+            if self._shares[claim.number] != claim.held and not claim.is_pinned
+        ]
+        for more, live in sorted(changes, key=lambda change: change[0]):  # who shrinks is first
+            devices = self._shares[live.number]
+            if more <= free and self._places.resize(
+                live.run_dir, devices, promise=promises[live.number]
+            ):
+                free -= max(more, 0)  # what shrinks is free when it has shrunk
+                self._given[live.run_dir.id] = devices
+                self._records.change_trial(live.number, devices=devices)
+
+    def _claim(self, live: Live, promises: dict[int, float]) -> Claim:
+        trial = self._records.trial(live.number)
+        held = self._given.get(live.run_dir.id) or self._places.held(live.run_dir) or self._least
+        is_moving = live.story.state is not RunState.RUNNING or bool(live.ruled)
+        usable = self._places.usable(live.run_dir)
+        return self._paces.claim(
+            trial,
+            held=held,
+            promise=promises[live.number],
+            least=self._least,
+            most=self._places.devices if usable is None else max(usable, self._least),
+            is_pinned=is_moving or usable is None or trial.rung >= trial.until,
+        )
+
+    def _is_elastic(self) -> bool:
+        return bool(self._elastic) and not self._is_fixed and self._places.devices > self._least
+
+    def _may_grow(self, number: int) -> bool:
+        """Whether it starts as a crew that others can join, which takes longer than one worker alone."""
+        if not self._is_elastic():
+            return False
+        if self._elastic is True:
+            return True
+        whole_s = self._paces.rung_s(number) * max(self._records.asked.rungs, 1)
+        is_measured = any(facts.points for facts in self._records.facts())
+        return is_measured and whole_s > _WORTH * self._paces.start_s
+
+    def _promise(self, number: int) -> float:
+        return find_promises(self._records.trials())[number] if self._is_elastic() else 0.5

@@ -1,0 +1,60 @@
+"""How long a study may go on: by the clock, by money, or until somebody asks it to stop."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from yunlu.tuning.conducting.hosting import Hosting
+    from yunlu.tuning.conducting.live import Live
+    from yunlu.tuning.facts import StudyState
+    from yunlu.tuning.records import Records
+
+
+class Limits:
+    """What is left of time and money."""
+
+    def __init__(
+        self, records: Records, hosting: Hosting, lives: Mapping[int, Live], *, clock_at: float
+    ) -> None:
+        """``clock_at`` is when the time began that the deadline counts."""
+        self._records, self._hosting, self._lives = records, hosting, lives
+        self._clock_at = clock_at
+
+    def seconds_left(self) -> float | None:
+        """Of time, or of what the money buys, whichever ends first; None: no end."""
+        ends = [left for left in (self._time_left(), self._money_left()) if left is not None]
+        return max(min(ends), 0.0) if ends else None
+
+    def find_end(self, is_asked_to_stop: Callable[[], bool]) -> tuple[StudyState, str] | None:
+        """How the study ends now, and why; None while it may go on."""
+        if is_asked_to_stop() or self._records.dir.stop.exists():
+            return "stopped", "asked to stop"
+        for left, reason in (
+            (self._time_left(), "the time is over"),
+            (self._money_left(), "the budget is spent"),
+        ):
+            if left is not None and left <= 0:
+                return "finished", reason
+        return None
+
+    def _time_left(self) -> float | None:
+        deadline = self._records.asked.deadline_s
+        return None if deadline is None else self._clock_at + deadline - time.time()
+
+    def _money_left(self) -> float | None:
+        """In seconds of all devices."""
+        dollars = self._records.asked.dollars
+        if dollars is None:
+            return None
+        now = time.time()
+        spent_s = sum(
+            self._lives[facts.number].story.device_seconds(now)
+            if facts.number in self._lives
+            else facts.device_seconds
+            for facts in self._records.facts()
+        )
+        return self._hosting.seconds_for(dollars - (self._hosting.dollars(spent_s) or 0.0))

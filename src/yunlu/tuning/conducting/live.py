@@ -1,0 +1,27 @@
+"""A run that the conductor of a study watches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
+    from yunlu.jobs.run import RunRecord
+    from yunlu.tuning.conducting.story import Story
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """What is known of it."""
+
+    number: int
+    """Of its trial."""
+    run_dir: RunDir
+    record: RunRecord
+    story: Story
+    ruled: str = ""
+    """``hold`` or ``prune``, where that was said."""
+    looked_at: float = 0.0
+    lost: int = 0
+    """Times that its worker vanished since its last evaluation."""

@@ -1,0 +1,70 @@
+"""What a study seeks, found in what its trials report; and when to say that it cannot be found."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import did_you_mean
+from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.tuning.conducting.story import Evaluated, Story
+    from yunlu.tuning.facts import TrialFacts
+    from yunlu.tuning.study_dir import StudyAsked
+
+ALIKE = 3
+"""Failures alike, before anything succeeded, that end a study."""
+
+
+def find_values(
+    asked: StudyAsked, story: Story, found: Evaluated, *, dollars: float | None
+) -> tuple[float, ...]:
+    """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
+    figures = found.metrics | {
+        "seconds": found.device_seconds,
+        "cost": found.device_seconds if dollars is None else dollars,
+        "parameters": float(story.parameters),
+    }
+    for metric in asked.metrics:
+        if metric not in figures:
+            raise StudyError(
+                f"{metric} is never reported: the evaluations of this task do not give it",
+                hint=did_you_mean(metric, found.metrics),
+            )
+    return tuple(
+        (-figures[metric] if direction == "maximize" else figures[metric]) + 0.0
+        for metric, direction in zip(asked.metrics, asked.directions, strict=True)
+    )
+
+
+def refuse_silence(asked: StudyAsked, story: Story) -> None:
+    """A run whose plan has no evaluations will never report anything."""
+    if story.plan and not story.plan.get("evaluate_every"):
+        raise StudyError(
+            f"{asked.metrics[0]} is never reported: the job has no evaluations on validation data",
+            hint="name data.validation or hold out a share (data.split.validation), "
+            "and set train.evaluate to steps or epoch",
+        )
+
+
+def refuse_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
+    """End the study where a trial that just failed shows that none will succeed."""
+    if any(each.points or each.state is TrialState.DONE for each in facts):
+        return
+    if "asks for the metric" in message:  # the same for every setting
+        raise StudyError(message, hint=hint)
+    failed = [each for each in facts if each.state is TrialState.FAILED]
+    alike = [each for each in failed if _bare(each.error or "") == _bare(message)]
+    if len(alike) >= ALIKE:
+        raise StudyError(
+            f"the first {len(failed)} trials failed alike: {failed[0].error}", hint=hint
+        )
+
+
+def _bare(message: str) -> str:
+    """Without what differs from trial to trial: numbers."""
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)

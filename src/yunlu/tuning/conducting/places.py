@@ -1,0 +1,300 @@
+"""Where the trials of a study run: shares of this machine, or the pool that all its runs share.
+
+A trial that is to grow while it trains starts under a supervisor, even on one device: only so can
+others join it. Any other starts as a single worker, the lightest start there is: about three quarters of
+the processor time. Where such a one is to grow all the same, it is stopped, which saves it, and whoever
+conducts the study goes on with it on more devices, as it does with any trial that was stopped. So it is
+with GPUs, too: a process keeps those it was started with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from yunlu.core.crew import read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.pool.allocation.values import Placement
+from yunlu.pool.executors import limits
+from yunlu.pool.executors.finding import open_executor
+from yunlu.pool.executors.record import read_record as read_leases
+from yunlu.pool.local import WORKER, count_gpus, recorded_worker
+from yunlu.spec.job import Job
+from yunlu.steward.control import find_service
+from yunlu.steward.hands import ExecutorHands, NotNowError
+from yunlu.steward.journal import Journal
+from yunlu.steward.needs import find_needs
+from yunlu.steward.notes import read_notes
+from yunlu.steward.queue import QUEUE, Entry, change_entry, put_back, read_entry, sign
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from yunlu.core.rundir import RunDir
+
+PROMISING = 0.5
+"""A trial that is better than half of those at its rung keeps the study's priority in the pool."""
+
+
+_AGAIN_S = 60.0
+_CALM_S = 1.5
+
+
+class Places(Protocol):
+    """Devices for trials."""
+
+    @property
+    def devices(self) -> int:
+        """How many in all."""
+        ...
+
+    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+        """Make the run of a trial, which waits until it is started."""
+        ...
+
+    def start(
+        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+    ) -> None:
+        """Start a trial, or go on with one that rests.
+
+        Args:
+            run_dir: Its run.
+            devices: On so many.
+            most: To so many it may grow later; without a word, to all there are.
+            promise: The chance that it is among the best; says who goes first where others wait.
+        """
+        ...
+
+    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+        """Other devices for a trial that trains; False where that cannot be just now."""
+        ...
+
+    def held(self, run_dir: RunDir) -> int:
+        """Devices that it takes now; 0 where nobody works on it, or not yet."""
+        ...
+
+    def usable(self, run_dir: RunDir) -> int | None:
+        """The most that its model and batch can be split over; None until that is known."""
+        ...
+
+    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+        """It will end by itself, at a rung: nobody is to start it again before we do."""
+        ...
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """Ask it to save and stop, or end it at once; does not wait."""
+        ...
+
+
+def restarts(run_dir: RunDir) -> bool:
+    """Whether a run of this machine can only get other devices in another life."""
+    record = read_leases(run_dir)
+    return record is None or any(lease.slots for lease in record.wanted)
+
+
+def find_places(*, devices: int | None = None, priority: int = 0, team: str = "") -> Places:
+    """The pool where one is up, else this machine."""
+    if find_service(service.home()) is not None:
+        return PoolPlaces(devices=devices, priority=priority, team=team)
+    return LocalPlaces(devices)
+
+
+class LocalPlaces:
+    """This machine: its GPUs, or equal shares of its processor."""
+
+    def __init__(self, devices: int | None = None) -> None:
+        """Takes as many devices as there are GPUs, or cores, where no number is given."""
+        address = "local" if devices is None else f"local://?devices={devices}"
+        self._hands = ExecutorHands(open_executor(address))
+        self._node = self._hands.nodes()[0]
+        self._most: dict[str, int] = {}
+        self._sent_off: dict[str, float] = {}
+        self._wished: dict[str, tuple[float, float]] = {}
+        """Since when, and until when, a trial was to grow."""
+
+    @property
+    def devices(self) -> int:
+        """As ``Places.devices``."""
+        return self._node.devices
+
+    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+        """As ``Places.submit``."""
+        return service.submit(job, source=source)
+
+    def start(
+        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+    ) -> None:
+        """As ``Places.start``; where all run here at once, promise decides nothing."""
+        del promise
+        most = self.devices if most is None else most
+        if devices == most == 1 and not count_gpus():
+            self._start_light(run_dir)
+        else:
+            self._hands.start(run_dir, self._placement(devices))
+
+    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+        """As ``Places.resize``: live, or by a stop from which it is to be started again."""
+        del promise
+        sight, crew = self._hands.look(run_dir), read_crew(run_dir)
+        must_restart = restarts(run_dir)
+        if sight.state is not RunState.RUNNING or not (must_restart or sight.is_resizable):
+            return False
+        held = max(sight.devices, 1) if must_restart or crew is None else crew.target
+        if held == devices:
+            return True  # asked before, and about to happen
+        if devices > held and not self._has_lasted(run_dir):
+            return False
+        if must_restart:
+            return self._send_off(run_dir)
+        try:
+            return self._hands.resize(run_dir, self._placement(devices))
+        except NotNowError:
+            return False
+
+    def held(self, run_dir: RunDir) -> int:
+        """As ``Places.held``."""
+        sight = self._hands.look(run_dir)
+        if sight.is_alive:
+            return max(sight.devices, 1)
+        limits.forget(run_dir.id)
+        return 0
+
+    def usable(self, run_dir: RunDir) -> int | None:
+        """As ``Places.usable``."""
+        if read_leases(run_dir) is not None:
+            return self._hands.look(run_dir).usable
+        if run_dir.id not in self._most:
+            job = Job.model_validate_json(run_dir.job.read_bytes())
+            self._most[run_dir.id] = min(find_needs(job).most, self.devices)
+        return self._most[run_dir.id]
+
+    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+        """As ``Places.let_go``: nobody else starts anything here."""
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """As ``Places.stop``."""
+        service.request_stop(run_dir, now=now)
+
+    def _start_light(self, run_dir: RunDir) -> None:
+        if service.read_record(run_dir).state is RunState.PENDING:
+            service.start(run_dir, command=WORKER)
+        else:
+            service.resume(run_dir, command=WORKER)
+        worker = recorded_worker(run_dir)
+        if worker is not None and self.devices > 1:
+            limits.sweep()
+            cores = len(os.sched_getaffinity(0))
+            limits.limit(run_dir.id, worker.pid, cpus=cores / self.devices)
+
+    def _has_lasted(self, run_dir: RunDir) -> bool:
+        """Whether the wish that it grows is more than a moment's.
+
+        Between one trial's end and another's beginning devices seem free that are not.
+        """
+        now = time.monotonic()
+        first, last = self._wished.get(run_dir.id, (now, now))
+        first = now if now - last > _CALM_S else first
+        self._wished[run_dir.id] = (first, now)
+        return now - first >= _CALM_S
+
+    def _send_off(self, run_dir: RunDir) -> bool:
+        """Ask it to save and stop; not again while it may still be saving."""
+        asked_at = self._sent_off.get(run_dir.id, -_AGAIN_S)
+        if time.monotonic() - asked_at < _AGAIN_S:
+            return False
+        self._sent_off[run_dir.id] = time.monotonic()
+        service.request_stop(run_dir)
+        return True
+
+    def _placement(self, devices: int) -> Placement:
+        return Placement(((self._node.name, devices),))
+
+
+class PoolPlaces:
+    """The pool of this home: its allocator places trials beside all other runs.
+
+    A trial is an entry of the queue, bounded to what the study means it to have. The pool may give it
+    less, or later, where others need the devices more.
+    """
+
+    def __init__(self, *, devices: int | None = None, priority: int = 0, team: str = "") -> None:
+        """Takes the study's priority and team, and how many devices it may have at once."""
+        self._home = service.home()
+        self._most = devices
+        self._priority = priority
+        self._team = team
+
+    @property
+    def devices(self) -> int:
+        """As ``Places.devices``: all the pool has now, unless the study may have fewer."""
+        view = Journal(self._home).read_view() or {}
+        there = int(view.get("devices") or 0)
+        return min(there, self._most) if self._most is not None else there
+
+    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+        """As ``Places.submit``: not in the queue before it is started."""
+        return service.submit(job, source=source)
+
+    def start(
+        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+    ) -> None:
+        """As ``Places.start``: put into the queue, with all that waits there."""
+        del most  # a bound in the queue can be raised at any time
+        job = Job.model_validate_json(run_dir.job.read_bytes())
+        needs = find_needs(job, most=devices)
+        priority = self._priority_of(promise)
+        if read_entry(run_dir) is None:
+            adapted = job.train.adapt_batch
+            entry = Entry(
+                submitted_at=time.time(),
+                priority=priority,
+                team=self._team,
+                needs=needs,
+                most_batch=adapted.max if adapted else None,
+                signature=sign(job),
+                wish="pause",  # until it is whole
+            )
+            write_atomically(run_dir.path / QUEUE, entry.model_dump_json(indent=2))
+        else:
+            change_entry(run_dir, needs=needs, priority=priority)
+        put_back(run_dir)
+
+    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+        """As ``Places.resize``: another bound; the pool sees to it at its next decision."""
+        entry = read_entry(run_dir)
+        if entry is None or entry.wish != "run":
+            return False
+        most = max(devices // entry.needs.multiple * entry.needs.multiple, entry.needs.least)
+        needs = entry.needs.model_copy(update={"most": most, "asked": most})
+        priority = self._priority_of(promise)
+        if (needs, priority) != (entry.needs, entry.priority):
+            change_entry(run_dir, needs=needs, priority=priority)
+        return True
+
+    def held(self, run_dir: RunDir) -> int:
+        """As ``Places.held``: what the pool has given it, and nobody else may have."""
+        return sum(read_notes(run_dir).claims.values())
+
+    def usable(self, run_dir: RunDir) -> int | None:
+        """As ``Places.usable``: the pool finds out, too, and gives no more."""
+        crew = read_crew(run_dir)
+        return max(crew.layouts) if crew is not None and crew.layouts else None
+
+    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+        """As ``Places.let_go``: it leaves the queue, and its devices are the pool's."""
+        with suppress(StoreError):  # never queued
+            change_entry(run_dir, wish="stop" if for_good else "pause")
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """As ``Places.stop``."""
+        self.let_go(run_dir, for_good=False)
+        service.request_stop(run_dir, now=now)
+
+    def _priority_of(self, promise: float) -> int:
+        # Never above the study's own: other runs of the pool do not wait for a promising trial.
+        return self._priority if promise >= PROMISING else self._priority - 1

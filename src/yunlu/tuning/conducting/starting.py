@@ -1,0 +1,100 @@
+"""How a trial begins: from nothing, from another one's checkpoint, or not at all, being known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.tuning.conducting.cloning import clone
+from yunlu.tuning.conducting.prefixes import may_share, shared_rung
+from yunlu.tuning.conducting.story import read_story
+from yunlu.tuning.conducting.trial_runs import find_run, make_job, make_run
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.facts import TrialFacts
+    from yunlu.tuning.records import Records
+    from yunlu.tuning.values import Begin, Params
+
+
+class Starter:
+    """Makes the runs of trials, each once."""
+
+    def __init__(self, records: Records, places: Places) -> None:
+        self._records, self._places = records, places
+        job = records.asked.job
+        is_population = job is not None and job.search is not None and job.search.stop.name == "pbt"
+        self._shares = may_share(records.asked.dimensions) and not is_population
+        self.saves = self._shares or is_population
+        """Whether trials save at each evaluation, for others to begin there."""
+
+    def repeats(self, move: Begin) -> bool:
+        """Whether this setting was tried before: then the trial is what that one was."""
+        if move.copy_from is not None:
+            return False
+        twin = next((each for each in self._records.facts() if _is_twin(each, move.params)), None)
+        if twin is None:
+            return False
+        state = twin.state if twin.state.is_over else TrialState.PRUNED
+        points = [*zip(twin.points, twin.times, strict=True)]
+        number = self._records.begin(
+            move.params, until=move.until, points=points, copied_from=(twin.number, 0)
+        )
+        self._records.end(number, state, reason=f"the same setting as trial {twin.number}")
+        return True
+
+    def begin(self, move: Begin) -> int:
+        """Record a new trial; its number."""
+        if move.copy_from is not None:
+            return self._records.begin(move.params, until=move.until, copied_from=move.copy_from)
+        source, rung = self._find_prefix(move.params)
+        if source is None:
+            return self._records.begin(move.params, until=move.until)
+        points = [*zip(source.points, source.times, strict=True)][:rung]
+        return self._records.begin(
+            move.params,
+            until=max(move.until, rung),
+            points=points,
+            copied_from=(source.number, rung),
+        )
+
+    def make_run(self, number: int) -> RunDir:
+        """The run of a recorded trial; made once, whoever was killed meanwhile."""
+        asked, trial = self._records.asked, self._records.trial(number)
+        keep = max(asked.rungs, 1) if self._shares else 3 if self.saves else 1
+        job = make_job(asked, number, trial.params, keep=keep)
+        is_copy = trial.copied_from is not None
+        run_dir = make_run(
+            asked, number, trial.params, job, self._places, saves=self.saves, is_copy=is_copy
+        )
+        if trial.copied_from is not None:
+            source, rung = trial.copied_from
+            parent = find_run(self._records.facts()[source].run or "")
+            if parent is None or not clone(parent, run_dir, rung):
+                run_dir.warn(
+                    f"The checkpoint of trial {source} at rung {rung} is gone: begun anew."
+                )
+        self._records.change_trial(number, run=run_dir.id)
+        return run_dir
+
+    def _find_prefix(self, params: Params) -> tuple[TrialFacts | None, int]:
+        """The trial that trained most of what this one would train first, and how far."""
+        best: tuple[TrialFacts | None, int] = (None, 0)
+        if not self._shares:
+            return best
+        asked = self._records.asked
+        job = make_job(asked, 0, params)
+        for facts in self._records.facts():
+            run_dir = find_run(facts.run) if facts.run else None
+            if run_dir is None or len(facts.points) <= best[1]:
+                continue
+            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_story(run_dir))
+            if best[1] < rung <= len(facts.points):
+                best = (facts, rung)
+        return best
+
+
+def _is_twin(facts: TrialFacts, params: Params) -> bool:
+    is_own = facts.trial.copied_from is None or any(point.rung == 1 for point in facts.points)
+    return facts.state is not TrialState.FAILED and is_own and dict(facts.params) == params

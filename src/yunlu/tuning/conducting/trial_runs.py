@@ -1,0 +1,106 @@
+"""The runs of trials: made once whatever happens, told how far to go, tidied when they are over."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.settings import read_settings
+from yunlu.spec.job import Job
+
+if TYPE_CHECKING:
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.values import Params
+
+_SUFFIX = re.compile(r"-[0-9a-f]{6}")
+
+
+def trial_name(study: str, number: int) -> str:
+    """What the run of a trial is called."""
+    return f"{study}-{number:03d}"
+
+
+def make_job(asked: StudyAsked, number: int, params: Params, *, keep: int = 1) -> Job:
+    """The job of a trial: the study's, with the trial's setting laid over it.
+
+    ``keep`` is how many of its newest checkpoints stay: trials are many, and disks are not.
+    """
+    from yunlu.tuning.space import lay_over  # noqa: PLC0415 - the space is read late
+
+    assert asked.job is not None
+    job = lay_over(asked.job, params)
+    checkpoint = job.train.checkpoint.model_copy(update={"keep_last": keep})
+    metric = asked.metrics[0]
+    if checkpoint.metric == "auto" and metric not in {"cost", "seconds"}:
+        # What is exported is then the best by what the study seeks; an unknown one is refused.
+        checkpoint = checkpoint.model_copy(update={"metric": metric})
+    train = job.train.model_copy(update={"checkpoint": checkpoint})
+    return job.model_copy(update={"train": train, "name": trial_name(asked.name, number)})
+
+
+def make_run(
+    asked: StudyAsked,
+    number: int,
+    params: Params,
+    job: Job,
+    places: Places,
+    *,
+    saves: bool,
+    is_copy: bool = False,
+) -> RunDir:
+    """The run of a trial, not yet started; the one of an earlier life if that was killed just then."""
+    run_dir = _find_orphan(job) or places.submit(job)
+    told = {
+        "study": asked.name,
+        "study_id": asked.id,
+        "number": number,
+        "params": params,
+        "rungs": asked.rungs,
+        "saves": saves,
+        "is_copy": is_copy,
+    }
+    write_atomically(run_dir.trial, json.dumps(told))
+    return run_dir
+
+
+def find_run(run_id: str) -> RunDir | None:
+    """The directory of a trial's run; None where somebody has removed it."""
+    run_dir = RunDir(read_settings().home / run_id)
+    return run_dir if run_dir.job.exists() else None
+
+
+def write_verdict(run_dir: RunDir, verdict: dict[str, Any]) -> None:
+    """Tell the worker: ``until``, a rung; ``hold`` or ``prune``, a reason; nothing: to the end."""
+    write_atomically(run_dir.verdict, json.dumps(verdict))
+
+
+def read_verdict(run_dir: RunDir) -> dict[str, Any]:
+    """What the worker was last told."""
+    try:
+        return json.loads(run_dir.verdict.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def drop_checkpoints(run_dir: RunDir) -> None:
+    """Nobody goes on from here."""
+    shutil.rmtree(run_dir.checkpoints, ignore_errors=True)
+
+
+def _find_orphan(job: Job) -> RunDir | None:
+    """A run that was submitted for this very job, and that nobody ever started."""
+    home, name = read_settings().home, str(job.name)
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+    for path in sorted(home.glob(f"{slug}-*")):
+        run_dir = RunDir(path)
+        if not _SUFFIX.fullmatch(path.name.removeprefix(slug)) or not run_dir.job.exists():
+            continue
+        same = Job.model_validate_json(run_dir.job.read_bytes()) == job
+        if same and not any(event.kind is EventKind.LIFE for event, _ in run_dir.read_events()):
+            return run_dir
+    return None

@@ -1,0 +1,184 @@
+"""What there is to know of a study and its trials, at one instant. Values only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.tuning.values import Point, Trial, TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from yunlu.tuning.values import Dimension, ParamValue
+
+StudyState = Literal["running", "finished", "stopped", "failed"]
+"""``stopped``: it can go on; ``finished`` and ``failed``: it says why in ``reason``."""
+Direction = Literal["minimize", "maximize"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFacts:
+    """One trial: what the methods know of it, and what only people ask for."""
+
+    trial: Trial
+    run: str | None
+    """The id of its run; None before it has one, and where the user's own function was called."""
+    directions: tuple[Direction, ...]
+    times: tuple[float, ...] = ()
+    """Instants of its evaluations, one for each of ``points``."""
+    began_at: float | None = None
+    ended_at: float | None = None
+    device_seconds: float = 0.0
+    dollars: float | None = None
+    """None: no price is known."""
+    devices: int = 0
+    """Held now."""
+    reason: str = ""
+    """Why it was held, pruned or stopped."""
+    error: str | None = None
+    """What it failed of."""
+
+    @property
+    def number(self) -> int:
+        """Its number in the study, from 0."""
+        return self.trial.number
+
+    @property
+    def state(self) -> TrialState:
+        """Where it stands."""
+        return self.trial.state
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Its setting."""
+        return self.trial.params
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Its evaluations; values as the methods see them, smaller is better."""
+        return self.trial.points
+
+    @property
+    def curve(self) -> list[tuple[int, tuple[float, ...]]]:
+        """Its evaluations by rung, each metric with its own sign."""
+        return [(point.rung, self._own(point.values)) for point in self.trial.points]
+
+    @property
+    def values(self) -> tuple[float, ...] | None:
+        """Of its best evaluation (of several objectives: its last), each metric with its own sign."""
+        point = best_point(self.trial)
+        return None if point is None else self._own(point.values)
+
+    @property
+    def value(self) -> float | None:
+        """The first objective of ``values``."""
+        return None if self.values is None else self.values[0]
+
+    def _own(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        # Adding zero: a turned zero is no "-0.0".
+        return tuple(
+            (-value if direction == "maximize" else value) + 0.0
+            for value, direction in zip(values, self.directions, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyView:
+    """A study at one instant."""
+
+    name: str
+    path: Path
+    """Its directory."""
+    storage: str
+    """Optuna's URL of its trials."""
+    source: str | None = None
+    """The job's file, as the user named it."""
+    said: tuple[str, ...] = ()
+    """What the user said besides, as it was typed."""
+    extra: Mapping[str, ParamValue] = field(default_factory=dict[str, "ParamValue"])
+    """Fields that go with any trial's setting when the job itself is trained: of a study on a narrow copy."""
+    metrics: tuple[str, ...]
+    """What is sought, one for each objective: ``loss``, ``accuracy``, ``cost``, ..."""
+    directions: tuple[Direction, ...]
+    state: StudyState
+    reason: str = ""
+    """Why it ended."""
+    method: str = ""
+    """How it searches, in words."""
+    stop_rule: str = ""
+    """How it ends trials early, in words; empty where ``method`` says that too."""
+    rungs: int = 0
+    """Evaluations of a whole training; 0: not known before the first trial has its plan."""
+    dimensions: tuple[Dimension, ...] = ()
+    trials: tuple[TrialFacts, ...] = ()
+    """By number."""
+    best: TrialFacts | None = None
+    """By the first objective."""
+    front: tuple[TrialFacts, ...] = ()
+    """Of several objectives: those that no other beats in all of them; else the best alone."""
+    devices: int = 0
+    """That it may use in all; 0: not begun."""
+    began_at: float | None = None
+    ended_at: float | None = None
+    spent_s: float = 0.0
+    """Device-seconds of all trials."""
+    spent_dollars: float | None = None
+    """None: no price is known."""
+    trials_limit: int | None = None
+    dollars_limit: float | None = None
+    deadline_at: float | None = None
+    forecast: Mapping[str, Any] | None = None
+    """What was foretold before it started."""
+
+    @property
+    def metric(self) -> str:
+        """The first objective."""
+        return self.metrics[0]
+
+    @property
+    def direction(self) -> Direction:
+        """Of the first objective."""
+        return self.directions[0]
+
+    def count(self, state: TrialState) -> int:
+        """How many trials are in this state."""
+        return sum(facts.state is state for facts in self.trials)
+
+
+def best_point(trial: Trial) -> Point | None:
+    """The evaluation a trial is known by: its best; of several objectives the last."""
+    finite = [point for point in trial.points if all(map(math.isfinite, point.values))]
+    if not finite:
+        return None
+    if len(finite[0].values) > 1:
+        return finite[-1]
+    return min(finite, key=lambda point: point.value)
+
+
+def find_best(trials: Sequence[TrialFacts]) -> TrialFacts | None:
+    """The trial with the best evaluation by the first objective; the earlier of two alike."""
+    ranked = [
+        (point.value, facts.number, facts)
+        for facts in trials
+        if facts.state is not TrialState.FAILED and (point := best_point(facts.trial)) is not None
+    ]
+    return min(ranked, key=lambda entry: entry[:2])[2] if ranked else None
+
+
+def find_front(trials: Sequence[TrialFacts]) -> tuple[TrialFacts, ...]:
+    """The trials that no other beats in one objective without losing in another."""
+    known = [
+        (point.values, facts)
+        for facts in trials
+        if facts.state is not TrialState.FAILED and (point := best_point(facts.trial)) is not None
+    ]
+    return tuple(
+        facts for values, facts in known if not any(_beats(other, values) for other, _ in known)
+    )
+
+
+def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,347 @@
+"""What a study will take, told before it starts: time, dollars, and the trials that its budget buys."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from typing import TYPE_CHECKING, Literal
+
+from yunlu.catalog.offer import HERE
+from yunlu.core.errors import YunluError
+from yunlu.core.settings import read_settings
+from yunlu.core.units import show_duration
+from yunlu.core.value import Value
+from yunlu.planning.choice.options import Interval
+from yunlu.pool.local import count_gpus
+from yunlu.spec.goal import read_span_s
+from yunlu.tuning.stages import count_grid, expect, find_stop, makespan_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yunlu.planning.plan import Plan
+    from yunlu.spec.job import Job
+    from yunlu.spec.search import SearchSpec
+    from yunlu.tuning.stages import Course
+
+    _Cost = Callable[[int], float]
+
+EXAMPLE_TRIALS = 50
+"""Told of where nothing bounds the study."""
+_Z_80 = 1.2816
+"""Of a normal distribution, 80 % lies within so many deviations."""
+_START_S = 6.0
+_PLAN_SPREAD = 0.15
+"""Deviation of the logarithm of a plan that was measured on this machine."""
+_SAME_WORK = ("train.optimizer", "train.schedule", "train.regularization", "seed")
+"""Fields that change nothing about how long a step takes."""
+_VARIED = 0.4
+"""Deviation of the logarithm of a trial's time where the search varies the model or the batch."""
+_MOST_TRIALS = 1_000_000
+
+Bound = Literal["trials", "budget", "deadline", "grid", "nothing"]
+
+
+class TrialTime(Value):
+    """One whole training on one of the study's devices."""
+
+    seconds: Interval
+    start_s: float = _START_S
+    """Of these, until the first step."""
+    source: str
+    """Where it is known from."""
+
+
+class StudyForecast(Value):
+    """What is expected of a study."""
+
+    trials: Interval
+    seconds: Interval | None
+    """On the clock on the wall; None where nobody knows yet how long a training takes."""
+    dollars: Interval | None
+    """None where no price is known."""
+    device_s: Interval | None
+    """Seconds of all devices together."""
+    trial_s: Interval | None
+    """A whole training on one device."""
+    share: float
+    """Of a whole training, that a trial takes in the mean."""
+    devices: int
+    parallel: int
+    bound: Bound
+    """What ends the study."""
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
+        """For people."""
+        about = [_show_count(self.trials, "trials")]
+        if self.seconds is not None:
+            about.append(_show(self.seconds, show_duration))
+        if self.dollars is not None:
+            about.append(_show(self.dollars, _show_dollars))
+        return (f"expected: {'; '.join(about)}", *self.notes)
+
+
+def foretell(
+    job: Job,
+    search: SearchSpec,
+    *,
+    rungs: int,
+    devices: int,
+    parallel: int | None = None,
+    trial: TrialTime | None = None,
+    dollars_per_hour: float | None = None,
+    elastic: bool = True,
+) -> StudyForecast:
+    """What a study of this job will take; within 10 to 90 %.
+
+    Args:
+        job: What its trials are made of.
+        search: What is searched, how, and within which limits.
+        rungs: Evaluations of a whole training.
+        devices: That its trials share.
+        parallel: Trials at once; without a word, one on each device.
+        trial: How long a training takes; without a word, as the probe and earlier runs tell.
+        dollars_per_hour: Of all devices; without a word, as the settings say.
+        elastic: Whether freed devices go to the trials that are left.
+    """
+    trial = trial or find_trial_time(job, devices=devices)
+    price = dollars_per_hour if dollars_per_hour is not None else read_settings().dollars_per_hour
+    places = min(parallel or devices, devices)
+    teller = _Teller(
+        search=search, rungs=rungs, devices=devices, places=places, trial=trial, price=price,
+        elastic=elastic,
+    )  # fmt: skip
+    return teller.tell()
+
+
+def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
+    """A whole training on one device of this machine, from its probe and earlier runs of the same work."""
+    from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
+    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (as above)
+
+    if this_machine() is None:
+        return None  # never probed: the first trials will tell
+    goal = job.goal.model_copy(
+        update={"cloud": [HERE], "gpu": None, "region": None, "budget": None, "deadline": None}
+    )
+    alone = job.model_copy(update={"goal": goal, "devices": 1})
+    try:
+        option = foresee(alone, top=1).best
+    except YunluError:
+        return None  # nothing is known of the model
+    start_s = option.total_parts.get("start_up", _START_S)
+    # Without GPUs, a device is a share of the processor, which was foretold as a whole.
+    slower = 1 if count_gpus() else devices
+    return TrialTime(
+        seconds=option.total_s.times(slower),
+        start_s=start_s * slower,
+        source="this machine's probe and earlier runs",
+    )
+
+
+def trial_time_of(plan: Plan, *, devices: int) -> TrialTime:
+    """The same from a plan of the job, measured on one device with the machine to itself."""
+    prediction = plan.prediction
+    slower = 1.0
+    if plan.device == "cpu":  # a device is then a share of the processor
+        slower = max(1.0, plan.threads * devices / len(os.sched_getaffinity(0)))
+    start_s = prediction.total_s - prediction.step_s * plan.steps
+    return TrialTime(
+        seconds=_spread(prediction.total_s * slower, _PLAN_SPREAD),
+        start_s=max(0.0, min(start_s, prediction.total_s / 2)) * slower,
+        source="a plan that was measured",
+    )
+
+
+def compare(
+    forecast: StudyForecast, *, trials: int, seconds: float, dollars: float | None = None
+) -> tuple[str, ...]:
+    """What was said beside what was, a line for each quantity."""
+    lines = [_compare("trials", forecast.trials, float(trials), _plain)]
+    if forecast.seconds is not None:
+        lines.append(_compare("time", forecast.seconds, seconds, show_duration))
+    if forecast.dollars is not None and dollars is not None:
+        lines.append(_compare("cost", forecast.dollars, dollars, _show_dollars))
+    return tuple(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Teller:
+    """One forecast in the making."""
+
+    search: SearchSpec
+    rungs: int
+    devices: int
+    places: int
+    trial: TrialTime | None
+    price: float | None
+    elastic: bool
+
+    def tell(self) -> StudyForecast:
+        trials, bound = self._count_trials()
+        count = max(1, round(trials.value))
+        course = self._expect(count)
+        trial = self.trial
+        seconds = device_s = dollars = None
+        if trial is not None:
+            spread = self._spread_of(course)
+            value = self._makespan_s(count)
+            seconds = _spread(value, spread)
+            device_s = _spread(self._device_s(count), spread)
+            if bound == "deadline":
+                limit = self._deadline_s()
+                assert limit is not None
+                seconds = Interval(value=min(value, limit), low=min(seconds.low, limit), high=limit)
+        if self.price is not None and device_s is not None:
+            dollars = device_s.times(self.price / 3600 / self.devices)
+            if bound == "budget" and self.search.budget is not None:
+                high = self.search.budget
+                dollars = Interval(
+                    value=min(dollars.value, high), low=min(dollars.low, high), high=high
+                )
+        return StudyForecast(
+            trials=trials,
+            seconds=seconds,
+            dollars=dollars,
+            device_s=device_s,
+            trial_s=None if trial is None else trial.seconds,
+            share=course.rungs / (count * self.rungs),
+            devices=self.devices,
+            parallel=self.places,
+            bound=bound,
+            notes=self._notes(course, count, bound),
+        )
+
+    def _count_trials(self) -> tuple[Interval, Bound]:
+        """How many, and what says so: the tightest of all limits."""
+        found: list[tuple[Interval, Bound]] = []
+        if self.search.trials is not None:
+            found.append((_exact(self.search.trials), "trials"))
+        if (grid := count_grid(self.search)) is not None:
+            found.append((_exact(grid), "grid"))
+        if self.trial is not None:
+            limit_s = self._deadline_s()
+            if limit_s is not None:
+                found.append((self._buy(limit_s, self._makespan_s), "deadline"))
+            if self.search.budget is not None and self.price:
+                limit_s = self.search.budget / self.price * 3600 * self.devices
+                found.append((self._buy(limit_s, self._device_s), "budget"))
+        if not found:
+            return _exact(EXAMPLE_TRIALS), "nothing"
+        return min(found, key=lambda each: each[0].value)
+
+    def _buy(self, limit_s: float, cost_s: _Cost) -> Interval:
+        """Trials that can be had for so much, if they cost what is expected, and if more or less."""
+        likely = _most(limit_s, cost_s)
+        factor = exp(_Z_80 * self._spread_of(self._expect(max(1, likely))))
+        low, high = _most(limit_s / factor, cost_s), _most(limit_s * factor, cost_s)
+        return Interval(value=float(likely), low=float(low), high=float(high))
+
+    def _expect(self, trials: int) -> Course:
+        return expect(self.search, trials=trials, rungs=self.rungs)
+
+    def _rung_s(self) -> float:
+        assert self.trial is not None
+        return max(self.trial.seconds.value - self.trial.start_s, 0.0) / self.rungs
+
+    def _makespan_s(self, trials: int) -> float:
+        assert self.trial is not None
+        return makespan_s(
+            self._expect(trials),
+            rung_s=self._rung_s(),
+            devices=self.devices,
+            parallel=self.places,
+            start_s=self.trial.start_s,
+            elastic=self.elastic,
+        )
+
+    def _device_s(self, trials: int) -> float:
+        assert self.trial is not None
+        course = self._expect(trials)
+        lives = sum(stage.trials for stage in course.stages)
+        return course.rungs * self._rung_s() + lives * self.trial.start_s
+
+    def _spread_of(self, course: Course) -> float:
+        """Deviation of the logarithm of all that the study takes."""
+        assert self.trial is not None
+        own = log(self.trial.seconds.high / max(self.trial.seconds.low, 1e-9)) / (2 * _Z_80)
+        trials = max(stage.trials for stage in course.stages)
+        # Trials differ from each other; in the mean of many that evens out, not quite: the search
+        # goes where the good ones are.
+        varied = _VARIED * (0.5 + 0.5 / sqrt(trials)) if self._varies_work() else 0.0
+        return sqrt(own**2 + course.spread**2 + varied**2)
+
+    def _varies_work(self) -> bool:
+        return any(not field.startswith(_SAME_WORK) for field in self.search.space)
+
+    def _deadline_s(self) -> float | None:
+        return None if self.search.deadline is None else read_span_s(self.search.deadline)
+
+    def _notes(self, course: Course, trials: int, bound: Bound) -> tuple[str, ...]:
+        notes: list[str] = []
+        if self.trial is None:
+            notes.append("how long a training takes is not known yet: the first trials will tell")
+        else:
+            whole_s = show_duration(self.trial.seconds.value)
+            notes.append(f"a whole training takes {whole_s} on one device ({self.trial.source})")
+        share = course.rungs / (trials * self.rungs)
+        if share < 1:
+            notes.append(
+                f"a trial trains {share:.0%} of that in the mean ({find_stop(self.search)})"
+            )
+        if self._varies_work():
+            notes.append("the search varies what a step costs: trials will differ in length")
+        if bound == "nothing":
+            notes.append(f"nothing bounds the study: told of {trials} trials")
+        if self.search.budget is not None and not self.price:
+            notes.append("no price is known: the budget does not bound it (YUNLU_DOLLARS_PER_HOUR)")
+        return tuple(notes)
+
+
+def _most(limit_s: float, cost_s: _Cost) -> int:
+    """The most trials that cost no more; 0 where one is too many."""
+    if cost_s(1) > limit_s:
+        return 0
+    low, high = 1, 2
+    while high < _MOST_TRIALS and cost_s(high) <= limit_s:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost_s(middle) <= limit_s else (low, middle)
+    return low
+
+
+def _exact(count: int) -> Interval:
+    return Interval(value=float(count), low=float(count), high=float(count))
+
+
+def _spread(value: float, deviation: float) -> Interval:
+    factor = exp(_Z_80 * deviation)
+    return Interval(value=value, low=value / factor, high=value * factor)
+
+
+def _compare(name: str, said: Interval, found: float, show: Callable[[float], str]) -> str:
+    is_within = said.low * 0.999 <= found <= said.high * 1.001
+    verdict = "as said" if is_within else "less than said" if found < said.low else "more than said"
+    between = "" if said.low == said.high else f" ({show(said.low)} to {show(said.high)})"
+    return f"{name}: expected {show(said.value)}{between}, was {show(found)}: {verdict}"
+
+
+def _show(interval: Interval, show: Callable[[float], str]) -> str:
+    if interval.low == interval.high:
+        return show(interval.value)
+    return f"{show(interval.value)} ({show(interval.low)} to {show(interval.high)})"
+
+
+def _show_count(interval: Interval, unit: str) -> str:
+    return f"{_show(interval, _plain)} {unit}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _show_dollars(value: float) -> str:
+    return f"${value:,.2f}"

@@ -1,0 +1,238 @@
+"""A new study from a job: what it seeks, how many evaluations a training has, what it may cost."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.settings import read_settings
+from yunlu.jobs.service import make_plan
+from yunlu.spec.goal import read_span_s
+from yunlu.spec.search import SearchSpec, direction_of
+from yunlu.tuning.records import Records, create_records
+from yunlu.tuning.study_dir import (
+    StudyAsked,
+    StudyDir,
+    StudyError,
+    check_name,
+    dump_dimension,
+    studies_home,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from yunlu.spec.job import Job
+    from yunlu.tuning.values import Dimension
+
+_LIMITS = ("trials", "dollars", "deadline_s", "parallel", "devices")
+
+
+def open_or_create(
+    job: Job,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    said: tuple[str, ...] = (),
+    probes: bool = True,
+) -> Records:
+    """The study of a job with a ``search``: the one of that name where it is the same, or a new one.
+
+    Args:
+        job: What is tuned.
+        name: Of the study; the job's, with a number where that is taken, when not given.
+        source: The job's file, as the user named it.
+        said: What the user said besides, as it was typed.
+        probes: Whether a worker may be started to find out what the job itself does not say.
+    """
+    assert job.search is not None
+    known = _find_same(job, name)
+    if known is not None:
+        limits = find_limits(job.search)
+        known.change(**{key: value for key, value in limits.items() if value is not None})
+        return known
+    return create_study(job, name=name, source=source, said=said, probes=probes)
+
+
+def create_study(
+    job: Job,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    said: tuple[str, ...] = (),
+    probes: bool = True,
+) -> Records:
+    """A new study of a job with a ``search``; refuses what cannot work before anything runs."""
+    from yunlu.tuning.methods.making import name_method  # noqa: PLC0415 - imports Optuna
+    from yunlu.tuning.space import find_dimensions  # noqa: PLC0415 - as above
+
+    search = job.search
+    if search is None:
+        raise StudyError(
+            "the job has no search section: there is nothing to tune",
+            hint="add one, such as search: {space: {train.optimizer.lr: 1e-4 .. 1e-1 log}}",
+        )
+    dimensions = find_dimensions(job)
+    target, job = (job, _narrow(job)) if search.proxy else (None, job)
+    _refuse_silence(job)
+    limits = find_limits(search)
+    price = read_settings().dollars_per_hour
+    if limits["dollars"] is not None and price is None:
+        raise StudyError(
+            f"the study may cost {limits['dollars']:g} dollars, but no price is known",
+            hint="set YUNLU_DOLLARS_PER_HOUR to what this machine costs an hour, "
+            "or limit it by --trials or --deadline",
+        )
+    metrics, rungs = _find_course(job, search, probes=probes)
+    directions = tuple(direction_of(metric, search.direction) for metric in metrics)
+    method, stop = name_method(search, len(metrics))
+    return found(
+        job=job,
+        target=target,
+        name=_free_name(name, target or job),
+        source=source,
+        said=tuple(said),
+        metrics=metrics,
+        directions=directions,
+        rungs=rungs,
+        dimensions=dimensions,
+        method=method,
+        stop_rule="" if stop.name in {"auto", "none"} else stop.name,
+        seed=search.seed,
+        dollars_per_hour=price,
+        **limits,
+    )
+
+
+def found(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> Records:
+    """Make the directory of a study; ``fields`` are those of ``StudyAsked``."""
+    asked = StudyAsked(
+        id=uuid.uuid4().hex,
+        name=check_name(name),
+        created_at=time.time(),
+        fields=tuple(dump_dimension(dimension) for dimension in dimensions),
+        **fields,
+    )
+    return create_records(StudyDir(studies_home() / name), asked)
+
+
+def find_limits(search: SearchSpec) -> dict[str, Any]:
+    """How long a study may go on, in the words of ``StudyAsked``."""
+    deadline = search.deadline
+    return {
+        "trials": search.trials,
+        "dollars": search.budget,
+        "deadline_s": None if deadline is None else read_span_s(deadline),
+        "parallel": None if search.parallel == "auto" else search.parallel,
+        "devices": None if search.devices == "auto" else search.devices,
+    }
+
+
+def with_search(job: Job, search: Any, options: Mapping[str, Any]) -> Job:
+    """The job with this search, or with its own, and with these words of it changed."""
+    before = search if search is not None else job.search
+    known: Mapping[str, Any]
+    if isinstance(before, SearchSpec):
+        known = before.model_dump(mode="json", exclude_unset=True)
+    else:
+        known = before or {}
+        if known and "space" not in known:  # the space alone
+            known = {"space": known}
+    said = {key: value for key, value in options.items() if value is not None}
+    if not known and not said:
+        return job
+    mapping = job.model_dump(mode="json", exclude_unset=True) | {"search": {**known, **said}}
+    from yunlu.spec.load import job_from_mapping  # noqa: PLC0415 - reads YAML: slow to import
+
+    return job_from_mapping(mapping, where="search")
+
+
+def _narrow(job: Job) -> Job:
+    """What is trained instead of a wide model, where settings carry over."""
+    from yunlu.tuning.proxy import check_fields, make_proxy  # noqa: PLC0415 - rarely needed
+
+    assert job.search is not None
+    check_fields(job.search.space)
+    return make_proxy(job)
+
+
+def _refuse_silence(job: Job) -> None:
+    if job.train.evaluate == "never":
+        raise StudyError(
+            "train.evaluate is never: nothing is reported that settings could be compared by",
+            hint="set train.evaluate to epoch, or to a number of steps",
+        )
+    if job.data.validation is None and job.data.split.validation == 0:
+        raise StudyError(
+            "the job holds out no validation data: settings cannot be compared",
+            hint="name data.validation, or hold out a share (data.split.validation)",
+        )
+
+
+def _find_course(job: Job, search: SearchSpec, *, probes: bool) -> tuple[tuple[str, ...], int]:
+    """The metrics by name, and the evaluations of a whole training."""
+    rungs, metrics = _count_rungs(job), search.aims
+    if (rungs is not None and "auto" not in metrics) or not probes:
+        return tuple("loss" if name == "auto" else name for name in metrics), rungs or 1
+    plan = make_plan(job.model_copy(update={"search": None, "devices": 1}))
+    if not plan.evaluate_every:
+        raise StudyError(
+            "the job has no validation data: settings cannot be compared",
+            hint="name data.validation, or hold out a share (data.split.validation)",
+        )
+    metrics = tuple(plan.best_metric if name == "auto" else name for name in metrics)
+    return metrics, rungs or math.ceil(plan.steps / plan.evaluate_every - 1e-9)
+
+
+def _count_rungs(job: Job) -> int | None:
+    """Evaluations of a training, where the job says so much without its data."""
+    train = job.train
+    if train.evaluate == "epoch" and train.steps is None:
+        return math.ceil((train.epochs or 10.0) - 1e-9)
+    if isinstance(train.evaluate, int) and train.steps is not None:
+        return math.ceil(train.steps / train.evaluate)
+    return None
+
+
+def _find_same(job: Job, name: str | None) -> Records | None:
+    """The study that was begun with the very same job, so that the same command goes on with it."""
+    base = _base_name(name, job)
+    directory = StudyDir(studies_home() / base)
+    if not directory.asked.exists():
+        return None
+    asked = directory.read_asked()
+    before = asked.target or asked.job
+    is_same = before is not None and before.search is not None and _plain(before) == _plain(job)
+    if is_same and (name is not None or directory.read_status().state != "finished"):
+        return Records(directory)
+    if name is not None:
+        raise StudyError(
+            f"there is a study {name} already, of another job or search",
+            hint=f"give another name, or go on with that one: yunlu tune --resume {name}",
+        )
+    return None
+
+
+def _plain(job: Job) -> Job:
+    """Without what says only how long the study may go on."""
+    assert job.search is not None
+    none = dict.fromkeys(("trials", "budget", "deadline"))
+    search = job.search.model_copy(update={**none, "parallel": "auto", "devices": "auto"})
+    return job.model_copy(update={"search": search})
+
+
+def _base_name(name: str | None, job: Job) -> str:
+    return check_name(name) if name else (job.name or job.task.partition(":")[0])[:28]
+
+
+def _free_name(name: str | None, job: Job) -> str:
+    base, taken = _base_name(name, job), studies_home()
+    if name or not (taken / base).exists():
+        return base
+    return next(
+        f"{base}-{number}"
+        for number in range(2, 1 << 20)
+        if not (taken / f"{base}-{number}").exists()
+    )

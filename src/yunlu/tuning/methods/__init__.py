@@ -1,0 +1,1 @@
+"""Methods of searching: which setting next, and how far to train it."""

@@ -1,0 +1,387 @@
+"""Our own method: a place goes where its next seconds are expected to improve the study most.
+
+A Gaussian process (``surrogate``) foretells the end of every curve, of trials that were begun and of
+settings that were not. Whoever may still become the best by the most, for the time it takes, goes
+on; a race keeps this honest where little can be foretold: from station to station only the better
+part of those who came so far may rise, as in successive halving (Li et al., "A system for massively
+parallel hyperparameter tuning", 2020), and a third of what begins is drawn at random (Falkner,
+Klein and Hutter, "BOHB", 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.special import ndtr
+
+from yunlu.tuning.encoding import Encoder
+from yunlu.tuning.methods.history import Past, imagine_failures, make_scale, observe
+from yunlu.tuning.methods.race import find_stations, may_rise, next_station, rank
+from yunlu.tuning.methods.surrogate import Posterior, Traits, ask, fit_traits
+from yunlu.tuning.methods.survey import Paces, Survey
+from yunlu.tuning.values import Begin, End, GoOn, Judged, Verdict, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from yunlu.tuning.values import Dimension, Move, Params, Stand, Trial
+
+    Array = NDArray[np.float64]
+    Indices = NDArray[np.intp]
+    Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What was set by trying (on TaskSet's curves only)."""
+
+    opening: int = 3
+    """Trials for each dimension before the model is asked."""
+    first: float = 0.06
+    """Of a whole training: how far a new trial runs before it is compared."""
+    growth: float = 1.4
+    """From one station to the next."""
+    halving: float = 3.0
+    """One in so many may train twice as long."""
+    haste: float = 0.25
+    """How much a short way to the end counts: the power of its length; 1 is per second."""
+    chance: float = 0.33
+    """Of what begins: how much is drawn at random."""
+    belief: float = 10.0
+    """How many trials the user's beliefs are worth (Hvarfner et al., "piBO", 2022)."""
+    modelled: int = 100
+    """Trials that the model learns from: half of them the best, half drawn by lot."""
+    studied: int = 36
+    """Trials from which it learns what is typical."""
+    candidates: int = 96
+    """New settings to think of, everywhere and around the best."""
+
+
+_FAR_ALONG = 8
+"""Trials, of those that came farthest, that always tell what is typical."""
+_SHORT = 4
+"""Held trials from each station that are thought of."""
+_ENOUGH = 8
+"""Trials that one is compared with before it is given up."""
+_HOPELESS = 4.0
+"""Deviations from ever being the best."""
+
+
+class Frontier:
+    """Bayesian search over settings and rungs at once, for one objective."""
+
+    def __init__(
+        self,
+        dimensions: Sequence[Dimension],
+        *,
+        seed: int,
+        allowed: Callable[[Params], bool] | None = None,
+        past: Sequence[Trial] = (),
+        habits: Habits | None = None,
+    ) -> None:
+        """Search these dimensions; ``past``: trials of earlier studies, the same field names."""
+        self.encoder = Encoder(dimensions)
+        self.seed = seed
+        self.habits = habits or Habits()
+        self.past = Past(past, self.encoder, seed=seed)
+        self._allowed = allowed
+        self._survey = Survey(self.encoder, seed=seed)
+        self._openings: list[Params] = []
+        # What was worked out last, by what it was worked out from: saves time, decides nothing.
+        self._fitted: tuple[object, Traits] | None = None
+        self._decided: tuple[object, _Decision] | None = None
+
+    def choose(self, stand: Stand) -> Move:
+        """What is done with a free place."""
+        return self._decide(stand, None).move
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        """Whether a trial goes on after its newest evaluation."""
+        stations = self._find_stations(stand)
+        survey = self._survey.look(stand.trials, stations)
+        row = survey.row(number)
+        rung, until = int(survey.rungs[row]), int(survey.untils[row])
+        if not np.isfinite(survey.newest(row)):
+            return Judged(Verdict.PRUNE, reason="its value is not a number")
+        if rung < until or rung >= stand.rungs:
+            return Judged(Verdict.GO_ON, until=until)
+        return self._race(row, stand, survey, stations) or self._weigh(number, stand)
+
+    def _race(self, row: int, stand: Stand, survey: Survey, stations: list[int]) -> Judged | None:
+        """The verdict where it is clear without the model."""
+        rows, rung = np.array([row]), int(survey.rungs[row])
+        better, of = (int(each[0]) for each in rank(survey, rows, stations))
+        place = f"{better} of {of} were better at rung {rung}"
+        if of >= _ENOUGH and better >= 0.75 * of:
+            return Judged(Verdict.PRUNE, reason=place)
+        if self._is_leading(survey, row, stand):
+            return Judged(
+                Verdict.GO_ON, until=next_station(stations, rung), reason="the best so far"
+            )
+        if not may_rise(survey, rows, stations, self.habits.halving)[0]:
+            return Judged(Verdict.HOLD, reason=place)
+        return None
+
+    def _weigh(self, number: int, stand: Stand) -> Judged:
+        decision = self._decide(stand, number)
+        if isinstance(decision.move, GoOn) and decision.move.number == number:
+            return Judged(Verdict.GO_ON, until=decision.move.until)
+        if decision.is_hopeless:
+            return Judged(Verdict.PRUNE, reason="not expected to become the best any more")
+        return Judged(Verdict.HOLD, reason="others are expected to gain more")
+
+    def _is_leading(self, survey: Survey, row: int, stand: Stand) -> bool:
+        """Whether it has just become better than all others, and has time to go on."""
+        best, before = float(survey.bests[row]), survey.best_at(row, int(survey.rungs[row]) - 1)
+        has_time = stand.seconds_left is None or stand.seconds_left > survey.paces[row]
+        return bool(best <= survey.bests.min() and best < before[1] and has_time)
+
+    def _find_stations(self, stand: Stand) -> list[int]:
+        return find_stations(stand.rungs, self.habits.first, self.habits.growth)
+
+    def _decide(self, stand: Stand, judged: int | None) -> _Decision:
+        stations = self._find_stations(stand)
+        survey = self._survey.look(stand.trials, stations)
+        may_begin = stand.trials_left is None or stand.trials_left > 0
+        if may_begin and survey.count < self._count_openings(stand):
+            return _Decision(self._open(survey.count, stations[0]))
+        search = _Search(self, survey, stand, stations=stations, judged=judged)
+        key = (search.key, may_begin)
+        if self._decided is None or self._decided[0] != key:
+            self._decided = (key, search.decide(may_begin=may_begin))
+        return self._decided[1]
+
+    def _count_openings(self, stand: Stand) -> int:
+        usual = min(self.habits.opening * len(self.encoder.dimensions), 32)
+        if stand.trials_left is not None:
+            usual = min(usual, (len(stand.trials) + stand.trials_left) // 3)
+        return max(usual, stand.workers)
+
+    def _open(self, number: int, until: int) -> Move:
+        """The first trials: the best of earlier studies, then settings spread evenly."""
+        if number >= len(self._openings):
+            wanted = number + 32
+            spread = self.encoder.sobol_units(2 * wanted, self.seed)
+            spread[1::2] = self.encoder.lean(spread[1::2])
+            evenly = [self.encoder.settle(row) for row in spread]
+            found = [each for each in [*self.past.best, *evenly] if self.allows(each)]
+            self._openings = found[:wanted]
+        if number < len(self._openings):
+            return Begin(self._openings[number], until)
+        params = self.draw(np.random.default_rng([self.seed, number]))
+        return Begin(params, until) if params else End(_NOTHING_ALLOWED)
+
+    def allows(self, params: Params) -> bool:
+        """Whether the user's constraints hold."""
+        return self._allowed is None or self._allowed(params)
+
+    def draw(self, rng: np.random.Generator) -> Params | None:
+        """A setting at random that is allowed; None where hardly any is."""
+        for _ in range(8):
+            units = rng.random((32, len(self.encoder.dimensions)))
+            units[1::2] = self.encoder.lean(units[1::2])
+            for row in units:
+                params = self.encoder.settle(row)
+                if self.allows(params):
+                    return params
+        return None
+
+    def learn(self, survey: Survey) -> Traits:
+        """What is typical of these curves, from a few that change seldom: fitting takes long."""
+        rows = np.flatnonzero(np.isfinite(survey.bests))
+        early = rows[rows < _round_down(survey.count)]
+        rows = early if len(early) else rows
+        floors = 2 ** np.floor(np.log2(survey.rungs[rows])).astype(np.intp)
+        far = np.lexsort((survey.lots[rows], -floors))[:_FAR_ALONG]
+        drawn = np.argsort(survey.lots[rows])[: self.habits.studied]
+        chosen = np.unique(np.concatenate([far, drawn]))
+        rows, floors = rows[chosen], floors[chosen]
+        key = (rows.tobytes(), floors.tobytes())
+        if self._fitted is None or self._fitted[0] != key:
+            pairs = zip(rows.tolist(), floors.tolist(), strict=True)
+            values = np.array([survey.best_at(row, floor)[1] for row, floor in pairs])
+            seen, _ = observe(survey, rows, floors, make_scale(values))
+            self._fitted = (key, fit_traits(seen, self.encoder.owners))
+        return self._fitted[1]
+
+
+_NOTHING_ALLOWED = "no setting was found that the constraints allow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    move: Move
+    is_hopeless: bool = False
+    """Of the trial that is judged."""
+
+
+class _Search:
+    """One decision in the making."""
+
+    def __init__(
+        self,
+        method: Frontier,
+        survey: Survey,
+        stand: Stand,
+        *,
+        stations: list[int],
+        judged: int | None,
+    ) -> None:
+        self._method, self._survey, self._stations = method, survey, stations
+        self._encoder, self._habits = method.encoder, method.habits
+        self._running, self._held = survey.running.copy(), survey.held.copy()
+        self._own = -1 if judged is None else survey.row(judged)
+        if judged is not None:
+            self._running[self._own], self._held[self._own] = False, True
+        self._rungs = stand.rungs
+        self._left_s = np.inf if stand.seconds_left is None else stand.seconds_left
+        self._rng = np.random.default_rng([method.seed, survey.count, survey.points])
+
+    @property
+    def key(self) -> object:
+        """Equal where the decision is."""
+        survey = self._survey
+        arrays = (survey.rungs, survey.untils, survey.bests, self._running, self._held)
+        return (*(array.tobytes() for array in arrays), self._left_s, self._rungs)
+
+    def decide(self, *, may_begin: bool) -> _Decision:
+        if not np.isfinite(self._survey.bests).any():
+            return _Decision(self._grope(may_begin=may_begin))
+        self._model()
+        row, gain, hope = self._find_held()
+        fresh = self._find_fresh() if may_begin else None
+        move: Move
+        if fresh is not None and fresh[1] > gain:
+            move = Begin(fresh[0], self._stations[0])
+        elif row >= 0:
+            until = next_station(self._stations, int(self._survey.rungs[row]))
+            move = GoOn(self._survey.number(row), until)
+        elif self._running.any():
+            move = Wait()
+        else:
+            move = End("nothing more can be tried in what is left")
+        return _Decision(move, is_hopeless=hope < -_HOPELESS)
+
+    def _grope(self, *, may_begin: bool) -> Move:
+        """Before any value was told there is nothing to learn from."""
+        params = self._method.draw(self._rng) if may_begin else None
+        if params:
+            return Begin(params, self._stations[0])
+        if self._running.any():
+            return Wait()
+        return End(_NOTHING_ALLOWED if may_begin else "no trial told a value")
+
+    def _model(self) -> None:
+        survey = self._survey
+        rows = self._pick()
+        seen, scale = observe(survey, rows, survey.rungs[rows], make_scale(survey.bests))
+        self._best = float(scale.rate(survey.bests.min(keepdims=True))[0])
+        seen = imagine_failures(survey, seen, self._rungs)
+        seen = self._method.past.join(seen, scale, self._rungs)
+        self._posterior = Posterior(seen, self._method.learn(survey))
+        busy = np.flatnonzero(self._running)
+        if len(busy):
+            times = np.log(np.maximum(survey.untils[busy], 1.0))
+            self._posterior.believe(ask(survey.features[busy], times, busy))
+
+    def _pick(self) -> Indices:
+        """The trials that the model learns from."""
+        survey, limit = self._survey, self._habits.modelled
+        rows = np.flatnonzero(survey.rungs > 0)
+        if len(rows) <= limit:
+            return rows
+        order = rows[np.argsort(survey.bests[rows], kind="stable")]
+        rest = order[limit // 2 :]
+        drawn = rest[np.argsort(survey.lots[rest])[: limit - limit // 2]]
+        return np.concatenate([order[: limit // 2], drawn])
+
+    def _find_held(self) -> tuple[int, float, float]:
+        """The held trial to go on with (else -1), its gain, and the hope of the judged one."""
+        survey = self._survey
+        can = self._held & (survey.rungs > 0) & (survey.rungs < self._rungs)
+        rows = self._shorten(np.flatnonzero(can))
+        if not len(rows):
+            return -1, 0.0, 0.0
+        start, pace_s = survey.rungs[rows].astype(np.float64), np.maximum(survey.paces[rows], 1e-12)
+        end = np.minimum(self._rungs, start + np.floor(self._left_s / pace_s + 1e-9))
+        rises = may_rise(survey, rows, self._stations, self._habits.halving) & (end > start)
+        end = np.maximum(end, start + 1)
+        mean, deviation = self._posterior.tell(ask(survey.features[rows], np.log(end), rows))
+        gains = np.where(rises, self._gain(mean, deviation, end - start, pace_s), 0.0)
+        hopes = ((self._best - mean) / deviation)[rows == self._own]
+        at = int(np.argmax(gains))
+        hope = float(hopes[0]) if len(hopes) else 0.0
+        return (int(rows[at]), float(gains[at]), hope) if rises[at] else (-1, 0.0, hope)
+
+    def _shorten(self, rows: Indices) -> Indices:
+        """The best of each station are enough to think of."""
+        if len(rows) <= 4 * _SHORT:
+            return rows
+        levels = np.searchsorted(self._stations, self._survey.rungs[rows])
+        order = rows[np.lexsort((self._survey.bests[rows], levels))]
+        levels = np.sort(levels)
+        place = np.arange(len(rows)) - np.searchsorted(levels, levels)
+        return np.unique(order[(place < _SHORT) | (order == self._own)])
+
+    def _find_fresh(self) -> tuple[Params, float] | None:
+        """A setting to begin, and its gain."""
+        survey, rng, n = self._survey, self._rng, self._habits.candidates
+        self._paces = Paces(survey)
+        units = rng.random((n, len(self._encoder.dimensions)))
+        units[1::2] = self._encoder.lean(units[1::2])
+        top = np.argsort(survey.bests, kind="stable")[:8]
+        near = self._vary(survey.units[rng.choice(top, size=n)], 0.15)
+        units = np.concatenate([units, near])
+        gains = self._foresee(units)
+        if rng.random() < self._habits.chance:
+            params = self._method.draw(rng)
+            return (params, float(gains.max())) if params and gains.max() > 0 else None
+        order = np.argsort(-gains, kind="stable")[:6]
+        more = self._vary(np.repeat(units[order], 8, axis=0), 0.06)
+        units = np.concatenate([more, units])
+        gains = np.concatenate([self._foresee(more), gains])
+        for at in np.argsort(-gains, kind="stable"):
+            params = self._encoder.settle(units[at])
+            if gains[at] > 0 and self._method.allows(params):
+                return params, float(gains[at])
+        return None
+
+    def _foresee(self, units: Array) -> Array:
+        """What new settings are expected to gain."""
+        features = self._encoder.featurize(units)
+        pace_s = self._paces.foretell(features)
+        end = np.minimum(self._rungs, np.floor(self._left_s / pace_s + 1e-9))
+        ends = np.maximum(end, 1)
+        strangers = np.full(len(units), -1, dtype=np.intp)
+        mean, deviation = self._posterior.tell(ask(features, np.log(ends), strangers))
+        gains = np.where(end >= 1, self._gain(mean, deviation, ends, pace_s), 0.0)
+        belief = self._encoder.believe(units)
+        return gains * np.exp((belief - belief.max()) * self._habits.belief / self._survey.count)
+
+    def _gain(self, mean: Array, deviation: Array, rungs: Array, pace_s: Array) -> Array:
+        """Expected improvement for the time it takes."""
+        far = (self._best - mean) / deviation
+        bell = np.exp(-0.5 * far * far) / np.sqrt(2.0 * np.pi)
+        improvement = np.maximum(deviation * (bell + far * ndtr(far)), 1e-300)
+        return improvement / pace_s / rungs**self._habits.haste
+
+    def _vary(self, units: Array, by: float) -> Array:
+        """Settings near others: half of their dimensions moved, choices drawn anew."""
+        rng, shape = self._rng, units.shape
+        moved = np.abs(units + rng.normal(size=shape) * by)
+        moved = np.where(moved > 1.0, 2.0 - moved, moved)
+        moved = np.where(self._encoder.is_nominal, rng.random(shape), moved)
+        is_moved = rng.random(shape) < max(0.5, 1.0 / shape[1])
+        return np.clip(np.where(is_moved, moved, units), 0.0, 1.0)
+
+
+def _round_down(count: int) -> int:
+    """To a number that changes seldom."""
+    rounded = 8
+    while rounded * 1.15 <= count:
+        rounded = int(rounded * 1.15) + 1
+    return rounded

@@ -1,0 +1,128 @@
+"""What a study has seen, as the model wants it: few points, on a scale that outliers cannot bend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.special import ndtri
+
+from yunlu.tuning.methods.surrogate import Observations
+from yunlu.tuning.methods.survey import Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from yunlu.tuning.encoding import Encoder
+    from yunlu.tuning.values import Params, Trial
+
+    Array = NDArray[np.float64]
+    Indices = NDArray[np.intp]
+
+_DISTRUST = 0.5
+"""The variance of an earlier study's values, beside that of ours (which is 1)."""
+_REMEMBERED = 30
+"""Of an earlier study: so many of its best trials, and as many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values by their rank among those of the trials, as a normal distribution would have it.
+
+    Diverged runs and the metric's own unit then make no difference.
+    """
+
+    knots: Array
+    heights: Array
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    def rate(self, values: Array) -> Array:
+        """Smaller is better; what is infinite is as bad as the worst."""
+        return (np.interp(values, self.knots, self.heights) - self.mean) / self.deviation
+
+
+def make_scale(values: Array) -> Scale:
+    """From the values of trials; those that are not finite do not count."""
+    knots = np.unique(values[np.isfinite(values)])
+    knots = knots if len(knots) else np.zeros(1)
+    return Scale(knots, ndtri((np.arange(len(knots)) + 0.5) / len(knots)))
+
+
+def observe(
+    survey: Survey, rows: Indices, rungs: Indices, scale: Scale
+) -> tuple[Observations, Scale]:
+    """Each of these trials at a rung and at half of it, and the scale on which they vary by 1.
+
+    Two points tell whether a curve still falls.
+    """
+    found: list[tuple[int, int, float]] = []
+    for row, rung in zip(rows.tolist(), rungs.tolist(), strict=True):
+        last = survey.best_at(row, rung)
+        earlier = survey.best_at(row, max(rung // 2, 1))
+        found.append((row, *last))
+        if earlier[0] != last[0]:
+            found.append((row, *earlier))
+    trials = np.array([each[0] for each in found], dtype=np.intp)
+    raw = scale.rate(np.array([each[2] for each in found]))
+    scale = replace(scale, mean=float(raw.mean()), deviation=float(raw.std()) or 1.0)
+    seen = Observations(
+        survey.features[trials],
+        np.log([each[1] for each in found]),
+        trials,
+        (raw - scale.mean) / scale.deviation,
+        np.zeros(len(found)),
+    )
+    return seen, scale
+
+
+def imagine_failures(survey: Survey, seen: Observations, rungs: int) -> Observations:
+    """Trials that failed before they told anything, as bad as the worst that was seen."""
+    rows = np.flatnonzero(survey.failed)[-_REMEMBERED:]
+    if not len(rows):
+        return seen
+    return seen.join(
+        Observations(
+            survey.features[rows],
+            np.full(len(rows), np.log(rungs)),
+            rows,
+            np.full(len(rows), seen.values.max()),
+            np.full(len(rows), _DISTRUST),
+        )
+    )
+
+
+class Past:
+    """Trials of earlier studies: less trusted than our own."""
+
+    def __init__(self, trials: Sequence[Trial], encoder: Encoder, *, seed: int) -> None:
+        """Those that told a value."""
+        survey = Survey(encoder, seed=seed).look(trials, [1])
+        rows = np.flatnonzero(np.isfinite(survey.bests))
+        order = rows[np.argsort(survey.bests[rows], kind="stable")]
+        rest = order[_REMEMBERED:]
+        rest = rest[np.argsort(survey.lots[rest])[:_REMEMBERED]]
+        rows = np.concatenate([order[:_REMEMBERED], rest])
+        self.best: list[Params] = [encoder.settle(units) for units in survey.units[order[:3]]]
+        """A few, the best first, within the bounds of our dimensions."""
+        self._features = survey.features[rows]
+        self._share = survey.rungs[rows] / max(int(survey.rungs.max(initial=1)), 1)
+        self._heights = make_scale(survey.bests[rows]).rate(survey.bests[rows])
+
+    def join(self, seen: Observations, scale: Scale, rungs: int) -> Observations:
+        """Observations and these, on the scale of the others."""
+        if not self.best:
+            return seen
+        strangers = np.full(len(self._heights), -1, dtype=np.intp)
+        return seen.join(
+            Observations(
+                self._features,
+                np.log(np.maximum(self._share * rungs, 1.0)),
+                strangers,
+                (self._heights - scale.mean) / scale.deviation,
+                np.full(len(strangers), _DISTRUST),
+            )
+        )

@@ -1,0 +1,88 @@
+"""Every setting of a grid, each once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import JobError
+from yunlu.tuning.space import key_of, list_values, present
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from yunlu.tuning.values import Dimension, Params, Stand
+
+_MOST_SETTINGS = 100_000
+
+
+def list_settings(
+    dimensions: Sequence[Dimension], points: Mapping[str, int] | None = None
+) -> Iterator[Params]:
+    """Every setting once, the last dimension moving fastest.
+
+    Args:
+        dimensions: What varies.
+        points: How many values are taken of ranges without a step.
+    """
+    values = [list_values(d, points=(points or {}).get(d.name)) for d in dimensions]
+    came: set[Any] = set()
+    has_conditions = any(dimension.when for dimension in dimensions)
+    for row in itertools.product(*values):
+        params: Params = {d.name: value for d, value in zip(dimensions, row, strict=True)}
+        if has_conditions:
+            params = present(params, dimensions)
+            key = key_of(params)
+            if key in came:
+                continue
+            came.add(key)
+        yield params
+
+
+class Listed:
+    """A grid, in an order that follows from the seed: an early end has seen something of all of it."""
+
+    def __init__(
+        self,
+        dimensions: Sequence[Dimension],
+        *,
+        seed: int,
+        points: Mapping[str, int] | None = None,
+        allowed: Callable[[Params], bool] | None = None,
+    ) -> None:
+        """All combinations that are allowed."""
+        _refuse_endless(dimensions, points or {})
+        self._settings = list(list_settings(dimensions, points))
+        random.Random(seed).shuffle(self._settings)  # noqa: S311 - an order, not a secret
+        self._allowed = allowed
+        self._verdicts: dict[int, bool] = {}
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The next one of the list that is allowed and that no trial has had."""
+        tried = {key_of(trial.params) for trial in stand.trials}
+        for place, params in enumerate(self._settings):
+            if key_of(params) not in tried and self._may(place, params):
+                return dict(params)
+        return None
+
+    def _may(self, place: int, params: Params) -> bool:
+        if place not in self._verdicts:
+            self._verdicts[place] = self._allowed is None or self._allowed(params)
+        return self._verdicts[place]
+
+
+def _refuse_endless(dimensions: Sequence[Dimension], points: Mapping[str, int]) -> None:
+    values = {d.name: list_values(d, points=points.get(d.name)) for d in dimensions}
+    if endless := [name for name, found in values.items() if not found]:
+        raise JobError(
+            f"search.method: grid tries every setting, but {', '.join(endless)} may be any number.",
+            hint="say how many values to take ('1e-4 .. 1e-1 log count 4'), a step, or list them",
+        )
+    count = math.prod(len(found) for found in values.values())
+    if count > _MOST_SETTINGS:
+        raise JobError(
+            f"search.method: a grid of {count:,} settings is more than {_MOST_SETTINGS:,}.",
+            hint="take fewer values of each field, or another method, such as sobol",
+        )

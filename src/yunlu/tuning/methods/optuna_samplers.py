@@ -1,0 +1,216 @@
+"""Optuna's samplers, asked about a stand: TPE, Gaussian processes, NSGA-II."""
+
+from __future__ import annotations
+
+import warnings
+from decimal import Decimal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from optuna import distributions, samplers
+from optuna.exceptions import ExperimentalWarning
+from optuna.study import Study
+from optuna.trial import TrialState as OptunaState
+
+from yunlu.core.errors import missing_part
+from yunlu.tuning.methods.samplers import Draws, has_result, mix_seed, rank_values, result_of
+from yunlu.tuning.methods.shelf import NAME, Shelf, make_frozen
+from yunlu.tuning.space import list_values
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+    from yunlu.tuning.values import Dimension, Params, ParamValue, Stand, Trial
+
+Kind = Literal["tpe", "gp", "nsga2"]
+
+_OPENING = 10
+"""Trials with a result before a model of them is worth making, as in Optuna."""
+_ATTEMPTS = 20
+"""Suggestions that are asked for before an allowed one is drawn at random instead."""
+
+
+def distribution_of(dimension: Dimension) -> BaseDistribution:
+    """A dimension in Optuna's words."""
+    if dimension.choices:
+        return distributions.CategoricalDistribution(dimension.choices)
+    low, high, step = dimension.low, dimension.high, dimension.step
+    if step:
+        # Optuna warns of a range that does not end on a step.
+        whole = (Decimal(str(high)) - Decimal(str(low))) // Decimal(str(step))
+        high = float(Decimal(str(low)) + whole * Decimal(str(step)))
+    if dimension.is_int:
+        return distributions.IntDistribution(
+            int(low), int(high), log=dimension.log, step=int(step or 1)
+        )
+    return distributions.FloatDistribution(low, high, log=dimension.log, step=step)
+
+
+class OptunaSampler:
+    """One of Optuna's, made anew for each question so that nothing but the stand counts.
+
+    The first trials are drawn at random, by the user's beliefs where there are some.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        draws: Draws,
+        *,
+        seed: int,
+        objectives: int = 1,
+        past: Sequence[Trial] = (),
+        population: int = 16,
+    ) -> None:
+        """With these draws for the opening; ``population`` is of NSGA-II."""
+        # Optuna's Gaussian processes compute with it, and it alone imports it.
+        if kind == "gp" and find_spec("torch") is None:
+            raise missing_part("torch", "train", "The method gp")
+        self._kind: Kind = kind
+        self._draws = draws
+        self._seed = seed
+        self._objectives = objectives
+        self._past = tuple(past)
+        self._population = population
+        self._distributions = {d.name: distribution_of(d) for d in draws.dimensions}
+        self._opening = population if kind == "nsga2" else _OPENING
+        self._is_conditional = any(d.when for d in draws.dimensions)
+        self._frozen: dict[int, tuple[Trial, float, FrozenTrial]] = {}
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The next one."""
+        number = len(stand.trials)
+        taken = self._draws.taken(stand.trials)
+        known = [trial for trial in self._past if self._fits(trial.params)]
+        told = sum(has_result(trial) for trial in (*known, *stand.trials))
+        if told >= self._opening:
+            frozen = self._freeze([*known, *stand.trials])
+            for attempt in range(_ATTEMPTS):
+                params = self._ask(list(frozen), mix_seed(self._seed, number, attempt))
+                if self._draws.accepts(params, taken):
+                    return params
+        return self._draws.draw(mix_seed(self._seed, number), taken)
+
+    def _ask(self, trials: list[FrozenTrial], seed: int) -> Params:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            shelf = Shelf(trials, objectives=self._objectives)
+            study = Study(NAME, shelf, sampler=self._make(seed))
+            return self._walk(study)
+
+    def _walk(self, study: Study) -> Params:
+        """Ask dimension by dimension, leaving out those that do not exist beside the others."""
+        trial = study.ask()
+        params: Params = {}
+        for dimension in self._draws.dimensions:
+            exists = all(
+                parent in params and params[parent] in values
+                for parent, values in dimension.when.items()
+            )
+            if exists:
+                params[dimension.name] = _settle(dimension, _suggest(trial, dimension))
+        return params
+
+    def _make(self, seed: int) -> BaseSampler:
+        if self._kind == "nsga2":
+            return samplers.NSGAIISampler(population_size=self._population, seed=seed)
+        if self._kind == "gp":
+            return samplers.GPSampler(
+                seed=seed, n_startup_trials=1, warn_independent_sampling=False
+            )
+        is_one = self._objectives == 1
+        return samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=1,
+            multivariate=is_one,
+            group=is_one and self._is_conditional,
+            constant_liar=True,
+        )
+
+    def _freeze(self, trials: list[Trial]) -> list[FrozenTrial]:
+        """The trials as Optuna's, in order; those that have not changed are kept from last time."""
+        results = [result_of(trial)[0] if has_result(trial) else 0.0 for trial in trials]
+        worst = float(rank_values(results).max(initial=0.0))
+        frozen: list[FrozenTrial] = []
+        for place, trial in enumerate(trials):
+            kept = self._frozen.get(place)
+            if kept is None or kept[0] is not trial or kept[1] != worst:
+                kept = (trial, worst, self._freeze_one(place, trial, worst))
+                self._frozen[place] = kept
+            frozen.append(kept[2])
+        if self._kind == "nsga2":
+            _number_generations(frozen, self._population)
+        return frozen
+
+    def _freeze_one(self, place: int, trial: Trial, worst: float) -> FrozenTrial:
+        params = {
+            name: value for name, value in trial.params.items() if name in self._distributions
+        }
+        known = {name: self._distributions[name] for name in params}
+        if not has_result(trial):
+            failed = trial.state is TrialState.FAILED or trial.state.is_over
+            state = OptunaState.FAIL if failed else OptunaState.RUNNING
+            return make_frozen(place, state, params, known)
+        # Only TPE knows what to make of a trial that was given up.
+        if self._kind == "tpe" and self._objectives == 1 and trial.state is not TrialState.DONE:
+            course = {p.rung: float(_finite(p.value, worst)) for p in trial.points}
+            return make_frozen(place, OptunaState.PRUNED, params, known, course=course)
+        values = [float(_finite(value, worst)) for value in result_of(trial)[: self._objectives]]
+        return make_frozen(place, OptunaState.COMPLETE, params, known, values=values)
+
+    def _fits(self, params: Params) -> bool:
+        """Whether an earlier study's setting is one of this space."""
+        needed = {d.name for d in self._draws.dimensions if not d.when}
+        return needed <= params.keys() and all(
+            _contains(distribution, params[name])
+            for name, distribution in self._distributions.items()
+            if name in params
+        )
+
+
+def _suggest(trial: Any, dimension: Dimension) -> ParamValue:
+    distribution: Any = distribution_of(dimension)
+    if dimension.choices:
+        return trial.suggest_categorical(dimension.name, distribution.choices)
+    ask = trial.suggest_int if dimension.is_int else trial.suggest_float
+    return ask(
+        dimension.name,
+        distribution.low,
+        distribution.high,
+        log=distribution.log,
+        step=distribution.step,
+    )
+
+
+def _settle(dimension: Dimension, value: ParamValue) -> ParamValue:
+    """The step of the range that is meant: sums of steps differ in the last digit."""
+    if not dimension.step or dimension.is_int or not isinstance(value, float):
+        return value
+    steps = list_values(dimension)
+    return steps[min(round((value - dimension.low) / dimension.step), len(steps) - 1)]
+
+
+def _contains(distribution: Any, value: ParamValue) -> bool:
+    try:
+        internal = distribution.to_internal_repr(value)
+    except ValueError:
+        return False
+    if hasattr(distribution, "low"):
+        return distribution.low <= internal <= distribution.high
+    return True
+
+
+def _finite(value: float, worst: float) -> float:
+    return value if value == value and abs(value) != float("inf") else worst  # noqa: PLR0124
+
+
+def _number_generations(trials: list[FrozenTrial], population: int) -> None:
+    """Which generation each trial belongs to: so many with a result are one, in order of number."""
+    complete = [trial for trial in trials if trial.state is OptunaState.COMPLETE]
+    for place, trial in enumerate(complete):
+        trial.system_attrs["NSGAIISampler:generation"] = place // population

@@ -1,0 +1,251 @@
+"""Which setting next: at random, spread evenly, or by an evolution.
+
+Each sampler answers from the stand alone, with random numbers that follow from the seed and the
+number of the trial: a study that was killed goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from yunlu.core.errors import missing_part
+from yunlu.tuning.encoding import Encoder
+from yunlu.tuning.methods.listed import list_settings
+from yunlu.tuning.space import count_settings, key_of
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from yunlu.tuning.values import Dimension, Params, ParamValue, Stand, Trial
+
+_BATCHES = (1, 16, 256, 2048, 16_384)
+"""Draws before it counts as impossible to find an allowed setting that is new."""
+_DOUBT = 0.2
+"""The share of draws that do not heed what the user believes: beliefs can be wrong."""
+_ATTEMPTS = 50
+_MOST_LISTED = 20_000
+_MOST_SPREAD = 1 << 14
+"""Points of the sequence; beyond, settings are drawn."""
+
+
+class Sampler(Protocol):
+    """A way of finding settings."""
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The setting of the next trial; None where there is none left."""
+        ...
+
+
+def has_result(trial: Trial) -> bool:
+    """Whether it rests with a value: done, given up, or held."""
+    is_resting = trial.state.is_over or trial.state is TrialState.HELD
+    return is_resting and trial.state is not TrialState.FAILED and bool(trial.points)
+
+
+def result_of(trial: Trial) -> tuple[float, ...]:
+    """What a trial has reached: its best evaluation, by the first objective."""
+    return min(trial.points, key=_order).values
+
+
+def mix_seed(*parts: int) -> int:
+    """One seed from several."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+class Draws:
+    """Settings at random that are allowed and new."""
+
+    def __init__(
+        self, dimensions: Sequence[Dimension], allowed: Callable[[Params], bool] | None = None
+    ) -> None:
+        """Of these dimensions."""
+        self.dimensions = tuple(dimensions)
+        self.encoder = Encoder(dimensions)
+        self.allowed = allowed
+        count = count_settings(dimensions)
+        self.is_finite = count < float("inf")
+        self._is_listable = count <= _MOST_LISTED
+        self.enough = min(8 * count + 64, _MOST_SPREAD)
+        """Points of a sequence in which every setting of a small space has surely come."""
+
+    def taken(self, trials: Iterable[Trial]) -> set[Any]:
+        """The settings that need not be tried again; where any number may stand, none comes twice."""
+        return {key_of(trial.params) for trial in trials} if self.is_finite else set()
+
+    def accepts(self, params: Params, taken: set[Any]) -> bool:
+        """Whether a setting is new and allowed."""
+        if taken and key_of(params) in taken:
+            return False
+        return self.allowed is None or self.allowed(params)
+
+    def draw(self, seed: int, taken: set[Any], fixed: Params | None = None) -> Params | None:
+        """One at random, with these values in it; None where none is left."""
+        rng = np.random.default_rng(seed)
+        fixed = fixed or {}
+        # What can be listed is looked through rather than drawn for ever.
+        for size in _BATCHES[:2] if self._is_listable and not fixed else _BATCHES:
+            for params in self._sample(rng, size, fixed):
+                if fixed.keys() <= params.keys() and self.accepts(params, taken):
+                    return params
+        return None if fixed else self._first_left(taken)
+
+    def _sample(self, rng: np.random.Generator, size: int, fixed: Params) -> Iterable[Params]:
+        units = rng.random((size, len(self.dimensions)))
+        if self.encoder.has_beliefs:
+            doubts = rng.random(size) < _DOUBT
+            units = np.where(doubts[:, None], units, self.encoder.lean(units))
+        if fixed:
+            wanted = self.encoder.locate([fixed])[0]
+            is_fixed = np.array([d.name in fixed for d in self.dimensions])
+            units = np.where(is_fixed, wanted, units)
+        for row in units:
+            params = self.encoder.settle(row)
+            # A unit is near enough to a number, but the user's own is meant to the last digit.
+            yield {name: fixed.get(name, value) for name, value in params.items()}
+
+    def _first_left(self, taken: set[Any]) -> Params | None:
+        if not self._is_listable:
+            return None
+        settings = list_settings(self.dimensions)
+        return next((params for params in settings if self.accepts(params, taken)), None)
+
+
+class Random:
+    """Each setting drawn by itself."""
+
+    def __init__(self, draws: Draws, *, seed: int) -> None:
+        """With these draws."""
+        self._draws = draws
+        self._seed = seed
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The next one."""
+        seed = mix_seed(self._seed, len(stand.trials))
+        return self._draws.draw(seed, self._draws.taken(stand.trials))
+
+
+class Sobol:
+    """Settings that spread evenly: a scrambled Sobol sequence (Owen 1998)."""
+
+    def __init__(self, draws: Draws, *, seed: int) -> None:
+        """With these draws."""
+        self._draws = draws
+        self._seed = seed
+        self._sequence: list[Params] = []
+        self._came: set[Any] = set()
+        self._units = np.empty((0, len(draws.dimensions)))
+        self._passed = 0
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The next of the sequence; what is not allowed is passed over."""
+        number = len(stand.trials)
+        while number >= len(self._sequence) and self._passed < self._draws.enough:
+            self._extend()
+        if number < len(self._sequence):
+            return self._sequence[number]
+        # Every setting of a small space has come: those that a first one has displaced are left.
+        return self._draws.draw(mix_seed(self._seed, number), self._draws.taken(stand.trials))
+
+    def _extend(self) -> None:
+        encoder = self._draws.encoder
+        if self._passed == len(self._units):  # the longer sequence begins with the shorter one
+            longer = encoder.sobol_units(max(2 * len(self._units), 64), self._seed)
+            self._units = encoder.lean(longer)
+        params = encoder.settle(self._units[self._passed])
+        self._passed += 1
+        if self._draws.accepts(params, self._came):
+            self._sequence.append(params)
+            if self._draws.is_finite:
+                self._came.add(key_of(params))
+
+
+class CmaEs:
+    """A covariance that adapts to what was good (Hansen 2016); restarts with twice the population.
+
+    On the library that Optuna's own sampler calls: that one keeps its state beside the trials,
+    whereas here it follows from their values. Choices, and numbers that do not always exist, are
+    drawn at random.
+    """
+
+    def __init__(self, draws: Draws, *, seed: int, past: Sequence[Trial] = ()) -> None:
+        """With these draws, told of these earlier trials first."""
+        if find_spec("cmaes") is None:
+            raise missing_part("cmaes", "tune", "The method cmaes")
+        self._draws = draws
+        self._seed = seed
+        self._past = tuple(past)
+        self._places = [
+            place
+            for place, d in enumerate(draws.dimensions)
+            if not d.choices and not d.when and d.low < d.high
+        ]
+        if not self._places:
+            raise ValueError("cmaes needs a range that always exists")
+
+    def suggest(self, stand: Stand) -> Params | None:
+        """The next one."""
+        number = len(stand.trials)
+        taken = self._draws.taken(stand.trials)
+        seed = mix_seed(self._seed, number)
+        known = [trial for trial in (*self._past, *stand.trials) if has_result(trial)]
+        evolution = self._evolve(known, seed)
+        encoder = self._draws.encoder
+        others = np.random.default_rng(seed).random((_ATTEMPTS, len(self._draws.dimensions)))
+        for units in encoder.lean(others):
+            units[self._places] = evolution.ask()
+            params = encoder.settle(units)
+            if self._draws.accepts(params, taken):
+                return params
+        return self._draws.draw(seed, taken)
+
+    def _evolve(self, trials: list[Trial], seed: int) -> Any:
+        """The evolution after all that is known, in the order of numbers."""
+        rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._places]
+        values = rank_values([result_of(trial)[0] for trial in trials])
+        evolution = self._start(seed)
+        at = 0
+        while at + evolution.population_size <= len(trials):
+            size = evolution.population_size
+            evolution.tell(list(zip(rows[at : at + size], values[at : at + size], strict=True)))
+            at += size
+            if evolution.should_stop():
+                evolution = self._start(seed, population=2 * size)
+        return evolution
+
+    def _start(self, seed: int, population: int | None = None) -> Any:
+        import cmaes  # noqa: PLC0415 - of this method alone
+
+        mean = np.full(len(self._places), 0.5)
+        for place, at in enumerate(self._places):
+            dimension = self._draws.dimensions[at]
+            if dimension.likely:
+                believed = dimension.likely[0]
+                middle: ParamValue = 10.0**believed if dimension.log else believed
+                mean[place] = self._draws.encoder.locate([{dimension.name: middle}])[0, at]
+        bounds = np.tile([0.0, 1.0], (len(self._places), 1))
+        return cmaes.CMA(
+            mean=np.clip(mean, 1e-6, 1 - 1e-6),
+            sigma=1 / 6,
+            bounds=bounds,
+            n_max_resampling=10 * len(self._places),
+            population_size=population,
+            seed=seed,
+        )
+
+
+def rank_values(values: Sequence[float]) -> NDArray[np.float64]:
+    """The values, with those that are no numbers at the worst of the others."""
+    found = np.asarray(values, dtype=np.float64)
+    finite = found[np.isfinite(found)]
+    worst = float(finite.max()) if finite.size else 0.0
+    return np.where(np.isfinite(found), found, worst)
+
+
+def _order(point: Any) -> float:
+    return point.value if np.isfinite(point.value) else float("inf")

@@ -1,0 +1,289 @@
+"""How far a trial is trained: to its end, or only while it is among the good ones.
+
+Rules over the stand; each composes with any sampler.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from yunlu.tuning.values import Begin, End, GoOn, Judged, TrialState, Verdict, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.tuning.methods.samplers import Sampler
+    from yunlu.tuning.values import Move, Stand, Trial
+
+
+class Stopping(Protocol):
+    """A rule of early stopping."""
+
+    def first_until(self, number: int, rungs: int) -> int:
+        """How far the trial with this number may run at first."""
+        ...
+
+    def judge(self, trial: Trial, stand: Stand) -> Judged:
+        """What becomes of a running trial after its newest evaluation."""
+        ...
+
+    def promote(self, stand: Stand) -> GoOn | None:
+        """A held trial that has earned to go on."""
+        ...
+
+    def finish(self, stand: Stand) -> GoOn | None:
+        """A held trial worth finishing when nothing else is left to do."""
+        ...
+
+
+class Composed:
+    """A method from a way of finding settings and a rule of how far to train them."""
+
+    def __init__(self, sampler: Sampler, stopping: Stopping) -> None:
+        """Both see the whole stand."""
+        self._sampler = sampler
+        self._stopping = stopping
+
+    def choose(self, stand: Stand) -> Move:
+        """Let a good one go on, else begin another."""
+        if stand.seconds_left is not None and stand.seconds_left <= 0:
+            return End("the time is over")
+        if promoted := self._stopping.promote(stand):
+            return promoted
+        if stand.trials_left == 0:
+            return self._close(stand, f"all {len(stand.trials)} trials were made")
+        params = self._sampler.suggest(stand)
+        if params is None:
+            return self._close(stand, "every setting was tried")
+        return Begin(params, self._stopping.first_until(len(stand.trials), stand.rungs))
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        """By the rule."""
+        return self._stopping.judge(find_trial(number, stand), stand)
+
+    def _close(self, stand: Stand, reason: str) -> Move:
+        if any(t.state in {TrialState.RUNNING, TrialState.WAITING} for t in stand.trials):
+            return Wait()
+        return self._stopping.finish(stand) or End(reason)
+
+
+class Whole:
+    """Every trial is trained to its end."""
+
+    def first_until(self, number: int, rungs: int) -> int:  # noqa: ARG002
+        """The end."""
+        return rungs
+
+    def judge(self, trial: Trial, stand: Stand) -> Judged:  # noqa: ARG002
+        """It goes on."""
+        return Judged(Verdict.GO_ON, until=stand.rungs)
+
+    def promote(self, stand: Stand) -> GoOn | None:
+        """What was held by somebody else."""
+        held = next((t for t in stand.trials if t.state is TrialState.HELD), None)
+        return None if held is None else GoOn(held.number, stand.rungs)
+
+    def finish(self, stand: Stand) -> GoOn | None:  # noqa: ARG002
+        """Nothing is held."""
+        return None
+
+
+class Median(Whole):
+    """Given up where its best so far is worse than the others' median up to the same rung.
+
+    The rule of Golovin et al. (2017, Vizier): the others count with the mean of their course.
+    """
+
+    def __init__(self, *, first: int = 1, trials: int = 5) -> None:
+        """Nobody is judged before rung ``first``, nor before ``trials`` others have come as far."""
+        self._first = first
+        self._trials = trials
+
+    def judge(self, trial: Trial, stand: Stand) -> Judged:
+        """Compared with all that have come as far."""
+        if trial.rung < self._first:
+            return super().judge(trial, stand)
+        means = sorted(
+            _mean_until(other, trial.rung)
+            for other in stand.trials
+            if other.number != trial.number and other.rung >= trial.rung
+        )
+        if len(means) < self._trials:
+            return super().judge(trial, stand)
+        middle = len(means) // 2
+        median = means[middle] if len(means) % 2 else (means[middle - 1] + means[middle]) / 2
+        if best_of(trial) <= median:
+            return super().judge(trial, stand)
+        return Judged(Verdict.PRUNE, reason=f"its best is worse than the median of {len(means)}")
+
+
+class Patience(Whole):
+    """Given up where so many evaluations brought nothing better."""
+
+    def __init__(self, *, patience: int = 5, min_delta: float = 0.0) -> None:
+        """A change below ``min_delta`` is none."""
+        self._patience = patience
+        self._min_delta = min_delta
+
+    def judge(self, trial: Trial, stand: Stand) -> Judged:
+        """By its own course."""
+        best, waited = math.inf, 0
+        for point in trial.points:
+            if as_value(point.value) < best - self._min_delta:
+                best, waited = as_value(point.value), 0
+            else:
+                waited += 1
+        if waited < self._patience:
+            return super().judge(trial, stand)
+        return Judged(Verdict.PRUNE, reason=f"no better for {waited} evaluations")
+
+
+class Halving:
+    """Asynchronous successive halving (ASHA, Li et al. 2020), in one bracket or Hyperband's.
+
+    A trial is held at each of a few rungs, ``eta`` times as far each; the best one in ``eta`` of
+    those that came there goes on. At no time have more than that gone on (the published rule lets
+    those go on too that were overtaken later). Hyperband (Li et al. 2018) has several brackets
+    that begin with rungs of their own: a trial's number says which is its.
+    """
+
+    def __init__(self, *, eta: int = 3, first: int = 1, brackets: int | None = 1) -> None:
+        """``brackets`` None: as many as the rungs allow."""
+        self._eta = eta
+        self._first = first
+        self._brackets = brackets
+        self._rounds: dict[int, list[int]] = {}
+
+    def first_until(self, number: int, rungs: int) -> int:
+        """The first rung of its bracket."""
+        return self.stations(number, rungs)[0]
+
+    def judge(self, trial: Trial, stand: Stand) -> Judged:
+        """At a rung of its bracket: among the best, or held."""
+        stations = self.stations(trial.number, stand.rungs)
+        if trial.rung < trial.until:
+            return Judged(Verdict.GO_ON, until=trial.until)
+        following = next((rung for rung in stations if rung > trial.rung), stand.rungs)
+        if trial.rung not in stations:
+            return Judged(Verdict.GO_ON, until=following)
+        if trial.rung >= stand.rungs:
+            return Judged(Verdict.GO_ON, until=stand.rungs)
+        rivals = self._rivals(trial.number, stand)
+        if trial.number in self._rising(rivals, trial.rung, arriving=trial.number):
+            return Judged(Verdict.GO_ON, until=following)
+        return Judged(Verdict.HOLD, reason=f"not yet among the best in {self._eta} at its rung")
+
+    def promote(self, stand: Stand) -> GoOn | None:
+        """The best held one of the highest rung where one more may go on."""
+        for rivals in self._all_rivals(stand):
+            stations = self.stations(rivals[0].number, stand.rungs)
+            for rung, following in reversed(list(pairwise(stations))):
+                if rising := self._rising(rivals, rung):
+                    return GoOn(rising[0], following)
+        return None
+
+    def finish(self, stand: Stand) -> GoOn | None:
+        """The best of those that came farthest, where none was trained to its end."""
+        if any(trial.state is TrialState.DONE for trial in stand.trials):
+            return None
+        held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
+        if not held:
+            return None
+        best = min(held, key=lambda trial: (-trial.rung, best_of(trial), trial.number))
+        return GoOn(best.number, stand.rungs)
+
+    def stations(self, number: int, rungs: int) -> list[int]:
+        """The rungs at which the trial with this number is compared; the last is the end."""
+        ladder = self._ladder(rungs)
+        return ladder[self.bracket_of(number, rungs) :]
+
+    def bracket_of(self, number: int, rungs: int) -> int:
+        """Which bracket it is in: 0 begins with the first rung."""
+        if self._brackets == 1:
+            return 0
+        if rungs not in self._rounds:
+            sizes = enumerate(self._bracket_sizes(rungs))
+            self._rounds[rungs] = [bracket for bracket, size in sizes for _ in range(size)]
+        return self._rounds[rungs][number % len(self._rounds[rungs])]
+
+    def _ladder(self, rungs: int) -> list[int]:
+        ladder: list[int] = []
+        rung = self._first
+        while rung < rungs:
+            ladder.append(rung)
+            rung *= self._eta
+        return [*ladder, rungs]
+
+    def _bracket_sizes(self, rungs: int) -> list[int]:
+        """How many of a round of trials each bracket gets: about the same training for each."""
+        most = len(self._ladder(rungs))
+        count = min(self._brackets or most, most)
+        return [
+            max(round(most / (most - bracket) * self._eta ** (most - 1 - bracket)), 1)
+            for bracket in range(count)
+        ]
+
+    def _rivals(self, number: int, stand: Stand) -> list[Trial]:
+        bracket = self.bracket_of(number, stand.rungs)
+        return [t for t in stand.trials if self.bracket_of(t.number, stand.rungs) == bracket]
+
+    def _all_rivals(self, stand: Stand) -> list[list[Trial]]:
+        found: dict[int, list[Trial]] = {}
+        for trial in stand.trials:
+            found.setdefault(self.bracket_of(trial.number, stand.rungs), []).append(trial)
+        return [found[bracket] for bracket in sorted(found)]
+
+    def _rising(
+        self, rivals: Sequence[Trial], rung: int, *, arriving: int | None = None
+    ) -> list[int]:
+        """Those at the rung that may go on now, the best first."""
+        came = [trial for trial in rivals if trial.rung >= rung]
+        share = len(came) // self._eta
+        room = share - sum(has_gone_beyond(trial, rung) for trial in came)
+        if room <= 0:
+            return []
+        ranked = sorted((value_at(trial, rung), trial.number, trial) for trial in came)
+        able = [
+            number
+            for _, number, trial in ranked[:share]
+            if not has_gone_beyond(trial, rung)
+            and (trial.state is TrialState.HELD or number == arriving)
+        ]
+        return able[:room]
+
+
+def find_trial(number: int, stand: Stand) -> Trial:
+    """The trial with this number."""
+    trials = stand.trials
+    if number < len(trials) and trials[number].number == number:
+        return trials[number]
+    return next(trial for trial in trials if trial.number == number)
+
+
+def has_gone_beyond(trial: Trial, rung: int) -> bool:
+    """Whether it was let on from the rung."""
+    return trial.rung > rung or trial.until > rung
+
+
+def best_of(trial: Trial) -> float:
+    """Its best evaluation."""
+    return min((as_value(point.value) for point in trial.points), default=math.inf)
+
+
+def value_at(trial: Trial, rung: int) -> float:
+    """Its evaluation at the rung; infinite where there is none."""
+    if 0 < rung <= len(trial.points) and trial.points[rung - 1].rung == rung:
+        return as_value(trial.points[rung - 1].value)
+    return next((as_value(p.value) for p in trial.points if p.rung == rung), math.inf)
+
+
+def as_value(value: float) -> float:
+    """What is not a number is the worst."""
+    return math.inf if math.isnan(value) else value
+
+
+def _mean_until(trial: Trial, rung: int) -> float:
+    values = [as_value(point.value) for point in trial.points if point.rung <= rung]
+    return math.fsum(values) / len(values) if values else math.inf

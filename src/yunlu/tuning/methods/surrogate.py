@@ -1,0 +1,244 @@
+"""A Gaussian process over settings and rungs: how every learning curve would go on.
+
+A curve has a level and wanders from it over the logarithm of time (Ornstein-Uhlenbeck): what lies
+flat is expected to stay so, and the farther ahead, the less is known. Both vary smoothly with the
+setting (Matérn 5/2, one length for each dimension), and each trial differs from what its setting
+promises by a little of both: only so can a trial be better than its neighbours. The family: Swersky,
+Snoek and Adams, "Freeze-thaw Bayesian optimization", 2014; Wistuba, Kadra and Grabocka,
+"Supervising the multi-fidelity race of hyperparameter configurations", 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.linalg import cho_solve, cholesky, solve_triangular
+from scipy.optimize import minimize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    Indices = NDArray[np.intp]
+
+ROOT5 = np.sqrt(5.0)
+JITTER = 1e-6
+COMMON = 1.0
+"""The variance of what all curves have in common."""
+
+# In the order of Traits.vector, after the lengths: means and deviations of the logarithms' priors.
+_PRIORS = np.array(
+    [
+        [-0.5, 1.0],  # level, by setting
+        [-1.0, 1.0],  # wandering, by setting
+        [-2.0, 1.0],  # level, by trial
+        [-2.0, 1.0],  # wandering, by trial
+        [-5.0, 1.5],  # noise
+        [1.0, 0.7],  # how far (in log rungs) a curve remembers
+    ]
+)
+_NOISE = 4
+_LENGTH_SPREAD = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """What was seen (or is asked): rows of settings, how far trained, which trial."""
+
+    features: Array
+    times: Array
+    """Logarithms of rungs."""
+    trials: Indices
+    values: Array
+    noise: Array
+    """Variance of each on top of what the model holds for noise: less trusted ones have some."""
+
+    def join(self, other: Observations) -> Observations:
+        """These and others."""
+        return Observations(
+            np.concatenate([self.features, other.features]),
+            np.concatenate([self.times, other.times]),
+            np.concatenate([self.trials, other.trials]),
+            np.concatenate([self.values, other.values]),
+            np.concatenate([self.noise, other.noise]),
+        )
+
+    def take(self, rows: Indices) -> Observations:
+        """Some of them."""
+        return Observations(
+            self.features[rows],
+            self.times[rows],
+            self.trials[rows],
+            self.values[rows],
+            self.noise[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the model holds for typical; the logarithms are what is fitted."""
+
+    vector: Array
+    """Lengths of the dimensions, then as in the priors above."""
+    owners: Indices
+    """Which dimension each column of the features belongs to."""
+
+    @property
+    def lengths(self) -> Array:
+        """For each column."""
+        return np.exp(self.vector[: -len(_PRIORS)])[self.owners]
+
+    @property
+    def scales(self) -> Array:
+        """As in the priors."""
+        return np.exp(self.vector[-len(_PRIORS) :])
+
+
+def usual_traits(owners: Indices) -> Traits:
+    """The traits before anything was seen."""
+    dimensions = int(owners.max()) + 1 if len(owners) else 0
+    return Traits(np.concatenate([_usual_lengths(dimensions), _PRIORS[:, 0]]), owners)
+
+
+def _usual_lengths(dimensions: int) -> Array:
+    # Distances grow with the root of the dimensions, so lengths do too
+    # (Hvarfner, Hellsten and Nardi, "Vanilla Bayesian optimization performs great in high
+    # dimensions", 2024).
+    return np.full(dimensions, np.log(0.35 * np.sqrt(max(dimensions, 1))))
+
+
+def fit_traits(seen: Observations, owners: Indices, *, steps: int = 20) -> Traits:
+    """The most probable traits (maximum a posteriori)."""
+    start = usual_traits(owners).vector
+    dimensions = len(start) - len(_PRIORS)
+    spread = np.concatenate([np.full(dimensions, _LENGTH_SPREAD), _PRIORS[:, 1]])
+    slope = Slope(seen, owners, dimensions)
+
+    def lose(vector: Array) -> tuple[float, Array]:
+        loss, gradient = slope.at(vector)
+        far = (vector - start) / spread
+        return loss + 0.5 * float(far @ far), gradient + far / spread
+
+    found = minimize(
+        lose,
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=list(zip(start - 3 * spread, start + 3 * spread, strict=True)),
+        options={"maxiter": steps, "maxfun": steps + 5},
+    )
+    return Traits(np.asarray(found.x, dtype=np.float64), owners)
+
+
+class Slope:
+    """Minus the logarithm of the likelihood, and how it changes with the traits."""
+
+    def __init__(self, seen: Observations, owners: Indices, dimensions: int) -> None:
+        """Of what was seen."""
+        self._seen = seen
+        self._n = len(seen.values)
+        self._apart = np.zeros((dimensions, self._n, self._n))
+        for column, owner in enumerate(owners):
+            values = seen.features[:, column]
+            self._apart[owner] += (values[:, None] - values[None, :]) ** 2
+        self._same = (seen.trials[:, None] == seen.trials[None, :]).astype(np.float64)
+        self._between = np.abs(seen.times[:, None] - seen.times[None, :])
+
+    def at(self, vector: Array) -> tuple[float, Array]:
+        """For the logarithms of traits."""
+        lengths, scales = np.exp(vector[: -len(_PRIORS)]), np.exp(vector[-len(_PRIORS) :])
+        level, change, own_level, own_change, noise, span = scales
+        root = ROOT5 * np.sqrt(np.tensordot(lengths**-2.0, self._apart, axes=1))
+        fading = np.exp(-root)
+        near = (1.0 + root + root * root / 3.0) * fading
+        ago = self._between / span
+        linked = np.exp(-ago)
+        curving = level + change * linked
+        covariance = near * curving + self._same * (own_level + own_change * linked) + COMMON
+        covariance.flat[:: self._n + 1] += noise + self._seen.noise + JITTER
+        try:
+            lower = cholesky(covariance, lower=True, check_finite=False, overwrite_a=True)
+        except np.linalg.LinAlgError:
+            return 1e10, np.zeros_like(vector)
+        weights = cho_solve((lower, True), self._seen.values, check_finite=False)
+        loss = 0.5 * float(self._seen.values @ weights) + float(np.log(np.diag(lower)).sum())
+        inverse = cho_solve((lower, True), np.eye(self._n), check_finite=False)
+
+        outer = inverse - np.outer(weights, weights)
+        # d near / d log length = 5/3 (1 + root) exp(-root) * apart / length^2
+        pull = outer * curving * (1.0 + root) * fading
+        by_length = (5.0 / 3.0) * np.tensordot(self._apart, pull, axes=2) / lengths**2
+        by_scale = np.array(
+            [
+                level * np.vdot(outer, near),
+                change * np.vdot(outer, near * linked),
+                own_level * np.vdot(outer, self._same),
+                own_change * np.vdot(outer, self._same * linked),
+                noise * np.trace(outer),
+                np.vdot(outer, (near * change + self._same * own_change) * linked * ago),
+            ]
+        )
+        return loss, 0.5 * np.concatenate([by_length, by_scale]).astype(np.float64)
+
+
+class Posterior:
+    """What the curves are after the observations."""
+
+    def __init__(self, seen: Observations, traits: Traits) -> None:
+        """Of these traits, given what was seen."""
+        self._seen, self._traits = seen, traits
+        covariance = _covary(seen, seen, traits)
+        covariance.flat[:: len(seen.values) + 1] += traits.scales[_NOISE] + seen.noise + JITTER
+        self._lower = cholesky(covariance, lower=True, check_finite=False, overwrite_a=True)
+        self._weights = cho_solve((self._lower, True), seen.values, check_finite=False)
+
+    def believe(self, asked: Observations) -> Array:
+        """Hold for seen what is being found out now, at its mean (the "kriging believer").
+
+        The means stay as they are; only less is gained by finding out the same again.
+        """
+        mean, _ = self.tell(asked)
+        across = _covary(asked, self._seen, self._traits)
+        below = solve_triangular(self._lower, across.T, lower=True, check_finite=False).T
+        corner = _covary(asked, asked, self._traits) - below @ below.T
+        corner.flat[:: len(mean) + 1] += self._traits.scales[_NOISE] + JITTER
+        n, m = len(self._seen.values), len(mean)
+        lower = np.zeros((n + m, n + m))
+        lower[:n, :n] = self._lower
+        lower[n:, :n] = below
+        lower[n:, n:] = cholesky(corner, lower=True, check_finite=False)
+        self._lower = lower
+        self._seen = self._seen.join(asked)
+        self._weights = np.concatenate([self._weights, np.zeros(m)])
+        return mean
+
+    def tell(self, asked: Observations) -> tuple[Array, Array]:
+        """The mean and the deviation of each value that is asked for, without noise."""
+        across = _covary(asked, self._seen, self._traits)
+        mean = across @ self._weights
+        known = solve_triangular(self._lower, across.T, lower=True, check_finite=False)
+        # What makes a trial differ from its setting's promise is no reason to begin one.
+        own = float(self._traits.scales[2:_NOISE].sum())
+        prior = float(self._traits.scales[:2].sum()) + COMMON + own * (asked.trials >= 0)
+        variance = prior - np.einsum("ij,ij->j", known, known)
+        return mean, np.sqrt(np.maximum(variance, 1e-10))
+
+
+def ask(features: Array, times: Array, trials: Indices) -> Observations:
+    """What is to be foretold; a trial that has not begun is -1."""
+    nothing = np.zeros(len(times))
+    return Observations(features, times, trials, nothing, nothing)
+
+
+def _covary(one: Observations, other: Observations, traits: Traits) -> Array:
+    level, change, own_level, own_change, _, span = traits.scales
+    a, b = one.features / traits.lengths, other.features / traits.lengths
+    squares = (a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2.0 * (a @ b.T)
+    root = ROOT5 * np.sqrt(np.maximum(squares, 0.0))
+    near = (1.0 + root + root * root / 3.0) * np.exp(-root)
+    linked = np.exp(-np.abs(one.times[:, None] - other.times[None, :]) / span)
+    same = (one.trials[:, None] == other.trials[None, :]) & (one.trials[:, None] >= 0)
+    covariance = near * (level + change * linked) + COMMON
+    return covariance + same * (own_level + own_change * linked)

@@ -1,0 +1,383 @@
+"""The trials of a study, kept in Optuna's storage: whoever knows Optuna can read them.
+
+What Optuna has a place for stands there (parameters with their distributions, values by rung with the
+metric's own sign, states); the rest in user attributes. One process writes; its copy in memory is true.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import missing_part
+from yunlu.tuning.distributions import make_distributions
+from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
+from yunlu.tuning.study_dir import StudyDir, find_study
+from yunlu.tuning.values import Point, Trial, TrialState
+
+try:
+    import optuna
+    from optuna.trial import FrozenTrial
+    from optuna.trial import TrialState as OptunaState
+    from sqlalchemy import event
+except ImportError as error:
+    raise missing_part("optuna", "tune", "A study") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.values import Params
+
+_BUSY_S = 30
+_STATES = {
+    TrialState.WAITING: OptunaState.RUNNING,
+    TrialState.RUNNING: OptunaState.RUNNING,
+    TrialState.HELD: OptunaState.RUNNING,  # Optuna knows no rest from which a trial goes on
+    TrialState.PRUNED: OptunaState.PRUNED,
+    TrialState.DONE: OptunaState.COMPLETE,
+    TrialState.FAILED: OptunaState.FAIL,
+}
+
+
+class Records:
+    """The trials of one study. Safe to use from several threads of one process."""
+
+    def __init__(self, directory: StudyDir) -> None:
+        self.dir = directory
+        self.asked = directory.read_asked()
+        self._lock = threading.RLock()
+        self._storage = _open_storage(directory)
+        name = self.asked.name
+        known = {study.study_name for study in self._storage.get_all_studies()}
+        if name in known:
+            self._study = self._storage.get_study_id_from_name(name)
+        else:
+            directions = [_direction(word) for word in self.asked.directions]
+            self._study = self._storage.create_new_study(directions, name)
+            self._storage.set_study_system_attr(
+                self._study, "study:metric_names", list(self.asked.metrics)
+            )
+        self._ids: list[int] = []
+        self._facts: list[TrialFacts] = []
+        self._over: dict[int, TrialFacts] = {}
+        self.refresh()
+
+    # Reading.
+
+    def refresh(self) -> None:
+        """Read what another process has written since; what is over is not read again."""
+        with self._lock:
+            found = self._storage.get_all_trials(self._study, deepcopy=False)
+            self._ids = [trial._trial_id for trial in found]
+            self._facts = [self._over.get(trial.number) or self._read(trial) for trial in found]
+            self._over = {facts.number: facts for facts in self._facts if facts.state.is_over}
+
+    def facts(self) -> list[TrialFacts]:
+        """All trials by number."""
+        with self._lock:
+            return list(self._facts)
+
+    def trials(self) -> list[Trial]:
+        """All trials by number, as the methods see them."""
+        return [facts.trial for facts in self.facts()]
+
+    def trial(self, number: int) -> Trial:
+        """One trial."""
+        return self._facts[number].trial
+
+    def view(self) -> StudyView:
+        """The study as it stands."""
+        asked, status, facts = self.asked, self.dir.read_status(), self.facts()
+        dollars = [each.dollars for each in facts if each.dollars is not None]
+        best = find_best(facts)
+        is_single = len(asked.metrics) == 1
+        deadline = asked.deadline_s
+        clock_at = status.clock_at
+        return StudyView(
+            name=asked.name,
+            path=self.dir.path,
+            storage=self.dir.storage,
+            source=asked.source,
+            said=asked.said,
+            extra=_find_extra(asked),
+            metrics=asked.metrics,
+            directions=asked.directions,
+            state=status.state,
+            reason=status.reason,
+            method=asked.method,
+            stop_rule=asked.stop_rule,
+            rungs=asked.rungs,
+            dimensions=asked.dimensions,
+            trials=tuple(facts),
+            best=best,
+            front=((best,) if best else ()) if is_single else find_front(facts),
+            devices=status.devices,
+            began_at=status.began_at,
+            ended_at=status.ended_at,
+            spent_s=sum(each.device_seconds for each in facts),
+            spent_dollars=sum(dollars) if dollars else None,
+            trials_limit=asked.trials,
+            dollars_limit=asked.dollars,
+            deadline_at=None if deadline is None or clock_at is None else clock_at + deadline,
+            forecast=asked.forecast,
+        )
+
+    # Writing.
+
+    def change(self, **updates: Any) -> None:
+        """Ask for something else from now on."""
+        with self._lock:
+            self.asked = self.asked.model_copy(update=updates)
+            self.dir.write_asked(self.asked)
+
+    def begin(
+        self,
+        params: Params,
+        *,
+        until: int = 0,
+        copied_from: tuple[int, int] | None = None,
+        points: Sequence[tuple[Point, float]] = (),
+    ) -> int:
+        """Record a new trial, in one transaction; its number."""
+        with self._lock:
+            start = datetime.fromtimestamp(time.time())  # noqa: DTZ006 - Optuna's are naive
+            trial = Trial(
+                number=len(self._facts),
+                params=dict(params),
+                state=TrialState.RUNNING,
+                until=until,
+                copied_from=copied_from,
+                points=tuple(point for point, _ in points),
+            )
+            facts = TrialFacts(
+                trial=trial,
+                run=None,
+                directions=self.asked.directions,
+                began_at=start.timestamp(),
+                times=tuple(at for _, at in points),
+            )
+            distributions, is_exact = make_distributions(params, self.asked.dimensions)
+            attributes = _attributes(facts)
+            if not is_exact:
+                attributes["params"] = dict(params)
+            template = FrozenTrial(
+                number=-1,
+                trial_id=-1,
+                state=OptunaState.RUNNING,
+                value=None,
+                datetime_start=start,
+                datetime_complete=None,
+                params={name: params[name] for name in distributions},
+                distributions=distributions,
+                user_attrs=attributes,
+                system_attrs={},
+                intermediate_values=self._intermediate(facts),
+            )
+            trial_id = self._storage.create_new_trial(self._study, template)
+            number = self._storage.get_trial_number_from_id(trial_id)
+            assert number == trial.number, "somebody else writes into this study"
+            self._ids.append(trial_id)
+            self._facts.append(facts)
+            return number
+
+    def add_point(self, number: int, point: Point, *, at: float, **updates: Any) -> None:
+        """Record an evaluation; ``updates`` are other fields of ``TrialFacts``."""
+        with self._lock:
+            facts = self._facts[number]
+            trial = replace(facts.trial, points=(*facts.trial.points, point))
+            self._put(replace(facts, trial=trial, times=(*facts.times, at), **updates))
+            if len(self.asked.metrics) == 1:
+                for rung, value in self._intermediate(self._facts[number], last=True).items():
+                    self._storage.set_trial_intermediate_value(self._ids[number], rung, value)
+
+    def change_trial(
+        self,
+        number: int,
+        *,
+        state: TrialState | None = None,
+        until: int | None = None,
+        copied_from: tuple[int, int] | None = None,
+        **updates: Any,
+    ) -> None:
+        """Note where a trial stands that is not over; ``updates`` are fields of ``TrialFacts``."""
+        with self._lock:
+            facts = self._facts[number]
+            trial = replace(
+                facts.trial,
+                state=state or facts.trial.state,
+                until=facts.trial.until if until is None else until,
+                copied_from=copied_from or facts.trial.copied_from,
+            )
+            self._put(replace(facts, trial=trial, **updates))
+
+    def end(self, number: int, state: TrialState, **updates: Any) -> None:
+        """A trial rests for good; ``updates`` are other fields of ``TrialFacts``."""
+        with self._lock:
+            facts = self._facts[number]
+            point = best_point(facts.trial)
+            if state is TrialState.DONE and point is None:
+                state = TrialState.FAILED
+                updates.setdefault("error", "it never came to a number: its values are not finite")
+            trial = replace(facts.trial, state=state)
+            facts = replace(facts, trial=trial, **{"ended_at": time.time()} | updates)
+            self._put(facts)
+            # The value of a pruned trial is its last one, by Optuna's custom; several have none.
+            values = facts.values if state is TrialState.DONE else None
+            if state is TrialState.PRUNED and point is not None and len(point.values) == 1:
+                values = facts.curve[-1][1] if math.isfinite(facts.curve[-1][1][0]) else None
+            self._storage.set_trial_state_values(self._ids[number], _STATES[state], values)
+            self._over[number] = facts
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._storage.remove_session()
+
+    def _put(self, facts: TrialFacts) -> None:
+        """In memory and in the file, whichever attributes have changed."""
+        before = _attributes(self._facts[facts.number])
+        for name, value in _attributes(facts).items():
+            if value != before.get(name):
+                self._storage.set_trial_user_attr(self._ids[facts.number], name, value)
+        self._facts[facts.number] = facts
+
+    def _intermediate(self, facts: TrialFacts, *, last: bool = False) -> dict[int, float]:
+        if len(self.asked.metrics) > 1:  # Optuna has none of several objectives
+            return {}
+        return {rung: values[0] for rung, values in facts.curve[-1 if last else 0 :]}
+
+    def _read(self, found: FrozenTrial) -> TrialFacts:
+        about: Mapping[str, Any] = found.user_attrs
+        points, times = _read_points(about.get("points"), found, self.asked.directions)
+        over = {value: key for key, value in _STATES.items() if key.is_over}
+        default = TrialState.WAITING if found.state is OptunaState.WAITING else TrialState.RUNNING
+        state = over.get(found.state) or TrialState(about.get("state", default))
+        copied = about.get("copied_from")
+        params: Params = about.get("params") or found.params
+        if not points and found.state is OptunaState.COMPLETE:  # told by somebody else's program
+            points = (Point(1, turn_values(found.values, self.asked.directions), 0.0),)
+        return TrialFacts(
+            trial=Trial(
+                number=found.number,
+                params=dict(params),
+                state=state,
+                points=points,
+                until=about.get("until", 0),
+                copied_from=None if copied is None else (copied[0], copied[1]),
+            ),
+            run=about.get("run"),
+            directions=self.asked.directions,
+            times=times,
+            began_at=found.datetime_start.timestamp() if found.datetime_start else None,
+            ended_at=about.get("ended_at"),
+            device_seconds=about.get("device_seconds", 0.0),
+            dollars=about.get("cost_dollars"),
+            devices=0 if state.is_over else about.get("devices", 0),
+            reason=about.get("reason", ""),
+            error=about.get("error"),
+        )
+
+
+def create_records(directory: StudyDir, asked: StudyAsked) -> Records:
+    """Make the directory of a new study."""
+    directory.path.mkdir(parents=True, exist_ok=True)
+    directory.write_asked(asked)
+    return Records(directory)
+
+
+def open_study(name: str) -> Records:
+    """The trials of a study by its name; ``last`` is the newest."""
+    directory = find_study(name)
+    records = _opened.get(directory.path)
+    if records is None or not directory.database.exists():
+        records = _opened[directory.path] = Records(directory)
+    else:  # looked at again and again: only what is not over is read anew
+        records.asked = directory.read_asked()
+        records.refresh()
+    return records
+
+
+_opened: dict[Path, Records] = {}
+
+
+def _open_storage(directory: StudyDir) -> Any:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = optuna.storages.RDBStorage(
+        directory.storage, engine_kwargs={"connect_args": {"timeout": _BUSY_S}}
+    )
+
+    @event.listens_for(backend.engine, "connect")
+    def configure(connection: Any, _entry: Any) -> None:  # pyright: ignore[reportUnusedFunction]
+        cursor = connection.cursor()
+        # Readers do not wait, and what a killed process had written stays written.
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=NORMAL")
+        cursor.close()
+
+    backend.engine.dispose()  # the connection that was opened before did not hear of that
+    return optuna.storages.get_storage(backend)
+
+
+def _find_extra(asked: StudyAsked) -> Params:
+    if asked.job is None or asked.target is None:
+        return {}
+    from yunlu.tuning.proxy import carry_over  # noqa: PLC0415 - rarely needed
+
+    return carry_over({}, asked.job, asked.target)
+
+
+def _direction(word: str) -> Any:
+    return optuna.study.StudyDirection[word.upper()]
+
+
+def _attributes(facts: TrialFacts) -> dict[str, Any]:
+    """What Optuna has no place for, as user attributes; nothing where there is nothing to say."""
+    trial = facts.trial
+    told: dict[str, Any] = {
+        "state": trial.state.value,
+        "until": trial.until,
+        "run": facts.run,
+        "points": [
+            [point.rung, point.seconds, at, *map(_as_json, point.values)]
+            for point, at in zip(trial.points, facts.times, strict=True)
+        ],
+        "copied_from": trial.copied_from,
+        "device_seconds": facts.device_seconds,
+        "cost_dollars": facts.dollars,
+        "devices": facts.devices,
+        "reason": facts.reason,
+        "error": facts.error,
+        "ended_at": facts.ended_at,
+    }
+    return {name: value for name, value in told.items() if value not in (None, "", [])}
+
+
+def _as_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no other numbers
+
+
+def _read_points(
+    told: Any, found: FrozenTrial, directions: Sequence[str]
+) -> tuple[tuple[Point, ...], tuple[float, ...]]:
+    if told is not None:
+        points = tuple(
+            Point(rung, tuple(map(float, values)), seconds) for rung, seconds, _, *values in told
+        )
+        return points, tuple(at for _, _, at, *_ in told)
+    # Of a study that somebody else's program wrote.
+    values = sorted(found.intermediate_values.items())
+    points = tuple(Point(rung, turn_values((value,), directions), 0.0) for rung, value in values)
+    return points, tuple(0.0 for _ in points)
+
+
+def turn_values(values: Sequence[float], directions: Sequence[str]) -> tuple[float, ...]:
+    """Values with the metrics' own signs as the methods see them, or the other way round."""
+    return tuple(
+        (-value if direction == "maximize" else value) + 0.0
+        for value, direction in zip(values, directions, strict=False)
+    )

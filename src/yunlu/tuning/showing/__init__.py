@@ -1,0 +1,1 @@
+"""What people see of a study: page, pictures, words, importance, commands."""

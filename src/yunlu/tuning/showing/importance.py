@@ -1,0 +1,161 @@
+"""Which dimensions mattered, judged by all trials: those that were stopped early, too.
+
+Optuna's evaluators see finished trials only, of which a study that stops early has few. Here every
+trial stands for what it would have reached by the last rung, had it gone on as others did.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.tuning.values import Dimension, ParamValue, Trial
+    from yunlu.tuning.view import StudyView
+
+FEWEST = 8
+"""With fewer trials, what looks important is chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """How much of the difference between trials each dimension explains."""
+
+    shares: Mapping[str, float]
+    """By field, the largest first; together 1."""
+    evaluator: str
+    """``fanova`` or ``ped-anova``."""
+    trials: int
+    """That it was computed from."""
+
+
+def expect_finals(trials: Sequence[Trial]) -> dict[int, float]:
+    """What each trial has reached, or would have by the last rung; by number, smaller is better.
+
+    A trial that stopped is carried on by what the median trial still gained from there. One that
+    diverged stands with the worst of the others.
+    """
+    curves = {trial.number: _best_so_far(trial) for trial in trials}
+    known = {number: curve for number, curve in curves.items() if curve}
+    last = max((max(curve) for curve in known.values()), default=0)
+    gain = [0.0] * (last + 1)
+    for rung in range(2, last + 1):
+        gains = [c[rung] - c[rung - 1] for c in known.values() if rung in c and rung - 1 in c]
+        gain[rung] = median(gains) if gains else 0.0
+    finals = {
+        number: curve[max(curve)] + math.fsum(gain[max(curve) + 1 :])
+        for number, curve in known.items()
+    }
+    worst = max(finals.values(), default=0.0)
+    diverged = [trial.number for trial in trials if trial.points and trial.number not in finals]
+    return {**finals, **dict.fromkeys(diverged, worst)} if finals else {}
+
+
+def rank(finals: Mapping[int, float]) -> dict[int, float]:
+    """0 for the best, 1 for the worst, and the others evenly between them."""
+    order = sorted(finals.items(), key=lambda entry: (entry[1], entry[0]))
+    return {number: place / max(len(order) - 1, 1) for place, (number, _) in enumerate(order)}
+
+
+def weigh(view: StudyView) -> Importance | None:
+    """The importance of each dimension; None with too few trials to tell."""
+    shown = [each.trial for each in view.trials if each.state is not TrialState.FAILED]
+    ranks = rank(expect_finals(shown))
+    trials = [trial for trial in shown if trial.number in ranks]
+    varied = [each for each in view.dimensions if _varies(each.name, trials)]
+    if len(trials) < FEWEST or not varied:
+        return None
+    whole = all(each.name in trial.params for each in varied for trial in trials)
+    evaluator = "fanova" if whole and find_spec("sklearn") is not None else "ped-anova"
+    shares = _evaluate(evaluator, varied, trials, ranks)
+    idle = {each.name: 0.0 for each in view.dimensions if each not in varied}
+    ordered = sorted({**shares, **idle}.items(), key=lambda entry: -entry[1])
+    return Importance(shares=dict(ordered), evaluator=evaluator, trials=len(trials))
+
+
+def place_on(dimension: Dimension, value: ParamValue) -> float:
+    """Where a value lies on its dimension: 0 at the low end, 1 at the high one; choices by order."""
+    if dimension.choices:
+        known = [str(each) for each in dimension.choices]
+        found = known.index(str(value)) if str(value) in known else len(known) - 1
+        return found / max(len(known) - 1, 1)
+    low, high, at = dimension.low, dimension.high, float(value or 0)
+    if dimension.log:
+        low, high, at = math.log(low), math.log(high), math.log(max(at, 1e-300))
+    return (at - low) / (high - low) if high > low else 0.5
+
+
+def _best_so_far(trial: Trial) -> dict[int, float]:
+    best, curve = math.inf, dict[int, float]()
+    for point in trial.points:
+        if math.isfinite(point.value):
+            best = min(best, point.value)
+        if math.isfinite(best):
+            curve[point.rung] = best
+    return curve
+
+
+def _varies(name: str, trials: Sequence[Trial]) -> bool:
+    return len({str(trial.params.get(name)) for trial in trials}) > 1
+
+
+def _evaluate(
+    evaluator: str, varied: Sequence[Dimension], trials: Sequence[Trial], ranks: Mapping[int, float]
+) -> dict[str, float]:
+    import optuna  # noqa: PLC0415 (slow to import)
+    from optuna import importance  # noqa: PLC0415
+
+    spread: dict[str, Any] = {each.name: _distribution(each, trials) for each in varied}
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        study = optuna.create_study()
+        for trial in trials:
+            here = {each.name: each for each in varied if each.name in trial.params}
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params={name: _coordinate(each, trial) for name, each in here.items()},
+                    distributions={name: spread[name] for name in here},
+                    value=ranks[trial.number],
+                )
+            )
+        # Fewer than five among the good ones say nothing (as the authors of PED-ANOVA advise).
+        quantile = min(0.5, max(0.2, 5 / len(trials)))
+        judge: Any = (
+            importance.FanovaImportanceEvaluator(seed=0)
+            if evaluator == "fanova"
+            else importance.PedAnovaImportanceEvaluator(target_quantile=quantile)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = importance.get_param_importances(study, evaluator=judge)
+        return {name: float(share) for name, share in found.items()}
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _distribution(dimension: Dimension, trials: Sequence[Trial]) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution  # noqa: PLC0415
+
+    if dimension.choices:
+        tried = [trial.params[dimension.name] for trial in trials if dimension.name in trial.params]
+        return CategoricalDistribution(
+            tuple(dict.fromkeys(str(each) for each in (*dimension.choices, *tried)))
+        )
+    # Places, not values: a forest cuts a learning rate in the middle of its logarithm.
+    places = [place_on(dimension, trial.params[dimension.name]) for trial in trials
+              if dimension.name in trial.params]  # fmt: skip
+    return FloatDistribution(min(0.0, *places), max(1.0, *places))
+
+
+def _coordinate(dimension: Dimension, trial: Trial) -> float | str:
+    value = trial.params[dimension.name]
+    return str(value) if dimension.choices else place_on(dimension, value)

@@ -1,0 +1,82 @@
+"""What a study's answers are called: short names of fields, commands to copy, where things lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import TYPE_CHECKING
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from yunlu.tuning.values import ParamValue
+    from yunlu.tuning.view import StudyView, TrialFacts
+
+
+def shorten(fields: Iterable[str]) -> dict[str, str]:
+    """Each dotted field by its last part, or by as many of its last parts as tell it apart."""
+    parts = {field: field.split(".") for field in fields}
+    short: dict[str, str] = {}
+    for field, own in parts.items():
+        others = [each for other, each in parts.items() if other != field]
+        count = next(
+            (n for n in range(1, len(own)) if not any(own[-n:] == each[-n:] for each in others)),
+            len(own),
+        )
+        short[field] = ".".join(own[-count:])
+    return short
+
+
+def train_command(view: StudyView, facts: TrialFacts) -> str:
+    """The command that trains a job with a trial's setting."""
+    job = view.source or "JOB"
+    params = {**view.extra, **facts.params}
+    said = [f"--set {shlex.quote(f'{name}={_as_yaml(value)}')}" for name, value in params.items()]
+    own = [f"--set {shlex.quote(each)}" for each in view.said]
+    return " ".join(["yunlu train", shlex.quote(job), *own, *said])
+
+
+def run_path(view: StudyView, facts: TrialFacts) -> Path | None:
+    """The directory of a trial's run."""
+    return None if facts.run is None else view.path.parent.parent / facts.run
+
+
+def model_path(view: StudyView, facts: TrialFacts) -> Path | None:
+    """Where the model of a trial was exported, if it was."""
+    run = run_path(view, facts)
+    return run / "model" if run is not None and (run / "model").is_dir() else None
+
+
+def report_link(view: StudyView, facts: TrialFacts, beside: Path) -> str | None:
+    """How a page links to the report of a trial's run."""
+    run = run_path(view, facts)
+    if run is None or not (run / "report.html").is_file():
+        return None
+    return os.path.relpath(run / "report.html", beside.parent).replace(os.sep, "/")
+
+
+def _as_yaml(value: ParamValue) -> str:
+    """As ``--set`` reads it back; a list or a mapping stands in a setting as its JSON text."""
+    if isinstance(value, str):
+        return value if _is_encoded(value) or _is_word(value) else json.dumps(value)
+    text = json.dumps(value)
+    # YAML takes 1e-05 for a word.
+    return text.replace("e", ".0e") if isinstance(value, float) and "." not in text else text
+
+
+def _is_encoded(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), list | dict)
+    except ValueError:
+        return False
+
+
+def _is_word(text: str) -> bool:
+    try:
+        return yaml.safe_load(text) == text
+    except yaml.YAMLError:
+        return False

@@ -1,0 +1,301 @@
+"""The report of a study: one HTML page that needs nothing else, like the report of a run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from yunlu.core.errors import StoreError, YunluError
+from yunlu.core.files import write_atomically
+from yunlu.core.rundir import RunDir
+from yunlu.core.settings import read_settings
+from yunlu.core.units import show_duration
+from yunlu.jobs.words import TEMPLATES as RUN_TEMPLATES
+from yunlu.tuning.showing.axes import value_axis
+from yunlu.tuning.showing.canvas import Shades
+from yunlu.tuning.showing.importance import FEWEST, expect_finals, rank, weigh
+from yunlu.tuning.showing.naming import model_path, report_link, run_path, shorten, train_command
+from yunlu.tuning.showing.pictures import (
+    draw_best,
+    draw_curves,
+    draw_front,
+    draw_pair,
+    draw_parallel,
+    draw_slice,
+    draw_spark,
+)
+from yunlu.tuning.showing.telling import (
+    rank_trials,
+    show_amount,
+    show_dollars,
+    show_param,
+    show_range,
+    show_value,
+    wall_s,
+)
+from yunlu.tuning.showing.words import TEMPLATES, both, known_word, words
+from yunlu.tuning.values import TrialState
+from yunlu.tuning.view import best_point
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from yunlu.tuning.showing.importance import Importance
+    from yunlu.tuning.view import StudyView, TrialFacts
+
+_MOST_ROWS = 300
+_MOST_SLICES = 12
+_MOST_ERRORS = 5
+
+
+def write_report(view: StudyView, path: Path | None = None) -> Path:
+    """Write the page into the study's directory, or elsewhere; where it lies."""
+    path = path or view.path / "report.html"
+    page = render_page(view, language=read_settings().language, beside=path)
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise StoreError(
+            f"The page cannot be written to {path}: {error.strerror or error}.",
+            hint="Free some space, or name a place that you may write to.",
+        ) from error
+    return path
+
+
+def write_run_reports(view: StudyView) -> None:
+    """Write the reports of the trials' runs that rest and have none of their own yet."""
+    from yunlu.jobs.report import write_report as write_run_report  # noqa: PLC0415 (used by few)
+
+    for facts in view.trials:
+        path = run_path(view, facts)
+        if path is None or not path.is_dir() or facts.state is TrialState.RUNNING:
+            continue
+        run = RunDir(path)
+        written_at = run.report_html.stat().st_mtime if run.report_html.exists() else 0.0
+        if run.events.exists() and run.events.stat().st_mtime > written_at:
+            with suppress(OSError, YunluError):
+                write_run_report(run)
+
+
+def render_page(
+    view: StudyView, *, language: str = "en", beside: Path | None = None, now: float | None = None
+) -> str:
+    """The whole page; ``language`` (``en`` or ``zh``) is what a reader sees first.
+
+    Args:
+        view: The study.
+        language: Which of the two languages shows.
+        beside: Where the page will lie: links to the runs' reports start there.
+        now: The time, where it is not the clock's.
+    """
+    place = beside or view.path / "report.html"
+    script = _read(RUN_TEMPLATES / "page.js") + _read(TEMPLATES / "study.js")
+    style = _read(RUN_TEMPLATES / "style.css") + _read(TEMPLATES / "study.css")
+    shown = [facts.trial for facts in view.trials if facts.state is not TrialState.FAILED]
+    shades = Shades(ranks=rank(expect_finals(shown)))
+    importance = weigh(view)
+    ordered = _ranked(view, shades)
+    calls = {"w": words, "known": known_word, "param": show_param, "value": show_value}
+    page = _environment().get_template("study.html.j2", globals=calls)
+    return page.render(
+        view=view,
+        language="zh" if language == "zh" else "en",
+        style=Markup(style),  # noqa: S704 (our own files)
+        script=Markup(script),  # noqa: S704 (our own files)
+        # Only this very script may run, so nothing smuggled in through data ever does.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        short=shorten(each.name for each in view.dimensions),
+        cards=list(_cards(view, now or time.time())),
+        best=_best(view, place),
+        failures=_failures(view),
+        progress=[*draw_best(view, shades), *_there(draw_curves(view, shades))],
+        front=draw_front(view, shades),
+        space=_space(view, shades, importance),
+        importance=importance,
+        fewest=FEWEST,
+        judged=len(shades.ranks),
+        rows=[_row(view, facts, place) for facts in ordered[:_MOST_ROWS]],
+        comparisons=list(_comparisons(view, now or time.time())),
+        facts={str(facts.number): _read_out(view, facts) for facts in view.trials},
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(duration=show_duration, instant=_instant, dollars=show_dollars)
+    return environment
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _instant(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _there(picture: Any) -> list[Any]:
+    return [] if picture is None else [picture]
+
+
+def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
+    """Label, figure and remark of each headline figure."""
+    if (best := view.best) is not None:
+        point = best_point(best.trial)
+        remark = words("card.best_when", number=best.number)
+        if point is not None and view.rungs:
+            remark = words("card.best_of", number=best.number, rung=point.rung, rungs=view.rungs)
+        label = words("card.best", metric=known_word("metric", view.metric))
+        yield label, show_value(view.metric, best.value), remark
+    counts = [(state, view.count(state)) for state in TrialState]
+    remark = Markup(" · ").join(
+        Markup("{} {}").format(count, words(f"trial.{state.value}"))
+        for state, count in counts
+        if count
+    )
+    begun = len(view.trials)
+    limit = f" / {view.trials_limit}" if view.trials_limit else ""
+    yield words("card.trials"), f"{begun}{limit}", remark
+    if (wall := wall_s(view, now)) is not None:
+        yield (
+            words("card.time"),
+            show_duration(wall),
+            words("card.time_of", device=show_duration(view.spent_s)),
+        )
+    if view.spent_dollars is not None:
+        remark = Markup("")
+        if view.dollars_limit is not None:
+            remark = words("card.cost_of", limit=show_dollars(view.dollars_limit))
+        yield words("card.cost"), show_dollars(view.spent_dollars), remark
+    done = sum(facts.trial.rung for facts in view.trials)
+    whole = view.rungs * len([facts for facts in view.trials if facts.points])
+    if view.state != "running" and whole > done > 0:
+        remark = words("card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
+        yield words("card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
+
+
+def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
+    """The best setting, and what to do with it."""
+    facts = view.best
+    if facts is None:
+        return None
+    return {
+        "facts": facts,
+        "rows": [
+            (each, facts.params[each.name]) for each in view.dimensions if each.name in facts.params
+        ],
+        "command": train_command(view, facts),
+        "model": model_path(view, facts),
+        "run": run_path(view, facts),
+        "link": report_link(view, facts, place),
+        "ranges": {each.name: show_range(each) for each in view.dimensions},
+    }
+
+
+def _failures(view: StudyView) -> list[tuple[str, str, int]]:
+    """Each error once, with the trials that met it."""
+    met: dict[str, list[int]] = {}
+    for facts in view.trials:
+        if facts.state is TrialState.FAILED:
+            met.setdefault(facts.error or facts.reason or "–", []).append(facts.number)
+    found = sorted(met.items(), key=lambda entry: -len(entry[1]))
+    return [
+        (
+            error,
+            ", ".join(map(str, numbers[:12])) + (", …" if len(numbers) > 12 else ""),
+            len(numbers),
+        )
+        for error, numbers in found[:_MOST_ERRORS]
+    ]
+
+
+def _space(view: StudyView, shades: Shades, importance: Importance | None) -> dict[str, Any]:
+    """The pictures of the search space, the most important dimension first."""
+    shares: Mapping[str, float] = importance.shares if importance else {}
+    order = sorted(view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
+    title = words("pair.title" if importance else "pair.first")
+    slices = [draw_slice(view, shades, each) for each in order[:_MOST_SLICES]]
+    return {
+        # Neighbours explain each other best: the most important stands next to the result.
+        "parallel": draw_parallel(view, shades, order[::-1]),
+        "pair": draw_pair(view, shades, order[0], order[1], title=title)
+        if len(order) > 1
+        else None,
+        "slices": [each for each in slices if each is not None],
+        "order": order,
+    }
+
+
+def _ranked(view: StudyView, shades: Shades) -> list[TrialFacts]:
+    return rank_trials(view.trials, best=view.best) if shades.ranks else list(view.trials)
+
+
+def _row(view: StudyView, facts: TrialFacts, place: Path) -> dict[str, Any]:
+    values = [values[0] for _, values in facts.curve]
+    axis = value_axis(values, view.metric, smaller_is_better=view.direction == "minimize")
+    rungs = max(view.rungs, facts.trial.rung)
+    copied = facts.trial.copied_from
+    return {
+        "facts": facts,
+        "best": view.best is not None and view.best.number == facts.number,
+        "spark": draw_spark(facts, axis, rungs),
+        "rung": f"{facts.trial.rung} / {rungs}" if rungs else "–",
+        "link": report_link(view, facts, place),
+        "copied": words("trials.copied", number=copied[0], rung=copied[1]) if copied else "",
+        "why": facts.error or facts.reason,
+    }
+
+
+def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
+    """What pointing at a trial tells."""
+    short = shorten(each.name for each in view.dimensions)
+    rows: list[tuple[Any, Any]] = [(f"#{facts.number}", both(f"trial.{facts.state.value}"))]
+    for place, metric in enumerate(view.metrics):
+        reached = facts.values[place] if facts.values is not None else None
+        rows.append((metric, show_value(metric, reached)))
+    rows += [(short.get(name, name), show_param(value)) for name, value in facts.params.items()]
+    return rows
+
+
+def _comparisons(view: StudyView, now: float) -> Iterator[dict[str, Any]]:
+    """What was foretold beside what came; bar lengths as shares of the longest."""
+    if not view.forecast:
+        return
+    measured = {
+        "trials": float(len(view.trials)),
+        "seconds": wall_s(view, now),
+        "dollars": view.spent_dollars,
+    }
+    for quantity, came in measured.items():
+        told: Mapping[str, float] | None = view.forecast.get(quantity)
+        if told is None or came is None:
+            continue
+        longest = max(came, told["high"], told["value"]) or 1.0
+        yield {
+            "quantity": quantity,
+            "told": show_amount(quantity, told["value"]),
+            "interval": [show_amount(quantity, told[edge]) for edge in ("low", "high")],
+            "came": show_amount(quantity, came),
+            "told_share": told["value"] / longest,
+            "low_share": told["low"] / longest,
+            "high_share": told["high"] / longest,
+            "came_share": came / longest,
+            "inside": told["low"] <= came <= told["high"],
+            "is_over": view.state in {"finished", "failed"},
+        }

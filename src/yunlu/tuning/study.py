@@ -1,0 +1,328 @@
+"""The public face of a study: ask, tell, optimize, best."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from yunlu.jobs.asking import ask_job
+from yunlu.tuning.conducting.conductor import conduct
+from yunlu.tuning.conducting.objectives import refuse_failures
+from yunlu.tuning.conducting.trial_runs import make_job
+from yunlu.tuning.facts import find_best
+from yunlu.tuning.founding import create_study, find_limits, open_or_create, with_search
+from yunlu.tuning.records import open_study
+from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.values import Begin, End, Point, Stand, TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from yunlu.spec.job import Job
+    from yunlu.tuning.conducting.hosting import Elastic
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.facts import StudyView, TrialFacts
+    from yunlu.tuning.records import Records
+    from yunlu.tuning.values import Method, Move, Params, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A trial for your own program to carry out; then ``tell`` its value."""
+
+    number: int
+    params: Params
+    job: Job | None
+    """The study's job with the setting in place."""
+
+    def __getitem__(self, field: str) -> Any:
+        """The value of one field."""
+        return self.params[field]
+
+
+class Study:
+    """A search for good settings of a job.
+
+    Ask, tell and optimize may be called from several threads of one process; a study has one process
+    at a time. A study is kept by its name: another program, or this one after a crash, goes on with it.
+    """
+
+    def __init__(
+        self,
+        job: str | Path | Job | None = None,
+        *,
+        minimize: str | None = None,
+        maximize: str | None = None,
+        name: str | None = None,
+        search: Any = None,
+        **options: Any,
+    ) -> None:
+        """Open the study of that name, or begin one.
+
+        Args:
+            job: A job file or a ``Job``; without it, the study ``name`` must exist.
+            minimize: The metric to make small, such as ``val_loss``.
+            maximize: Or the one to make large.
+            name: Of the study; the job's when not given.
+            search: Instead of the job's ``search``: the same mapping, or its ``space`` alone.
+            options: Other keys of ``search``: ``trials``, ``budget``, ``deadline``, ``parallel``,
+                ``method``, ``stop``, ``seed``, ...
+        """
+        self._lock = threading.RLock()
+        self._held = ExitStack()
+        self._is_held = False
+        self._method: Method | None = None
+        if job is None:
+            if name is None:
+                raise StudyError("a study needs a job, or the name of one that was begun")
+            self._records = open_study(name)
+            return
+        if minimize and maximize:
+            raise StudyError("say minimize or maximize, not both", hint="several: objectives=[...]")
+        if metric := minimize or maximize:
+            direction = "minimize" if minimize else "maximize"
+            options = {"metric": metric, "direction": direction} | options
+        source = str(job) if isinstance(job, str | Path) else None
+        asked = with_search(ask_job(job, (), {}), search, options)
+        if asked.search is None:
+            create_study(asked)  # says what is missing
+        self._records = open_or_create(asked, name=name, source=source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """It is kept by this name."""
+        return self._records.asked.name
+
+    @property
+    def records(self) -> Records:
+        """Its trials, for those who conduct it."""
+        return self._records
+
+    @property
+    def best(self) -> TrialFacts | None:
+        """The best trial so far."""
+        return find_best(self._records.facts())
+
+    @property
+    def trials(self) -> list[TrialFacts]:
+        """All trials by number."""
+        return self._records.facts()
+
+    def view(self) -> StudyView:
+        """All that is known of it."""
+        return self._records.view()
+
+    def close(self) -> None:
+        """Let another process have it."""
+        with self._lock:
+            self._held.close()
+            self._is_held = False
+
+    # Your own program.
+
+    def ask(self) -> Asked | None:
+        """A setting to try; None where nothing is worth trying, or not before others were told."""
+        with self._lock:
+            self._hold()
+            move = self._choose()
+            if not isinstance(move, Begin):
+                return None
+            number = self._records.begin(move.params, until=1)
+            asked = self._records.asked
+            job = None if asked.job is None else make_job(asked, number, move.params)
+            return Asked(number, dict(move.params), job)
+
+    def tell(
+        self,
+        trial: int | Asked,
+        value: float | Sequence[float] | None = None,
+        *,
+        state: Literal["done", "pruned", "failed"] = "done",
+        error: str | None = None,
+    ) -> None:
+        """How a trial did: its value (of several objectives, their values), with the metric's own sign."""
+        number = trial.number if isinstance(trial, Asked) else trial
+        with self._lock:
+            self._hold()
+            known = self._records.facts()
+            if not 0 <= number < len(known) or known[number].state.is_over:
+                raise StudyError(f"{self.name} has no trial {number} that waits to be told of")
+            if value is not None:
+                self._records.add_point(number, self._point(value), at=time.time())
+            elif state == "done":
+                raise StudyError(f"trial {number} is done, but no value was told")
+            self._records.end(number, TrialState(state), error=error)
+
+    def optimize(
+        self,
+        function: Callable[[Asked], float | Sequence[float]] | None = None,
+        *,
+        trials: int | None = None,
+        budget: float | None = None,
+        deadline: str | None = None,
+        parallel: int | None = None,
+        places: Places | None = None,
+        elastic: Elastic = "auto",
+        on_change: Callable[[StudyView], None] | None = None,
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> Self:
+        """Search until a limit is reached or nothing more is worth trying.
+
+        Args:
+            function: Your own trial: takes what ``ask`` gives, returns the value. Without it trials
+                are runs of the job.
+            trials: The most trials in all.
+            budget: The most they may cost, in dollars.
+            deadline: The longest it may take, such as ``2h``.
+            parallel: How many at once; your own function is then called from as many threads.
+            places: Where the runs are; the pool where one is up, else this machine.
+            elastic: Whether runs may grow onto devices that others gave up.
+            on_change: Shown the study while it goes on.
+            is_asked_to_stop: Looked at often; ends the search so that it can go on later.
+        """
+        self._limit(trials=trials, budget=budget, deadline=deadline, parallel=parallel)
+        if function is not None:
+            self._call(function, is_asked_to_stop)
+            return self
+        from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 - looks for a pool
+
+        self.close()
+        conduct(
+            self._records,
+            method=self._open_method(),
+            places=places or find_places(devices=self._records.asked.devices),
+            on_change=on_change,
+            is_asked_to_stop=is_asked_to_stop,
+            elastic=elastic,
+        )
+        return self
+
+    def _limit(self, **said: Any) -> None:
+        job = self._records.asked.job
+        search = None if job is None else job.search
+        wanted = {key: value for key, value in said.items() if value is not None}
+        if search is not None and wanted:
+            mapping = search.model_dump(mode="json", exclude_unset=True) | wanted
+            limits = find_limits(type(search).model_validate(mapping))
+            self._records.change(
+                **{key: value for key, value in limits.items() if value is not None}
+            )
+
+    def _call(self, function: Callable[[Asked], Any], is_asked_to_stop: Callable[[], bool]) -> None:
+        parallel = self._records.asked.parallel or 1
+        errors: list[Exception] = []
+        with ThreadPoolExecutor(parallel) as pool:
+            running = set[Any]()
+            while not is_asked_to_stop():
+                asked = self.ask() if len(running) < parallel else None
+                if asked is not None:
+                    running.add(pool.submit(self._carry_out, function, asked, errors))
+                    continue
+                if not running:
+                    break
+                _, running = wait(running, return_when=FIRST_COMPLETED)
+                if errors:
+                    message = _words(errors[-1])
+                    refuse_failures(self._records.facts(), message)
+
+    def _carry_out(
+        self, function: Callable[[Asked], Any], asked: Asked, errors: list[Exception]
+    ) -> None:
+        try:
+            value = function(asked)
+        except Exception as error:  # noqa: BLE001 - the study goes on without this trial
+            errors.append(error)
+            self.tell(asked, state="failed", error=_words(error))
+        else:
+            self.tell(asked, value)
+
+    def _choose(self) -> Move:
+        asked, trials = self._records.asked, self._records.trials()
+        left = None if asked.trials is None else max(asked.trials - len(trials), 0)
+        if left == 0:
+            return End("all trials were begun")
+        stand = Stand(
+            trials=trials,
+            rungs=1,
+            objectives=len(asked.metrics),
+            trials_left=left,
+            workers=asked.parallel or 1,
+        )
+        return self._open_method().choose(stand)
+
+    def _open_method(self) -> Method:
+        if self._method is None:
+            self._method = make_method_of(self._records)
+        return self._method
+
+    def _hold(self) -> None:
+        if not self._is_held:
+            self._held.enter_context(self._records.dir.conducting())
+            self._is_held = True
+            self._records.refresh()
+
+    def _point(self, value: float | Sequence[float]) -> Point:
+        directions = self._records.asked.directions
+        values = (value,) if isinstance(value, int | float) else tuple(value)
+        if len(values) != len(directions):
+            raise StudyError(
+                f"{self.name} has {len(directions)} objectives, {len(values)} were told"
+            )
+        turned = (
+            -v if word == "maximize" else v for v, word in zip(values, directions, strict=True)
+        )
+        return Point(1, tuple(float(v) + 0.0 for v in turned), 0.0)
+
+
+def tune(
+    job: str | Path | Job | None = None,
+    *,
+    minimize: str | None = None,
+    maximize: str | None = None,
+    name: str | None = None,
+    search: Mapping[str, Any] | None = None,
+    function: Callable[[Asked], float | Sequence[float]] | None = None,
+    **options: Any,
+) -> Study:
+    """Search for good settings of a job, and return the study; arguments as of ``Study``."""
+    study = Study(job, minimize=minimize, maximize=maximize, name=name, search=search, **options)
+    return study.optimize(function)
+
+
+def make_method_of(records: Records) -> Method:
+    """The method of a study, as its job's search asks for it."""
+    from yunlu.tuning.methods.making import make_method  # noqa: PLC0415 - imports Optuna
+    from yunlu.tuning.space import Allowed  # noqa: PLC0415 - as above
+
+    asked = records.asked
+    assert asked.job is not None
+    search = asked.job.search
+    assert search is not None
+    past: list[Trial] = []
+    if search.warm_start:
+        from yunlu.tuning.warm_start import read_past  # noqa: PLC0415 - as above
+
+        past = read_past(asked, search.warm_start)
+    return make_method(
+        search,
+        asked.dimensions,
+        seed=asked.seed,
+        objectives=len(asked.metrics),
+        allowed=Allowed(asked.job),
+        past=past,
+    )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

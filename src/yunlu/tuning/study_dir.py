@@ -1,0 +1,220 @@
+"""The directory of a study: what was asked, who conducts it, and how it ended.
+
+``study.json`` is what was asked; ``study.sqlite3`` holds the trials (see ``records``); ``state.json``
+says how it stands; whoever conducts it holds ``conductor.lock``; a file ``stop`` asks that one to end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.files import write_atomically
+from yunlu.core.settings import read_settings
+from yunlu.core.value import Value
+from yunlu.spec.job import Job
+from yunlu.tuning.values import Dimension
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+FOLDER = "studies"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+
+
+class StudyError(YunluError):
+    """A study cannot begin or go on: nothing to search, nobody reports, every trial fails."""
+
+    code = "study"
+
+
+class StudyAsked(Value):
+    """What a study was asked for: ``study.json``."""
+
+    id: str
+    """Tells it from another one of the same name."""
+    name: str
+    job: Job | None = None
+    """What trials are made of; None where the user's own program calls ask and tell."""
+    source: str | None = None
+    """The job's file, as it was named."""
+    said: tuple[str, ...] = ()
+    """What was said besides it, as it was typed: ``train.epochs=3``."""
+    target: Job | None = None
+    """Where ``job`` is a narrow copy: what it is a copy of."""
+    metrics: tuple[str, ...]
+    directions: tuple[Literal["minimize", "maximize"], ...]
+    rungs: int = 0
+    """Evaluations of a whole training; 0: not known yet."""
+    fields: tuple[dict[str, Any], ...] = ()
+    """The dimensions, as ``dump_dimension`` writes them."""
+    method: str = ""
+    stop_rule: str = ""
+    seed: int = 0
+    trials: int | None = None
+    dollars: float | None = None
+    deadline_s: float | None = None
+    """On the clock on the wall; how long a study that was stopped rests does not count."""
+    parallel: int | None = None
+    devices: int | None = None
+    dollars_per_hour: float | None = None
+    """Of all its devices together."""
+    forecast: dict[str, Any] | None = None
+    created_at: float
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What is varied."""
+        return tuple(_read_dimension(field) for field in self.fields)
+
+
+def dump_dimension(dimension: Dimension) -> dict[str, Any]:
+    """A dimension as JSON."""
+    return asdict(dimension)
+
+
+def _read_dimension(field: dict[str, Any]) -> Dimension:
+    likely = field.get("likely")
+    told: dict[str, Any] = field | {
+        "choices": tuple(field.get("choices", ())),
+        "when": {name: tuple(values) for name, values in field.get("when", {}).items()},
+        "likely": None if likely is None else tuple(likely),
+    }
+    return Dimension(**told)
+
+
+class StudyStatus(Value):
+    """How a study stands: ``state.json``."""
+
+    state: Literal["running", "finished", "stopped", "failed"] = "stopped"
+    reason: str = ""
+    began_at: float | None = None
+    ended_at: float | None = None
+    devices: int = 0
+    clock_at: float | None = None
+    """Since when the deadline counts."""
+
+
+class StudyDir:
+    """Paths inside a study's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.asked = path / "study.json"
+        self.status = path / "state.json"
+        self.database = path / "study.sqlite3"
+        self.lock = path / "conductor.lock"
+        self.stop = path / "stop"
+
+    @property
+    def name(self) -> str:
+        """The study's name is that of its directory."""
+        return self.path.name
+
+    @property
+    def storage(self) -> str:
+        """Optuna's URL of the trials."""
+        return f"sqlite:///{self.database}"
+
+    def read_asked(self) -> StudyAsked:
+        """What was asked for."""
+        return StudyAsked.model_validate_json(self.asked.read_bytes())
+
+    def write_asked(self, asked: StudyAsked) -> None:
+        """Note what is asked for from now on."""
+        # What was not set stays unset: a search is read again as it was written.
+        write_atomically(self.asked, asked.model_dump_json(indent=2, exclude_unset=True))
+
+    def read_status(self) -> StudyStatus:
+        """How it stands; one whose conductor vanished is stopped."""
+        try:
+            status = StudyStatus.model_validate_json(self.status.read_bytes())
+        except FileNotFoundError:
+            return StudyStatus()
+        if status.state == "running" and not self.is_conducted():
+            return status.model_copy(
+                update={"state": "stopped", "reason": "whoever conducted it ended"}
+            )
+        return status
+
+    def write_status(self, status: StudyStatus) -> None:
+        """Note how it stands."""
+        write_atomically(self.status, status.model_dump_json())
+
+    def is_conducted(self) -> bool:
+        """Whether somebody conducts it now."""
+        try:
+            with _locked(self.lock, create=False):
+                return False
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def conducting(self) -> Generator[None]:
+        """Be the one who conducts it; the lock goes with the process, however that ends."""
+        try:
+            with _locked(self.lock, create=True):
+                self.stop.unlink(missing_ok=True)
+                yield
+        except BlockingIOError as error:
+            raise StudyError(
+                f"the study {self.name} is being conducted by another process",
+                hint=f"yunlu study show {self.name} watches it, yunlu study stop {self.name} ends it",
+            ) from error
+
+    def request_stop(self) -> None:
+        """Ask whoever conducts it to hold the trials and end."""
+        write_atomically(self.stop, "")
+
+
+def studies_home() -> Path:
+    """Where studies live: beside the runs."""
+    return read_settings().home / FOLDER
+
+
+def check_name(name: str) -> str:
+    """A name that a directory, and the runs of its trials, can bear."""
+    if not _NAME.fullmatch(name):
+        raise StudyError(
+            f"{name!r} cannot name a study",
+            hint="up to 32 letters, digits, '.', '_' or '-', starting with a letter or digit",
+        )
+    return name
+
+
+def list_studies() -> list[str]:
+    """Names of all studies, newest first."""
+    found = [path.parent for path in studies_home().glob("*/study.json")]
+    dated = [(json.loads((path / "study.json").read_bytes())["created_at"], path) for path in found]
+    return [path.name for _, path in sorted(dated, reverse=True)]
+
+
+def find_study(name: str) -> StudyDir:
+    """The directory of a study; ``last`` is the newest."""
+    known = list_studies()
+    if not known:
+        raise StudyError(f"there are no studies in {studies_home()}", hint="yunlu tune JOB")
+    if name == "last":
+        name = known[0]
+    if name not in known:
+        raise StudyError(f"there is no study {name!r}", hint=did_you_mean(name, known))
+    return StudyDir(studies_home() / name)
+
+
+@contextmanager
+def _locked(path: Path, *, create: bool) -> Generator[None]:
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

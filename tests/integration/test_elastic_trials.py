@@ -1,0 +1,150 @@
+"""Trials that get other devices while they train: on shares of this machine, and in a pool. Nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from yunlu.core.files import read_lines, write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.run import log_tail
+from yunlu.spec.job import Job
+from yunlu.steward import control
+from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+BATCH = 32
+_PATIENCE_S = 240
+
+
+def make_trial(places: Places) -> RunDir:
+    job = Job.model_validate(
+        {
+            "name": "trial",
+            "task": "tabular-classification",
+            "model": {"name": "mlp", "args": {"hidden": [64]}},
+            "data": "sklearn:digits",
+            "train": {"steps": 1_000_000, "batch": BATCH, "evaluate": 5_000, "precision": "fp32"},
+            "spares": 0,
+        }
+    )
+    run = places.submit(job)
+    write_atomically(run.trial, json.dumps({"study": "test", "number": 0, "params": {}}))
+    return run
+
+
+@contextmanager
+def ended(run: RunDir) -> Generator[None]:
+    """Nobody trains on when the test is over."""
+    try:
+        yield
+    finally:
+        service.stop(run, now=True)
+
+
+def wait(condition: Callable[[], bool], run: RunDir) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        state = service.read_record(run).state
+        assert state not in {RunState.FAILED, RunState.LOST}, "\n".join(log_tail(run))
+        assert time.monotonic() < deadline, (state, sizes_of(run))
+        time.sleep(0.1)
+
+
+def sizes_of(run: RunDir) -> list[int]:
+    crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
+    return [len(event.data["ranks"]) for event in crews]
+
+
+def steps_of(run: RunDir) -> list[int]:
+    return [int(record["step"]) for record, _ in run.read_metrics()]
+
+
+def has_trained(run: RunDir, more: int = 20) -> Callable[[], bool]:
+    before = len(steps_of(run))
+    return lambda: len(steps_of(run)) >= before + more
+
+
+def check_samples(run: RunDir) -> None:
+    """Every step was made once; where a crew made it, with all of its samples."""
+    steps = steps_of(run)
+    assert steps == list(range(1, len(steps) + 1))
+    count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
+    full, rest = divmod(count, BATCH)
+    epoch = [BATCH] * full + [rest] * (rest > 0)
+    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.ledger)]
+    assert taken
+    assert taken == [(step, epoch[(step - 1) % len(epoch)]) for step, _ in taken]
+    first = taken[0][0]
+    assert [step for step, _ in taken] == list(range(first, first + len(taken)))
+
+
+def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
+    places = LocalPlaces(2)
+    run = make_trial(places)
+    with ended(run):
+        places.start(run, 1, most=1)
+        wait(has_trained(run), run)
+        assert (places.held(run), places.usable(run)) == (1, 2)
+        wait(lambda: places.resize(run, 2), run)  # stopped, to be started again
+        wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+        wait(lambda: places.held(run) == 0, run)
+        assert sizes_of(run) == []
+        places.start(run, 2)
+        wait(has_trained(run), run)
+        assert (places.held(run), sizes_of(run)) == (2, [2])
+        wait(lambda: places.resize(run, 1), run)
+        wait(lambda: sizes_of(run)[-1] == 1, run)
+        wait(lambda: places.held(run) == 1, run)
+        wait(has_trained(run), run)
+        wait(lambda: places.resize(run, 2), run)
+        wait(lambda: sizes_of(run)[-1] == 2, run)
+        wait(has_trained(run), run)
+        write_atomically(run.verdict, json.dumps({"prune": "test"}))
+        wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+        wait(lambda: places.held(run) == 0, run)
+    assert sizes_of(run) == [2, 1, 2]
+    check_samples(run)
+
+
+def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> None:
+    settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=1.0, look_s=0.2)
+    control.bring_up(own_home, settings)
+    places = PoolPlaces()
+    run = make_trial(places)
+    try:
+        with ended(run):
+            assert places.devices == 2
+            places.start(run, 1)
+            wait(has_trained(run), run)
+            assert (places.held(run), sizes_of(run)) == (1, [1])
+            assert places.resize(run, 2, promise=1.0)
+            wait(lambda: sizes_of(run)[-1] == 2, run)
+            wait(has_trained(run), run)
+            places.let_go(run, for_good=False)
+            write_atomically(run.verdict, json.dumps({"hold": "test"}))
+            wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+            wait(lambda: places.held(run) == 0, run)
+            write_atomically(run.verdict, "{}")
+            places.start(run, 2)
+            wait(has_trained(run), run)
+            assert sizes_of(run)[-1] == places.held(run) == 2
+            places.let_go(run, for_good=True)
+            write_atomically(run.verdict, json.dumps({"prune": "test"}))
+            wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+            wait(lambda: places.held(run) == 0, run)
+    finally:
+        control.bring_down(own_home, stop_jobs=True)
+    lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+    assert lives == 2  # nobody else started it while it was held
+    check_samples(run)
+    assert "Traceback" not in Journal(own_home).log.read_text()

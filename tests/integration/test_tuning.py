@@ -1,0 +1,383 @@
+"""Studies of toy trials: real processes, run directories and storage; only the training is made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+import pytest
+
+from tests.integration import toy_study
+from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
+from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.tuning.conducting.conductor import conduct
+from yunlu.tuning.study import Study
+from yunlu.tuning.study_dir import StudyDir, StudyError
+from yunlu.tuning.values import Begin, End, GoOn, Judged, Move, Stand, TrialState, Verdict, Wait
+from yunlu.tuning.view import StudyView, look
+
+ROOT = Path(__file__).parents[2]
+KILLS = 4
+
+
+@pytest.fixture(autouse=True)
+def nobody_left_behind(own_home: Path) -> Iterator[None]:
+    yield
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(own_home) in word for word in process.info["cmdline"] or ()):
+            process.kill()
+
+
+def optimize(study: Study, **options: Any) -> StudyView:
+    study.optimize(places=options.pop("places", ToyPlaces()), elastic=False, **options)
+    return study.view()
+
+
+def steps_of(run: RunDir) -> list[int]:
+    return [record["step"] for record, _ in run.read_metrics()]
+
+
+def runs_of(home: Path, study: str) -> dict[int, list[RunDir]]:
+    """Every run of a trial there is, by the trial's number."""
+    found: dict[int, list[RunDir]] = {}
+    for path in home.glob(f"{study}-*/trial.json"):
+        found.setdefault(json.loads(path.read_text())["number"], []).append(RunDir(path.parent))
+    return found
+
+
+def wait_for_change(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until the file is another one, or the process is gone."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    while process.poll() is None and (path.stat().st_mtime_ns if path.exists() else 0) == before:
+        time.sleep(0.01)
+
+
+class Rungs:
+    """Three trials, each held at every rung: the next one goes on in turn."""
+
+    def choose(self, stand: Stand) -> Move:
+        if len(stand.trials) < 3:
+            return Begin({"train.optimizer.lr": 10.0 ** -(len(stand.trials) + 1)}, until=1)
+        held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
+        if held:
+            trial = min(held, key=lambda trial: (trial.rung, trial.number))
+            return GoOn(trial.number, trial.rung + 1)
+        return Wait() if any(not t.state.is_over for t in stand.trials) else End("all are done")
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        del number, stand
+        return Judged(Verdict.HOLD, reason="in turn")
+
+
+class Eager:
+    """One trial that is let on from rung to rung; it never leaves its place."""
+
+    def choose(self, stand: Stand) -> Move:
+        if stand.trials:
+            return End("one is enough")
+        return Begin({"train.optimizer.lr": 0.01}, until=1)
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        return Judged(Verdict.GO_ON, until=stand.trials[number].rung + 1)
+
+
+class Ruthless:
+    """Every second trial is given up at its first evaluation."""
+
+    def choose(self, stand: Stand) -> Move:
+        number = len(stand.trials)
+        return Begin({"train.optimizer.lr": 0.1 / (number + 1)}, until=1) if number < 3 else Wait()
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        if number % 2 == 0:
+            return Judged(Verdict.PRUNE, reason="an even number")
+        return Judged(Verdict.GO_ON, until=stand.rungs)
+
+
+class Repeating:
+    """The same two settings again and again."""
+
+    def choose(self, stand: Stand) -> Move:
+        return Begin({"train.optimizer.lr": (0.1, 0.01)[len(stand.trials) % 2]}, until=stand.rungs)
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        return Judged(Verdict.GO_ON, until=stand.trials[number].until)
+
+
+def test_a_study_records_every_trial_and_optuna_reads_it(own_home: Path) -> None:
+    view = optimize(Study(toy_job(trials=3), name="first"))
+    assert (view.state, len(view.trials)) == ("finished", 3)
+    for facts in view.trials:
+        lr = facts.params["train.optimizer.lr"]
+        expected = [(rung, (loss_of(lr, rung),)) for rung in range(1, EPOCHS + 1)]
+        assert facts.curve == expected
+        assert facts.state is TrialState.DONE
+        run = RunDir(own_home / str(facts.run))
+        assert json.loads(run.job.read_text())["train"]["optimizer"]["lr"] == lr
+        assert facts.device_seconds > 0
+    assert view.best is not None
+    known = optuna.load_study(study_name="first", storage=view.storage)
+    assert known.best_trial.number == view.best.number
+    assert known.best_value == view.best.value
+    assert known.best_trial.user_attrs["run"] == view.best.run
+    assert known.best_trial.intermediate_values[1] == view.best.curve[0][1][0]
+
+
+def test_a_metric_to_maximise_keeps_its_sign() -> None:
+    view = optimize(Study(toy_job(trials=2), maximize="accuracy", name="up"))
+    assert view.directions == ("maximize",)
+    best = max(view.trials, key=lambda facts: facts.value or 0)
+    assert view.best is not None
+    assert view.best.number == best.number
+    assert (view.best.value or 0) > 0
+    assert best.points[-1].value == -best.curve[-1][1][0]
+
+
+@pytest.mark.slow
+def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: Path) -> None:
+    study = Study(toy_job(), name="rungs")
+    conduct(study.records, method=Rungs(), places=ToyPlaces(), elastic=False)
+    assert [facts.state for facts in study.trials] == [TrialState.DONE] * 3
+    for facts in study.trials:
+        run = RunDir(own_home / str(facts.run))
+        assert steps_of(run) == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
+        assert [point.rung for point in facts.points] == [*range(1, EPOCHS + 1)]
+        lives = [event for event, _ in run.read_events() if event.kind is EventKind.LIFE]
+        assert 1 <= len(lives) <= EPOCHS
+
+
+def test_a_trial_that_is_let_on_never_leaves_its_place(own_home: Path) -> None:
+    study = Study(toy_job(), name="eager")
+    conduct(study.records, method=Eager(), places=ToyPlaces(), elastic=False)
+    run = RunDir(own_home / str(study.trials[0].run))
+    assert [event.kind for event, _ in run.read_events()].count(EventKind.LIFE) == 1
+
+
+def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) -> None:
+    study = Study(toy_job(trials=3), name="pruned")
+    conduct(study.records, method=Ruthless(), places=ToyPlaces(), elastic=False)
+    states = [facts.state for facts in study.trials]
+    assert states == [TrialState.PRUNED, TrialState.DONE, TrialState.PRUNED]
+    for facts in study.trials[::2]:
+        run = RunDir(own_home / str(facts.run))
+        assert facts.reason == "pruned at rung 1: an even number"
+        last = [event for event, _ in run.read_events()][-1]
+        assert (last.data["state"], last.data["reason"]) == ("stopped", facts.reason)
+        assert steps_of(run) == [*range(1, STEPS_PER_RUNG + 1)]
+        assert not run.checkpoints.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # each life of a conductor begins by importing much
+@pytest.mark.parametrize("stop", ["none", "asha"])
+def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
+    own_home: Path, stop: str
+) -> None:
+    seed = random.randrange(1 << 30) if "CI" not in os.environ else 4
+    draw, trials = random.Random(seed), 5
+    print("seed", seed)  # noqa: T201 - to find a failure again
+    whole = optimize(Study(toy_job(trials=trials, stop=stop, args={"step_s": 0.02}), name="whole"))
+    status = StudyDir(own_home / "studies" / "killed").status
+    code = None
+    for kill in range(KILLS + 1):
+        conductor = subprocess.Popen(
+            [sys.executable, toy_study.__file__, "killed", str(trials), stop],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        try:
+            if kill < KILLS:
+                wait_for_change(status, conductor)
+                time.sleep(draw.uniform(0, 1.5))  # a moment to die at, whatever happens then
+                conductor.send_signal(signal.SIGKILL)
+            code = conductor.wait()
+        finally:
+            conductor.kill()
+            conductor.wait()
+    assert code == 0
+    view = look("killed")
+    assert view.state == "finished"
+    assert [facts.params for facts in view.trials] == [facts.params for facts in whole.trials]
+    runs = runs_of(own_home, "killed")
+    assert sorted(runs) == [*range(trials)]
+    for facts in view.trials:
+        (run,) = runs[facts.number]
+        assert run.id == facts.run
+        steps = steps_of(run)
+        assert steps == sorted(set(steps)), "a step was made twice"
+        assert [point.rung for point in facts.points] == [*range(1, len(facts.points) + 1)]
+    assert len([*own_home.glob("killed-*/job.json")]) == trials
+    if stop == "none":
+        assert [f.curve for f in view.trials] == [f.curve for f in whole.trials]
+
+
+def test_a_second_conductor_is_refused() -> None:
+    study = Study(toy_job(trials=1), name="mine")
+    with study.records.dir.conducting(), pytest.raises(StudyError, match="another process"):
+        optimize(study)
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_and_another_job_is_refused() -> None:
+    first = optimize(Study(toy_job(trials=2), name="more"))
+    again = optimize(Study(toy_job(trials=4), name="more"))
+    assert [f.run for f in again.trials[:2]] == [f.run for f in first.trials]
+    assert len(again.trials) == 4
+    with pytest.raises(StudyError, match="of another job"):
+        Study(toy_job(trials=4, seed=3), name="more")
+    assert len(Study(name="more").trials) == 4
+
+
+def test_a_study_asked_to_stop_holds_its_trials_and_goes_on_later(own_home: Path) -> None:
+    study = Study(toy_job(trials=3, args={"step_s": 0.05}), name="paused")
+    seen = threading.Event()
+
+    def watch(view: StudyView) -> None:
+        if any(facts.points for facts in view.trials):
+            seen.set()
+            StudyDir(view.path).request_stop()
+
+    view = optimize(study, on_change=watch)
+    assert (view.state, view.reason) == ("stopped", "asked to stop")
+    assert seen.is_set()
+    held = [facts for facts in view.trials if facts.state is TrialState.HELD]
+    assert held
+    view = optimize(Study(name="paused"))
+    assert [facts.state for facts in view.trials] == [TrialState.DONE] * 3
+    for facts in view.trials:
+        steps = steps_of(RunDir(own_home / str(facts.run)))
+        assert steps == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
+
+
+@pytest.mark.slow
+def test_time_and_money_end_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StudyError, match="no price is known") as refused:
+        Study(toy_job(budget=1.0), name="poor")
+    assert "YUNLU_DOLLARS_PER_HOUR" in str(refused.value.hint)
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3600")
+    view = optimize(Study(toy_job(budget=2.0, args={"step_s": 0.05}), name="rich"))
+    assert (view.state, view.reason) == ("finished", "the budget is spent")
+    assert view.spent_dollars is not None
+    assert view.spent_dollars == pytest.approx(view.spent_s / 2)  # two devices share the price
+    assert view.spent_dollars >= 2.0
+    view = optimize(Study(toy_job(deadline="2s", args={"step_s": 0.05}), name="late"))
+    assert (view.state, view.reason) == ("finished", "the time is over")
+    assert not [facts for facts in view.trials if facts.state is TrialState.RUNNING]
+
+
+@pytest.mark.slow
+def test_three_failures_alike_end_a_study_and_one_does_not() -> None:
+    with pytest.raises(StudyError, match="the first 3 trials failed alike: a rate of") as failed:
+        optimize(Study(toy_job(args={"fails": True}, trials=50), name="bad"))
+    assert failed.value.hint == "take another"
+    view = look("bad")
+    assert view.state == "failed"
+    assert 3 <= view.count(TrialState.FAILED) <= 4
+    space = {"train.optimizer.lr": [0.1, 0.01], "model.args.fails": [True, False]}
+    study = Study(toy_job(space=space, method="grid", args={"fails": False}), name="half")
+    view = optimize(study)
+    assert view.state == "finished"
+    assert [f.state for f in view.trials].count(TrialState.FAILED) == 2
+    assert [f.state for f in view.trials].count(TrialState.DONE) == 2
+    errors = [f.error or "" for f in view.trials if f.state is TrialState.FAILED]
+    assert all("not to my liking" in error for error in errors)
+
+
+@pytest.mark.slow
+def test_an_objective_that_is_never_reported_is_told_early() -> None:
+    with pytest.raises(StudyError, match="f1 is never reported") as refused:
+        optimize(Study(toy_job(trials=9), maximize="f1", name="unknown"))
+    assert "accuracy" in str(refused.value.hint)
+    assert len(look("unknown").trials) <= 2
+    with pytest.raises(StudyError, match="no evaluations on validation data"):
+        optimize(Study(toy_job(trials=9, args={"silent": True}), name="silent"))
+    job = toy_job(trials=1)
+    train = job.train.model_copy(update={"evaluate": "never"})
+    with pytest.raises(StudyError, match=r"train\.evaluate is never"):
+        Study(job.model_copy(update={"train": train}), name="never")
+
+
+@pytest.mark.slow
+def test_copies_of_a_population_begin_where_their_models_were(own_home: Path) -> None:
+    stop = {"name": "pbt", "population": 4, "share": 0.5}
+    view = optimize(Study(toy_job(stop=stop), name="pbt"))
+    assert view.state == "finished"
+    copies = [facts for facts in view.trials if facts.trial.copied_from]
+    assert copies
+    for facts in copies:
+        assert facts.trial.copied_from is not None
+        _, rung = facts.trial.copied_from
+        steps = steps_of(RunDir(own_home / str(facts.run)))
+        assert min(steps) == rung * STEPS_PER_RUNG + 1
+        assert [point.rung for point in facts.points][:1] == [rung + 1]
+    assert any(facts.state is TrialState.DONE for facts in copies)
+
+
+def test_a_setting_is_trained_once(own_home: Path) -> None:
+    study = Study(toy_job(trials=4), name="twins")
+    conduct(study.records, method=Repeating(), places=ToyPlaces(1), elastic=False)
+    view = study.view()
+    assert [f.state for f in view.trials] == [TrialState.DONE] * 4
+    assert [f.curve for f in view.trials[2:]] == [f.curve for f in view.trials[:2]]
+    assert len(runs_of(own_home, "twins")) == len({json.dumps(dict(f.params)) for f in view.trials})
+    for facts in view.trials:
+        twins = [f for f in view.trials if f.params == facts.params and f.run is not None]
+        assert len(twins) == 1
+        if facts.run is None:
+            assert facts.reason == f"the same setting as trial {twins[0].number}"
+
+
+def test_ask_and_tell_and_ones_own_function() -> None:
+    study = Study(toy_job(trials=12, parallel=3), minimize="loss", name="own")
+    asked = study.ask()
+    assert asked is not None
+    assert asked.job is not None
+    assert asked.job.train.optimizer.lr == asked["train.optimizer.lr"]
+    study.tell(asked, 5.0)
+    threads = set[int]()
+
+    def trial(asked: Any) -> float:
+        threads.add(threading.get_ident())
+        if asked.number == 4:
+            raise ValueError("not this one")
+        return loss_of(asked["train.optimizer.lr"], 1)
+
+    study.optimize(trial)
+    study.close()
+    assert [facts.state for facts in study.trials].count(TrialState.DONE) == 11
+    assert study.trials[4].error == "ValueError: not this one"
+    assert study.best is not None
+    assert study.best.value == min(f.value for f in study.trials if f.value is not None)
+    with pytest.raises(StudyError, match="no trial 4 that waits"):
+        study.tell(4, 1.0)
+    again = Study(name="own")
+    assert [facts.trial for facts in again.trials] == [facts.trial for facts in study.trials]
+    with pytest.raises(StudyError, match="the first 3 trials failed alike"):
+        Study(toy_job(), name="hopeless").optimize(lambda _: 1 / 0)
+
+
+def test_two_objectives_keep_their_curves_and_their_front() -> None:
+    job = toy_job(trials=4)
+    assert job.search is not None
+    search = {
+        "space": {"train.optimizer.lr": "1e-4 .. 1e-1 log"},
+        "objectives": ["loss", "seconds"],
+    }
+    view = optimize(Study(job, search=search, trials=4, method="random", name="two"))
+    assert view.metrics == ("loss", "seconds")
+    assert all(len(facts.points) == EPOCHS for facts in view.trials)
+    assert view.front
+    assert all(len(values) == 2 for facts in view.trials for _, values in facts.curve)
+    known = optuna.load_study(study_name="two", storage=view.storage)
+    assert {trial.number for trial in known.best_trials} == {f.number for f in view.front}

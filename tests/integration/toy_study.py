@@ -1,0 +1,82 @@
+"""A study of toy trials, also as a program of its own that can be killed: ``toy_study.py NAME TRIALS``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.integration import toy_trial
+from yunlu.core.rundir import RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.pool.local import recorded_worker
+from yunlu.spec.job import Job
+from yunlu.spec.load import job_from_mapping
+from yunlu.tuning.study import Study
+
+EPOCHS = 4
+
+
+class ToyPlaces:
+    """Shares of this machine for toys."""
+
+    def __init__(self, devices: int = 2) -> None:
+        self.devices = devices
+
+    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+        return service.submit(job, source=source)
+
+    def start(
+        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+    ) -> None:
+        del devices, most, promise
+        command = (sys.executable, toy_trial.__file__)
+        if service.read_record(run_dir).state is RunState.PENDING:
+            service.start(run_dir, command)
+        else:
+            service.resume(run_dir, command=command)
+
+    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+        del run_dir, devices, promise
+        return False
+
+    def held(self, run_dir: RunDir) -> int:
+        worker = recorded_worker(run_dir)
+        return int(worker is not None and worker.detached and worker.is_alive())
+
+    def usable(self, run_dir: RunDir) -> int | None:
+        del run_dir
+        return 1
+
+    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+        pass
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        service.request_stop(run_dir, now=now)
+
+
+def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:
+    """A job that toys train."""
+    asked: dict[str, Any] = {
+        "space": {"train.optimizer.lr": "1e-4 .. 1e-1 log"},
+        "metric": "loss",
+        "method": "random",
+        "stop": "none",
+    }
+    return job_from_mapping(
+        {
+            "name": "toy",
+            "task": "tabular-classification",
+            "model": {"name": "mlp", "args": args or {}},
+            "data": "sklearn:iris",
+            "train": {"epochs": EPOCHS, "optimizer": {"lr": 0.01}},
+            "search": asked | search,
+        }
+    )
+
+
+if __name__ == "__main__":
+    study = Study(toy_job(trials=int(sys.argv[2]), stop=sys.argv[3], args={"step_s": 0.02}),
+                  name=sys.argv[1])  # fmt: skip
+    study.optimize(places=ToyPlaces(), elastic=False)

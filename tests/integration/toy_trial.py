@@ -1,0 +1,117 @@
+"""A worker that trains nothing, in real processes and real run directories: trials by the dozen.
+
+``python toy_trial.py RUN_DIR`` lives one life of a run: it keeps to the protocol of the real worker
+(lock, life, plan, evaluations, checkpoints, the gate) and needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from yunlu.core.files import append_lines, write_atomically
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.training.trial_gate import open_gate
+
+STEP_S = 0.004
+STEPS_PER_RUNG = 5
+
+
+def loss_of(lr: float, rung: int) -> float:
+    """A curve that falls towards a floor; the best rate is 1e-2."""
+    return abs(math.log10(lr) + 2) + 1 / rung
+
+
+class ToyTrial:
+    """One life; the files say where the last one stopped."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.job: dict[str, Any] = json.loads(run.job.read_bytes())
+        self.is_asked_to_stop = False
+        signal.signal(signal.SIGTERM, self._note_stop)
+
+    def _note_stop(self, *_: Any) -> None:
+        self.is_asked_to_stop = True
+
+    def move(self, state: str, **about: Any) -> None:
+        self.run.emit(EventKind.STATE, state=state, **about)
+
+    def live(self) -> None:
+        run = self.run
+        lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+        started_at = psutil.Process().create_time()
+        run.emit(
+            EventKind.LIFE, number=lives + 1, pid=os.getpid(), process_started_at=started_at,
+            began_at=started_at,
+        )  # fmt: skip
+        self.move("planning")
+        args, train = self.job["model"]["args"], self.job["train"]
+        if args.get("fails"):
+            message = f"a rate of {train['optimizer']['lr']} is not to my liking"
+            run.emit(EventKind.ERROR, code="training", message=message, hint="take another")
+            self.move("failed")
+            return
+        every = 0 if args.get("silent") else STEPS_PER_RUNG
+        steps = math.ceil(train["epochs"]) * STEPS_PER_RUNG
+        run.emit(EventKind.DATA, train=40, validation=8, test=0)
+        run.emit(EventKind.PLAN, steps=steps, evaluate_every=every, batch=8, best_metric="loss")
+        self.train(steps, train["optimizer"]["lr"], step_s=args.get("step_s", STEP_S))
+
+    def train(self, steps: int, lr: float, *, step_s: float) -> None:
+        run = self.run
+        first = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0)
+        self.move("running", resumed_from_step=first or None)
+        gate = open_gate(run)
+        assert gate is not None
+        for step in range(first + 1, steps + 1):
+            time.sleep(step_s)
+            append_lines(run.metrics, [{"step": step, "loss": 1.0, "at": time.time()}])
+            rung, rest = divmod(step, STEPS_PER_RUNG)
+            ruling = gate.peek(rung)
+            if rest == 0:
+                loss = loss_of(lr, rung)
+                run.emit(
+                    EventKind.EVALUATION, split="validation", step=step, rung=rung, loss=loss,
+                    metrics={"accuracy": 1 / (1 + loss)}, seconds=0.0,
+                )  # fmt: skip
+                if step == steps:
+                    break
+                if gate.saves:
+                    self.save(step)
+                ruling = gate.ask(rung, is_wanted=lambda: not self.is_asked_to_stop)
+            if ruling is not None or self.is_asked_to_stop:
+                if ruling is None or ruling.kind == "hold":
+                    self.save(step)
+                self.move("stopped", **({} if ruling is None else {"reason": ruling.reason}))
+                return
+        self.move("finished")
+
+    def save(self, step: int) -> None:
+        path = self.run.checkpoints / f"step-{step:010d}"
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / "toy.json", "{}")
+        self.run.emit(EventKind.CHECKPOINT, step=step, path=f"checkpoints/{path.name}", bytes=1)
+
+
+def main() -> None:
+    run = RunDir(Path(sys.argv[1]))
+    with (run.path / "worker.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        ToyTrial(run).live()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What a study will take: exact where the method says it, ordered where it guesses, honest where nobody knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yunlu.planning.choice.options import Interval
+from yunlu.spec.job import Job
+from yunlu.spec.search import SearchSpec
+from yunlu.tuning.forecast import (
+    EXAMPLE_TRIALS,
+    StudyForecast,
+    TrialTime,
+    compare,
+    find_trial_time,
+    foretell,
+)
+from yunlu.tuning.stages import Stage, count_grid, expect, find_stop, makespan_s
+
+LR = {"train.optimizer.lr": "1e-4 .. 1e-1 log"}
+
+
+def search(**fields: Any) -> SearchSpec:
+    return SearchSpec.model_validate({"space": LR, "method": "random", "stop": "none"} | fields)
+
+
+def job() -> Job:
+    return Job.model_validate(
+        {"task": "tabular-classification", "model": "mlp", "data": "sklearn:digits"}
+    )
+
+
+def trial(seconds: float = 100.0, *, start_s: float = 10.0, spread: float = 1.2) -> TrialTime:
+    interval = Interval(value=seconds, low=seconds / spread, high=seconds * spread)
+    return TrialTime(seconds=interval, start_s=start_s, source="a test")
+
+
+def told(asked: SearchSpec, **more: Any) -> StudyForecast:
+    options: dict[str, Any] = {"rungs": 9, "devices": 4, "trial": trial(), "elastic": False}
+    return foretell(job(), asked, **(options | more))
+
+
+def test_whole_trainings_one_after_the_other() -> None:
+    found = told(search(trials=8), devices=1)
+    assert found.seconds is not None
+    assert found.seconds.value == pytest.approx(800.0)
+    assert found.seconds.low < 800.0 < found.seconds.high
+    assert (found.trials.value, found.bound, found.share) == (8.0, "trials", 1.0)
+
+
+def test_halving_counts_its_rungs() -> None:
+    asked = search(stop="asha", trials=9)
+    course = expect(asked, trials=9, rungs=9)
+    assert course.stages == (
+        Stage(trials=9, rungs=1),
+        Stage(trials=3, rungs=2),
+        Stage(trials=1, rungs=6),
+    )
+    assert course.rungs == 21
+    assert told(asked).share == pytest.approx(21 / 81)
+
+
+def test_hyperband_has_brackets_that_begin_later() -> None:
+    asked = search(stop="hyperband", trials=20)
+    course = expect(asked, trials=20, rungs=9)
+    assert {stage.rungs for stage in course.stages} >= {1, 3, 9}
+    assert course.rungs > expect(search(stop="asha"), trials=20, rungs=9).rungs
+
+
+def test_the_budget_buys_as_many_trials_as_it_pays_for() -> None:
+    # 3.60 dollars an hour for 4 devices: one device-second costs 0.00025.
+    found = told(search(budget=1.0), dollars_per_hour=3.6)
+    assert (found.bound, found.trials.value) == ("budget", 40.0)
+    assert found.trials.low < 40 < found.trials.high
+    assert found.dollars is not None
+    assert found.dollars.value == pytest.approx(1.0, rel=0.05)
+    assert found.dollars.high == 1.0
+
+
+def test_the_tightest_limit_bounds() -> None:
+    found = told(search(budget=1.0, trials=10, deadline="1h"), dollars_per_hour=3.6)
+    assert (found.bound, found.trials.value) == ("trials", 10.0)
+    found = told(search(trials=1000, deadline="10min"), devices=1)
+    assert (found.bound, found.trials.value) == ("deadline", 6.0)
+    assert found.seconds is not None
+    assert found.seconds.high <= 600.0
+
+
+def test_without_a_price_the_budget_says_nothing() -> None:
+    found = told(search(budget=5.0, trials=3))
+    assert found.dollars is None
+    assert any("no price" in note for note in found.notes)
+
+
+def test_without_any_limit_an_example_is_told() -> None:
+    found = told(search())
+    assert (found.bound, found.trials.value) == ("nothing", EXAMPLE_TRIALS)
+    assert any("nothing bounds" in note for note in found.notes)
+
+
+def test_a_machine_that_nobody_measured_tells_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YUNLU_CACHE", str(tmp_path))
+    assert find_trial_time(job(), devices=2) is None
+    found = told(search(trials=5), trial=None)
+    assert found.seconds is None
+    assert "first trials will tell" in " ".join(found.lines())
+
+
+def test_a_grid_is_counted() -> None:
+    asked = search(
+        method="grid", space={"train.batch": [16, 32, 64], "train.optimizer.lr": {"low": 0.1, "high": 0.4, "step": 0.1}}
+    )  # fmt: skip
+    assert count_grid(asked) == 12
+    assert told(asked).bound == "grid"
+    assert count_grid(search()) is None
+
+
+def test_varied_models_make_the_interval_wider() -> None:
+    def width(space: dict[str, Any]) -> float:
+        found = told(search(trials=10, space=space)).seconds
+        assert found is not None
+        return found.high / found.low
+
+    assert width({"model.args.hidden": [[16], [64]]}) > width(LR)
+
+
+@pytest.mark.parametrize("stop", ["none", "asha", "hyperband", "median", "patience"])
+def test_shares_that_change_are_never_slower(stop: str) -> None:
+    asked = search(stop=stop, trials=27)
+    static, elastic = told(asked), told(asked, elastic=True)
+    assert static.seconds is not None
+    assert elastic.seconds is not None
+    assert elastic.seconds.value <= static.seconds.value * 1.001
+    assert static.device_s == elastic.device_s
+
+
+@given(
+    trials=st.integers(1, 100),
+    rungs=st.integers(1, 60),
+    devices=st.integers(1, 16),
+    stop=st.sampled_from(["none", "asha", "hyperband", "median", "pbt", "frontier"]),
+    elastic=st.booleans(),
+)
+def test_no_study_beats_all_devices_always_busy(
+    trials: int, rungs: int, devices: int, stop: str, elastic: bool
+) -> None:
+    asked = search(stop=stop) if stop != "frontier" else search(method="frontier", stop="auto")
+    course = expect(asked, trials=trials, rungs=rungs)
+    span_s = makespan_s(course, rung_s=1.0, devices=devices, parallel=devices, elastic=elastic)
+    assert span_s >= course.rungs / devices * 0.999
+    assert course.rungs <= max(trials, 10) * rungs * 1.001
+    more = expect(asked, trials=trials + 10, rungs=rungs)
+    assert more.rungs >= course.rungs
+
+
+def test_auto_is_what_the_methods_make_of_it() -> None:
+    assert find_stop(SearchSpec.model_validate({"space": LR})) == "frontier"
+    assert find_stop(SearchSpec.model_validate({"space": LR, "method": "tpe"})) == "asha"
+    assert find_stop(SearchSpec.model_validate({"space": LR, "method": "grid"})) == "none"
+
+
+def test_our_own_method_trains_a_part_of_each_trial() -> None:
+    course = expect(SearchSpec.model_validate({"space": LR}), trials=100, rungs=50)
+    assert course.rungs == pytest.approx(0.25 * 100 * 50)
+    assert sum(stage.trials for stage in course.stages) == 160  # with those that went on
+
+
+def test_it_survives_a_trip_through_json() -> None:
+    found = told(search(budget=1.0), dollars_per_hour=3.6)
+    assert StudyForecast.model_validate_json(found.model_dump_json()) == found
+
+
+def test_what_was_said_is_compared_with_what_was() -> None:
+    found = told(search(trials=8), devices=1, dollars_per_hour=3.6)
+    lines = compare(found, trials=8, seconds=820.0, dollars=100.0)
+    assert lines[0] == "trials: expected 8, was 8: as said"
+    assert lines[1].endswith("was 13 min 40 s: as said")
+    assert lines[2].endswith("more than said")
+    assert compare(found, trials=8, seconds=1.0)[1].endswith("less than said")

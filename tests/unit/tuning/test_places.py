@@ -1,0 +1,150 @@
+"""Trials in the queue of a pool, and on shares of this machine; nothing trains here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.pool.executors.record import Record, write_record
+from yunlu.pool.local import recorded_worker
+from yunlu.spec.job import Job
+from yunlu.steward.journal import Journal
+from yunlu.steward.notes import Notes, write_notes
+from yunlu.steward.queue import Entry, read_entry, scan
+from yunlu.tuning.conducting.pace import Paces
+from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces, find_places
+from yunlu.tuning.values import Point, Trial, TrialState
+
+
+def make_job(**parts: Any) -> Job:
+    told = {"name": "t", "task": "tabular-classification", "data": "made:x", "model": "mlp"}
+    return Job.model_validate(told | parts)
+
+
+def entry_of(run: RunDir) -> Entry:
+    entry = read_entry(run)
+    assert entry is not None
+    return entry
+
+
+def test_a_submitted_trial_waits_for_its_start(own_home: Path) -> None:
+    run = PoolPlaces().submit(make_job())
+    assert service.read_record(run).state is RunState.PENDING
+    assert list(scan(own_home)) == []  # trial.json can be written in peace
+
+
+def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
+    places: Places = PoolPlaces(priority=5, team="vision")
+    run = places.submit(make_job())
+    places.start(run, 2, promise=0.9)
+    entry = entry_of(run)
+    assert (entry.needs.least, entry.needs.most, entry.wish) == (1, 2, "run")
+    assert (entry.priority, entry.team) == (5, "vision")
+    assert [each.id for each in scan(own_home)] == [run.id]
+    worker = recorded_worker(run)
+    assert worker is not None
+    assert worker.host == "(queue)"  # our death is not the trial's
+    assert places.held(run) == 0
+
+
+def test_who_promises_less_goes_later_but_never_before_others() -> None:
+    places = PoolPlaces(priority=5)
+    run = places.submit(make_job())
+    places.start(run, 1, promise=0.1)
+    assert entry_of(run).priority == 4
+    assert places.resize(run, 4, promise=1.0)
+    assert (entry_of(run).priority, entry_of(run).needs.most) == (5, 4)
+
+
+def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
+    places = PoolPlaces()
+    run = places.submit(make_job())
+    places.start(run, 1)
+    places.let_go(run, for_good=False)
+    assert entry_of(run).wish == "pause"
+    assert not places.resize(run, 2)
+    before = entry_of(run).ticket
+    places.start(run, 3)
+    entry = entry_of(run)
+    assert (entry.wish, entry.needs.most, entry.ticket) == ("run", 3, before + 1)
+    places.let_go(run, for_good=True)
+    assert entry_of(run).wish == "stop"
+
+
+def test_letting_go_of_what_was_never_queued_is_no_error() -> None:
+    places = PoolPlaces()
+    places.let_go(places.submit(make_job()), for_good=True)
+
+
+def test_the_pool_says_what_a_trial_holds() -> None:
+    places = PoolPlaces()
+    run = places.submit(make_job())
+    write_notes(run, Notes(shares=(("a", 2), ("b", 1))))
+    assert places.held(run) == 3
+
+
+def test_the_pool_has_as_many_devices_as_it_shows(own_home: Path) -> None:
+    assert PoolPlaces().devices == 0
+    journal = Journal(own_home)
+    journal.path.mkdir(parents=True)
+    journal.view.write_text(json.dumps({"devices": 6}))
+    assert PoolPlaces().devices == 6
+    assert PoolPlaces(devices=4).devices == 4
+
+
+def test_a_layout_that_is_cut_gets_whole_replicas() -> None:
+    places = PoolPlaces()
+    run = places.submit(make_job(layout={"tp": 2}))
+    places.start(run, 4)
+    assert entry_of(run).needs.multiple == 2
+    assert places.resize(run, 3)
+    assert entry_of(run).needs.most == 2
+
+
+def test_without_a_pool_it_is_this_machine() -> None:
+    places = find_places(devices=3)
+    assert isinstance(places, LocalPlaces)
+    assert places.devices == 3
+
+
+def test_a_trial_that_does_not_run_holds_nothing_and_cannot_be_resized() -> None:
+    places = LocalPlaces(2)
+    run = places.submit(make_job())
+    assert places.held(run) == 0
+    assert not places.resize(run, 2)
+
+
+def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
+    run = LocalPlaces(2).submit(make_job())
+    run.emit(EventKind.LIFE, number=1)
+    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=90)
+    crews = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
+    with run.metrics.open("w") as metrics:
+        for generation, workers, steps, step_s in crews:
+            ranks = [{"host": "here"}] * workers
+            lost_s = 3.0 if generation else None
+            run.emit(EventKind.CREW, generation=generation, ranks=ranks, lost_s=lost_s)
+            for step in steps:
+                line = {"step": step, "generation": generation, "life": 1, "compute_s": step_s}
+                metrics.write(json.dumps(line) + "\n")
+    paces = Paces(rungs=9)
+    new = Trial(number=1, params={}, state=TrialState.WAITING, until=1)
+    before_s = paces.claim(new, held=0).work_s
+    paces.look([(0, run)])
+    points = tuple(Point(rung, (1.0,), 10.0) for rung in (1, 2))
+    seen = Trial(number=0, params={}, state=TrialState.RUNNING, points=points, until=3)
+    claim = paces.claim(seen, held=2, promise=0.8)
+    assert claim.work_s == pytest.approx(10.0, rel=0.15)  # one rung of ten steps of about a second
+    assert claim.beyond_s == pytest.approx(0.8 * 60.0, rel=0.15)
+    assert claim.resize_s > paces.start_s  # with no executor: it would be started again
+    record, _ = Record(address="local").grant("here", 2, is_lead=True)
+    write_record(run, record)
+    assert paces.claim(seen, held=2).resize_s == 3.0
+    assert 0.7 < claim.power < 0.95  # 1.67 times as fast on two
+    assert paces.claim(new, held=0).work_s != before_s  # as long as the others

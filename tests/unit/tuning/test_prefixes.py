@@ -1,0 +1,126 @@
+"""What two jobs have in common is what their steps have in common, and nothing beyond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yunlu.planning.schedule import rate
+from yunlu.spec.job import Job
+from yunlu.spec.load import job_from_mapping
+from yunlu.tuning.conducting.prefixes import find_course, may_share, shared_rung, shared_steps
+from yunlu.tuning.conducting.story import Evaluated, Story
+from yunlu.tuning.values import Dimension
+
+SAMPLES, BATCH = 640, 32
+NAMES = ("constant", "linear", "cosine", "wsd")
+ANY_SCHEDULE = st.fixed_dictionaries(
+    {"name": st.sampled_from(NAMES)},
+    optional={
+        "warmup": st.sampled_from((0, 3, 10, 0.1)),
+        "final": st.sampled_from((0.0, 0.1, 1.0)),
+        "decay": st.sampled_from((0.2, 0.5, 1.0)),
+    },
+)
+ANY_LENGTH = st.one_of(
+    st.fixed_dictionaries({"epochs": st.sampled_from((1, 2.5, 4))}),
+    st.fixed_dictionaries({"steps": st.sampled_from((1, 30, 77))}),
+)
+
+
+def make_job(schedule: Any = "wsd", *, name: str = "one", **train: Any) -> Job:
+    mapping = {
+        "task": "tabular-classification",
+        "model": "mlp",
+        "data": "sklearn:iris",
+        "name": name,
+    }
+    return job_from_mapping(mapping | {"train": {"schedule": schedule, "batch": BATCH, **train}})
+
+
+def shared(one: Job, other: Job) -> int:
+    return shared_steps(one, other, samples=SAMPLES, plan={"batch": BATCH})
+
+
+def rates(job: Job) -> list[float]:
+    course = find_course(job, samples=SAMPLES, batch=BATCH)
+    return [
+        rate(job.train.schedule, step, steps=course.steps, warmup_steps=course.warmup_steps)
+        for step in range(course.steps)
+    ]
+
+
+@given(ANY_SCHEDULE, ANY_SCHEDULE, ANY_LENGTH, ANY_LENGTH)
+def test_shared_steps_are_those_with_the_same_rates(
+    first: Any, second: Any, long: Any, short: Any
+) -> None:
+    one, other = make_job(first, **long), make_job(second, **short)
+    ours, theirs = rates(one), rates(other)
+    pairs = list(zip(ours, theirs, strict=False))
+    expected = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    assert shared(one, other) == shared(other, one) == expected
+
+
+def test_a_stable_rate_is_shared_until_it_falls() -> None:
+    one = make_job({"name": "wsd", "warmup": 0, "decay": 0.25}, steps=100)
+    other = make_job({"name": "wsd", "warmup": 0, "decay": 0.5}, steps=100)
+    assert shared(one, other) == 51  # the first step of the fall is still at the peak
+
+
+def test_names_and_checkpoints_train_nothing() -> None:
+    one, other = make_job(steps=50), make_job(steps=50, name="other", checkpoint=7)
+    assert shared(one, other) == 50
+
+
+def test_jobs_that_differ_early_share_nothing() -> None:
+    one = make_job(steps=50)
+    differing: tuple[dict[str, Any], ...] = (
+        {"optimizer": {"lr": 0.5}},
+        {"seed": 3},
+        {"batch": 16},
+        {"label_smoothing": 0.1},
+        {"ema": 0.9},
+        {"early_stopping": 3},
+        {"evaluate": 5},
+    )
+    for train in differing:
+        assert shared(one, make_job(steps=50, **train)) == 0
+    growing = make_job(steps=50, grow_batch=1)
+    assert shared(growing, make_job(steps=50, grow_batch=1, name="other")) == 0
+    plateau = make_job({"name": "plateau", "factor": 0.1}, steps=50)
+    assert shared(plateau, make_job({"name": "plateau", "factor": 0.5}, steps=50)) == 0
+    assert shared(plateau, plateau) == 50
+
+
+def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> None:
+    one = make_job({"name": "wsd", "warmup": 0, "decay": 0.5}, steps=45)
+    other = make_job({"name": "constant", "warmup": 0}, steps=100)
+    steps = {1: 10, 2: 20, 3: 30, 4: 40, 5: 45}
+    story = Story(
+        plan={"batch": BATCH, "evaluate_every": 10, "steps": 45},
+        train_samples=SAMPLES,
+        evaluated={rung: Evaluated(rung, step, {}, 0.0, 0.0) for rung, step in steps.items()},
+        checkpoints={10: "a", 20: "b", 45: "c"},
+    )
+    assert shared_steps(one, other, samples=SAMPLES, plan=story.plan) == 23
+    assert shared_rung(one, other, story) == 2
+    assert shared_rung(one, one, story) == 2  # the last one was only made because it ended there
+    story.checkpoints.pop(20)
+    assert shared_rung(one, other, story) == 1
+    story.plan["evaluate_every"] = 0
+    assert shared_rung(one, other, story) == 0
+
+
+def test_a_space_shares_where_something_acts_late_and_the_rest_can_agree() -> None:
+    late = Dimension(name="train.schedule.decay", low=0.1, high=1.0)
+    length = Dimension(name="train.epochs", choices=(1, 2))
+    warmup = Dimension(name="train.schedule.warmup", choices=(1, 2))
+    listed = Dimension(name="train.optimizer.lr", choices=(0.1, 0.2))
+    ranged = Dimension(name="train.optimizer.lr", low=0.1, high=0.2)
+    assert may_share([late])
+    assert may_share([length, listed])
+    assert not may_share([warmup])
+    assert not may_share([listed])
+    assert not may_share([late, ranged])

@@ -1,0 +1,48 @@
+"""What a run has cost and come to, from its events alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from yunlu.core.rundir import Event, EventKind
+from yunlu.core.states import RunState
+from yunlu.tuning.conducting.story import Story
+
+
+def tell(story: Story, at: float, kind: EventKind, **data: Any) -> None:
+    story.take(Event(kind=kind, at=at, data=data))
+
+
+def test_device_seconds_follow_lives_and_resizes() -> None:
+    story = Story(devices=2)
+    assert story.device_seconds(100.0) == 0
+    tell(story, 10.0, EventKind.LIFE, began_at=8.0)
+    assert story.device_seconds(10.0) == 4
+    tell(story, 12.0, EventKind.CREW, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
+    tell(story, 15.0, EventKind.STATE, state="stopped", reason="held at rung 1")
+    assert story.device_seconds(1e9) == 8 + 12
+    assert (story.state, story.reason) == (RunState.STOPPED, "held at rung 1")
+    tell(story, 50.0, EventKind.STATE, state="pending")
+    story.devices = 1
+    tell(story, 60.0, EventKind.LIFE, began_at=60.0)
+    assert story.reason == ""
+    assert story.device_seconds(65.0) == 25
+    assert story.lives == 2
+
+
+def test_evaluations_are_counted_by_rung_and_made_again_once() -> None:
+    story = Story()
+    tell(story, 0.0, EventKind.LIFE, began_at=0.0)
+    tell(story, 1.0, EventKind.PLAN, steps=45, evaluate_every=10)
+    assert story.rungs == 5
+    about = {"split": "validation", "metrics": {"accuracy": 0.5}, "loss": 0.7}
+    for at, rung in ((2.0, 1), (4.0, 2), (6.0, 2)):
+        tell(story, at, EventKind.EVALUATION, rung=rung, step=10 * rung, **about)
+    tell(story, 7.0, EventKind.EVALUATION, **(about | {"split": "test", "step": 45}))
+    assert [*story.evaluated] == [1, 2]
+    assert story.step_of(2) == 20
+    assert story.step_of(3) is None
+    assert story.evaluated[1].metrics == {"loss": 0.7, "accuracy": 0.5}
+    assert story.evaluated[1].device_seconds == pytest.approx(2.0)

@@ -88,6 +88,7 @@ def check_samples(run: RunDir) -> None:
     assert [step for step, _ in taken] == list(range(first, first + len(taken)))
 
 
+@pytest.mark.long
 def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
     places = LocalPlaces(2)
     run = make_trial(places)

@@ -181,7 +181,7 @@ def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # each life of a conductor begins by importing much
-@pytest.mark.parametrize("stop", ["none", "asha"])
+@pytest.mark.parametrize("stop", [pytest.param("none", marks=pytest.mark.long), "asha"])
 def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
     own_home: Path, stop: str
 ) -> None:

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live
 .DEFAULT_GOAL := demo
@@ -10,9 +10,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 demo: $(VENV)/.train
 	$(BIN)/yunlu train examples/digits.yaml
 
-test: check
-	# One thread a process, and more processes than a small machine has cores: half of the time tests wait.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
+# Checked meanwhile, and one thread a process, and more of them than a small machine has cores: half of the
+# time tests wait.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory check & checking=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal; tested=$$?; \
+	wait $$checking && exit $$tested
 
 # Examples that train for a minute each.
 test-long: $(VENV)/.dev

@@ -235,6 +235,7 @@ def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
     check_run(run, alone, steps=FEWER)
 
 
+@pytest.mark.long
 def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int, float]) -> None:
     run = runs.start("--set", "layout=fsdp2", "--set", f"train.steps={FEWER}")
     wait_for_step(run, 20)

@@ -229,6 +229,7 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
     wait(lambda: not bench.left(), "everyone gone")
 
 
+@pytest.mark.long
 def test_a_script_under_srun_gets_the_same_run_in_each_task(
     bench: Bench, alone: dict[int, float]
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     wait(lambda: not bench.left(), "everyone gone")
 
 
+@pytest.mark.long
 def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> None:
     bench.write_job("tasks_of_test:Slow")
     marker = bench.directory / "trains"

@@ -39,7 +39,10 @@ def alone() -> tuple[list[float], list[float]]:
     return train(World(layout=Layout(), rank=0, device=torch.device("cpu")))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["cut in every way", *(pytest.param(n, marks=pytest.mark.long) for n in list(LAYOUTS)[1:])],
+)
 def test_a_model_with_a_base_trains_as_one_process_does(
     name: str, alone: tuple[list[float], list[float]]
 ) -> None:

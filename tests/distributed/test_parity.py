@@ -83,10 +83,10 @@ def test_every_layout_trains_as_one_process_does(name: str) -> None:
         ("uneven", Layout(pp=2)),  # three layers over two stages
         pytest.param("uneven", Layout(pp=2, fsdp=2), marks=pytest.mark.long),
         ("untied", Layout(tp=2, sequence=True, vocabulary=True)),
-        ("detached", Layout(pp=2, fsdp=2)),
+        pytest.param("detached", Layout(pp=2, fsdp=2), marks=pytest.mark.long),
         pytest.param("llama", Layout(tp=2), marks=pytest.mark.long),
         pytest.param("llama", Layout(pp=2), marks=pytest.mark.long),
-        ("llama", Layout(fsdp=3)),
+        pytest.param("llama", Layout(fsdp=3), marks=pytest.mark.long),
     ],
     ids=str,
 )

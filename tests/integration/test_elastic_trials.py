@@ -117,6 +117,7 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
     check_samples(run)
 
 
+@pytest.mark.long
 def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> None:
     settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=1.0, look_s=0.2)
     control.bring_up(own_home, settings)

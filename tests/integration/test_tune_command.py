@@ -93,6 +93,7 @@ def test_a_search_ends_with_a_setting_a_command_and_a_page(
     assert "toys" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_ctrl_c_lets_it_rest_and_the_same_command_goes_on(
     job: Path,
     tune: Tune,
@@ -140,6 +141,7 @@ def test_ctrl_c_lets_it_rest_and_the_same_command_goes_on(
     assert len(list(own_home.glob("*/trial.json"))) == 3
 
 
+@pytest.mark.long
 def test_a_study_can_be_stopped_from_elsewhere(
     job: Path, tune: Tune, own_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_study_can_be_stopped_from_elsewhere(
     assert "rests already" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_finished_study_goes_on_only_where_more_is_asked_for(
     job: Path, tune: Tune, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_finished_study_goes_on_only_where_more_is_asked_for(
     assert len(document(capsys, "study", "show", "toys")["trials"]) == 3
 
 
+@pytest.mark.long
 def test_trials_that_fail_alike_end_the_search_with_the_error_told_once(
     job: Path, tune: Tune, capsys: pytest.CaptureFixture[str]
 ) -> None:

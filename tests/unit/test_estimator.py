@@ -39,8 +39,8 @@ def digits(samples: int = 300) -> tuple[np.ndarray, np.ndarray]:
     return found.data[:samples], found.target[:samples]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Classifier, pytest.param(Regressor, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Classifier, Regressor])
 def test_scikit_learns_own_checks_pass(kind: Any) -> None:
     # Skipped of itself: array API input, which SCIPY_ARRAY_API switches on.
     check_estimator(kind(**QUICK), expected_failed_checks={}, on_skip=None)

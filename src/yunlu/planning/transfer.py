@@ -129,19 +129,6 @@ DEEPSEEK = Rule(
 RULES = (STEP_LAW, DEEPSEEK)
 
 
-def kaplan_rate(parameters: float) -> float:
-    """A rule of thumb for Adam at batches of half a million tokens (Kaplan et al. 2020, D.6)."""
-    return 0.003239 - 0.0001395 * math.log(parameters)
-
-
-def critical_batch_tokens(loss: float) -> float:
-    """The batch beyond which samples are wasted, at this loss in nats per token.
-
-    Kaplan et al. 2020, equation 1.4, after McCandlish et al. 2018.
-    """
-    return 2e8 * loss ** (-1 / 0.21)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What a rule says of a job, and why."""
@@ -189,15 +176,6 @@ def why_no_rule(job: Job) -> str:
     if "mup_base" in model.args:
         return "under model.args.mup_base the rate is that of the base width"
     return ""
-
-
-def carry(setting: Setting, small: Scale, large: Scale, *, rule: Rule = STEP_LAW) -> Setting:
-    """What was best for a small training, for a large one: by the rule's exponents alone."""
-    before, after = rule.at(small), rule.at(large)
-    return Setting(
-        lr=setting.lr * after.lr / before.lr,
-        batch_tokens=setting.batch_tokens * after.batch_tokens / before.batch_tokens,
-    )
 
 
 _NEAR = 0.02

@@ -155,18 +155,6 @@ def trial_time_of(plan: Plan, *, devices: int) -> TrialTime:
     )
 
 
-def compare(
-    forecast: StudyForecast, *, trials: int, seconds: float, dollars: float | None = None
-) -> tuple[str, ...]:
-    """What was said beside what was, a line for each quantity."""
-    lines = [_compare("trials", forecast.trials, float(trials), _plain)]
-    if forecast.seconds is not None:
-        lines.append(_compare("time", forecast.seconds, seconds, show_duration))
-    if forecast.dollars is not None and dollars is not None:
-        lines.append(_compare("cost", forecast.dollars, dollars, _show_dollars))
-    return tuple(lines)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Teller:
     """One forecast in the making."""
@@ -320,13 +308,6 @@ def _exact(count: int) -> Interval:
 def _spread(value: float, deviation: float) -> Interval:
     factor = exp(_Z_80 * deviation)
     return Interval(value=value, low=value / factor, high=value * factor)
-
-
-def _compare(name: str, said: Interval, found: float, show: Callable[[float], str]) -> str:
-    is_within = said.low * 0.999 <= found <= said.high * 1.001
-    verdict = "as said" if is_within else "less than said" if found < said.low else "more than said"
-    between = "" if said.low == said.high else f" ({show(said.low)} to {show(said.high)})"
-    return f"{name}: expected {show(said.value)}{between}, was {show(found)}: {verdict}"
 
 
 def _show(interval: Interval, show: Callable[[float], str]) -> str:

@@ -16,7 +16,6 @@ from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
     StudyForecast,
     TrialTime,
-    compare,
     find_trial_time,
     foretell,
 )
@@ -175,12 +174,3 @@ def test_our_own_method_trains_a_part_of_each_trial() -> None:
 def test_it_survives_a_trip_through_json() -> None:
     found = told(search(budget=1.0), dollars_per_hour=3.6)
     assert StudyForecast.model_validate_json(found.model_dump_json()) == found
-
-
-def test_what_was_said_is_compared_with_what_was() -> None:
-    found = told(search(trials=8), devices=1, dollars_per_hour=3.6)
-    lines = compare(found, trials=8, seconds=820.0, dollars=100.0)
-    assert lines[0] == "trials: expected 8, was 8: as said"
-    assert lines[1].endswith("was 13 min 40 s: as said")
-    assert lines[2].endswith("more than said")
-    assert compare(found, trials=8, seconds=1.0)[1].endswith("less than said")

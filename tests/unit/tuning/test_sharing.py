@@ -14,7 +14,6 @@ from yunlu.tuning.conducting.sharing import (
     USUAL_POWER,
     Aim,
     Claim,
-    count_places,
     find_promises,
     fit_power,
     share,
@@ -175,12 +174,6 @@ def test_devices_that_were_lost_are_not_asked_back() -> None:
 def test_claiming_twice_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="twice"):
         share(2, [claim(0), claim(0)])
-
-
-def test_places_count_those_that_could_shrink() -> None:
-    assert count_places(8, [claim(0, held=8)]) == 7
-    assert count_places(8, [claim(0, held=8, is_pinned=True)]) == 0
-    assert count_places(8, [], least=3) == 2
 
 
 def test_promise_is_the_rank_at_the_own_rung() -> None:

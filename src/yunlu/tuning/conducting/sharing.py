@@ -122,12 +122,6 @@ def share(devices: int, claims: Sequence[Claim], *, aim: Aim = "rung") -> dict[i
     return {**shares, **found}
 
 
-def count_places(devices: int, claims: Iterable[Claim], *, least: int = 1) -> int:
-    """How many more trials could begin, if those that can shrink did."""
-    taken = sum(c.held if c.is_pinned else c.smallest() for c in claims)
-    return max(0, devices - taken) // least
-
-
 def find_promises(trials: Sequence[Trial]) -> dict[int, float]:
     """Of each trial: the share of all that reached its rung which it beats there; 0.5 before one."""
     by_rung: dict[int, list[float]] = {}

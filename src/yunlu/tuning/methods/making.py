@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError, missing_part
-from yunlu.spec.search import decode_value, encode_value
+from yunlu.spec.search import encode_value
 from yunlu.tuning.methods.listed import Listed
 from yunlu.tuning.methods.population import Population
 from yunlu.tuning.methods.samplers import CmaEs, Draws, Random, Sobol, mix_seed
@@ -82,12 +82,6 @@ def name_method(search: SearchSpec, objectives: int = 1) -> tuple[str, StopSpec]
         stops_early = name in _STOPS_EARLY and objectives == 1
         stop = stop.model_copy(update={"name": "asha" if stops_early else "none"})
     return name, stop
-
-
-def describe_method(search: SearchSpec, objectives: int = 1) -> str:
-    """``tpe, asha``: the method in words."""
-    name, stop = name_method(search, objectives)
-    return name if stop.name in {"auto", "none"} else f"{name}, {stop.name}"
 
 
 def _make_sampler(
@@ -177,11 +171,3 @@ def _with_first(search: SearchSpec, method: Method, draws: Draws, seed: int) -> 
         {name: encode_value(value) for name, value in setting.items()} for setting in search.first
     ]
     return First(settings, method, draws, seed=seed)
-
-
-def decode_params(search: SearchSpec, params: Params) -> dict[str, Any]:
-    """A setting as a job would say it: lists and mappings instead of their text."""
-    return {
-        name: decode_value(search.space[name], value) if name in search.space else value
-        for name, value in params.items()
-    }

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live
 .DEFAULT_GOAL := demo

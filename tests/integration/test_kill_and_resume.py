@@ -55,6 +55,7 @@ def worker_of(run: RunDir, *, life: int) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # four lives of a worker, each of which begins by importing torch
 def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
     yunlu: Yunlu, environment: dict[str, str], own_home: Path, tmp_path: Path
 ) -> None:

@@ -38,8 +38,10 @@ link.recv(1)
 print(time.monotonic() - began_at)
 """
 _HOLD = """
-import subprocess, sys
+import signal, sys
 from benchmarks.netrig import Rig
+# Whoever is started in the background has Ctrl-C ignored, and leaves it so to us.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Rig(2, prefix=sys.argv[1]) as rig:
     child = rig.run(0, ["sleep", "600"])
     print(child.pid, flush=True)

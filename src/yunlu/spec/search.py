@@ -31,6 +31,8 @@ Direction = Literal["minimize", "maximize"]
 COSTS = ("cost", "seconds")
 """Objectives that every trial has besides its metrics: dollars, and seconds of training."""
 _SEVERAL = ("grid", "random", "sobol", "tpe", "gp", "nsga2")
+_BLIND = ("grid", "random", "sobol")
+"""Methods that do not learn from what was tried."""
 
 Bound = Annotated[
     int | Annotated[float, Field(allow_inf_nan=False)], Checked, WithJsonSchema({"type": "number"})
@@ -341,6 +343,10 @@ class SearchSpec(Value):
             conflict("stop", "frontier judges itself how far each trial is trained: leave it out")
         if stop == "pbt" and method not in {"auto", "random", "sobol"}:
             conflict("method", f"pbt finds settings itself, not with {method}; take random")
+        is_blind = method in _BLIND or (method == "auto" and stop in {"asha", "hyperband", "pbt"})
+        if self.warm_start and is_blind:
+            words = f"method {method}" if method != "auto" else f"with stop {stop} the method"
+            conflict("warm_start", f"{words} learns from no trials; take frontier or tpe")
 
 
 def direction_of(metric: str, direction: Direction | Auto = "auto") -> Direction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from yunlu.tuning.study_dir import (
     StudyError,
     check_name,
     dump_dimension,
+    list_studies,
     studies_home,
 )
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.spec.job import Job
-    from yunlu.tuning.values import Dimension
+    from yunlu.tuning.values import Dimension, Method, Trial
 
 _LIMITS = ("trials", "dollars", "deadline_s", "parallel", "devices")
 
@@ -115,7 +117,32 @@ def found(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> Rec
         fields=tuple(dump_dimension(dimension) for dimension in dimensions),
         **fields,
     )
+    if asked.job is not None and asked.job.search is not None:
+        make_method_of(asked)  # what the method refuses leaves no study behind
     return create_records(StudyDir(studies_home() / name), asked)
+
+
+def make_method_of(asked: StudyAsked) -> Method:
+    """The method of a study, as its job's search asks for it."""
+    from yunlu.tuning.methods.making import make_method  # noqa: PLC0415 - imports Optuna
+    from yunlu.tuning.space import Allowed  # noqa: PLC0415 - as above
+
+    assert asked.job is not None
+    search = asked.job.search
+    assert search is not None
+    past: list[Trial] = []
+    if search.warm_start:
+        from yunlu.tuning.warm_start import read_past  # noqa: PLC0415 - as above
+
+        past = read_past(asked, search.warm_start)
+    return make_method(
+        search,
+        asked.dimensions,
+        seed=asked.seed,
+        objectives=len(asked.metrics),
+        allowed=Allowed(asked.job),
+        past=past,
+    )
 
 
 def find_limits(search: SearchSpec) -> dict[str, Any]:
@@ -198,21 +225,29 @@ def _count_rungs(job: Job) -> int | None:
 
 def _find_same(job: Job, name: str | None) -> Records | None:
     """The study that was begun with the very same job, so that the same command goes on with it."""
-    base = _base_name(name, job)
-    directory = StudyDir(studies_home() / base)
-    if not directory.asked.exists():
-        return None
-    asked = directory.read_asked()
-    before = asked.target or asked.job
-    is_same = before is not None and before.search is not None and _plain(before) == _plain(job)
-    if is_same and (name is not None or directory.read_status().state != "finished"):
-        return Records(directory)
     if name is not None:
+        directory = StudyDir(studies_home() / check_name(name))
+        if not directory.asked.exists():
+            return None
+        if _is_of(directory, job):
+            return Records(directory)
         raise StudyError(
             f"there is a study {name} already, of another job or search",
             hint=f"give another name, or go on with that one: yunlu tune --resume {name}",
         )
+    base = _base_name(None, job)
+    for known in list_studies():  # the newest first
+        directory = StudyDir(studies_home() / known)
+        is_ours = known == base or re.fullmatch(rf"{re.escape(base)}-\d+", known)
+        if is_ours and directory.read_status().state != "finished" and _is_of(directory, job):
+            return Records(directory)
     return None
+
+
+def _is_of(directory: StudyDir, job: Job) -> bool:
+    asked = directory.read_asked()
+    before = asked.target or asked.job
+    return before is not None and before.search is not None and _plain(before) == _plain(job)
 
 
 def _plain(job: Job) -> Job:

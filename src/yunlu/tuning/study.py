@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -15,8 +16,14 @@ from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.conducting.objectives import refuse_failures
 from yunlu.tuning.conducting.trial_runs import make_job
 from yunlu.tuning.facts import find_best
-from yunlu.tuning.founding import create_study, find_limits, open_or_create, with_search
-from yunlu.tuning.records import open_study
+from yunlu.tuning.founding import (
+    create_study,
+    find_limits,
+    make_method_of,
+    open_or_create,
+    with_search,
+)
+from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import Begin, End, Point, Stand, TrialState
 
@@ -28,7 +35,10 @@ if TYPE_CHECKING:
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.facts import StudyView, TrialFacts
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Method, Move, Params, Trial
+    from yunlu.tuning.values import Method, Move, Params
+
+
+_TOLD = ("done", "pruned", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,8 @@ class Study:
         self._lock = threading.RLock()
         self._held = ExitStack()
         self._is_held = False
+        self._abandoned: list[int] = []
+        """Trials that an earlier process asked for and never told of."""
         self._method: Method | None = None
         if job is None:
             if name is None:
@@ -131,17 +143,27 @@ class Study:
 
     # Your own program.
 
-    def ask(self) -> Asked | None:
-        """A setting to try; None where nothing is worth trying, or not before others were told."""
+    def ask(self, *, again: bool = True) -> Asked | None:
+        """A setting to try; None where nothing is worth trying, or not before others were told.
+
+        Trials that a process asked for and never told of, being killed, come first; with ``again``
+        false they do not: somebody still trains them, and will tell of them by number.
+        """
         with self._lock:
             self._hold()
+            while again and self._abandoned:
+                number = self._abandoned.pop(0)
+                if not self._records.trial(number).state.is_over:
+                    return self._lend(number)
             move = self._choose()
             if not isinstance(move, Begin):
                 return None
-            number = self._records.begin(move.params, until=1)
-            asked = self._records.asked
-            job = None if asked.job is None else make_job(asked, number, move.params)
-            return Asked(number, dict(move.params), job)
+            return self._lend(self._records.begin(move.params, until=1))
+
+    def _lend(self, number: int) -> Asked:
+        asked, params = self._records.asked, dict(self._records.trial(number).params)
+        job = None if asked.job is None else make_job(asked, number, params)
+        return Asked(number, params, job)
 
     def tell(
         self,
@@ -153,16 +175,22 @@ class Study:
     ) -> None:
         """How a trial did: its value (of several objectives, their values), with the metric's own sign."""
         number = trial.number if isinstance(trial, Asked) else trial
+        if state not in _TOLD:
+            raise StudyError(
+                f"a trial cannot be told to be {state!r}", hint=f"say {', '.join(_TOLD)}"
+            )
+        point = None if value is None else self._point(value)
         with self._lock:
             self._hold()
             known = self._records.facts()
             if not 0 <= number < len(known) or known[number].state.is_over:
                 raise StudyError(f"{self.name} has no trial {number} that waits to be told of")
-            if value is not None:
-                self._records.add_point(number, self._point(value), at=time.time())
+            if point is not None:
+                self._records.add_point(number, point, at=time.time())
             elif state == "done":
                 raise StudyError(f"trial {number} is done, but no value was told")
-            self._records.end(number, TrialState(state), error=error)
+            about = {} if error is None else {"error": error}
+            self._records.end(number, TrialState(state), **about)
 
     def optimize(
         self,
@@ -183,7 +211,7 @@ class Study:
             function: Your own trial: takes what ``ask`` gives, returns the value. Without it trials
                 are runs of the job.
             trials: The most trials in all.
-            budget: The most they may cost, in dollars.
+            budget: The most they may cost, in dollars; of runs of the job.
             deadline: The longest it may take, such as ``2h``.
             parallel: How many at once; your own function is then called from as many threads.
             places: Where the runs are; the pool where one is up, else this machine.
@@ -220,32 +248,37 @@ class Study:
             )
 
     def _call(self, function: Callable[[Asked], Any], is_asked_to_stop: Callable[[], bool]) -> None:
-        parallel = self._records.asked.parallel or 1
-        errors: list[Exception] = []
+        limits = self._records.asked
+        if limits.dollars is not None:
+            raise StudyError(
+                "a budget is of runs: what a function of your own costs is not known",
+                hint="limit it by trials or deadline",
+            )
+        parallel = limits.parallel or 1
+        ends_at = math.inf if limits.deadline_s is None else time.monotonic() + limits.deadline_s
         with ThreadPoolExecutor(parallel) as pool:
             running = set[Any]()
-            while not is_asked_to_stop():
+            while not is_asked_to_stop() and time.monotonic() < ends_at:
                 asked = self.ask() if len(running) < parallel else None
                 if asked is not None:
-                    running.add(pool.submit(self._carry_out, function, asked, errors))
+                    running.add(pool.submit(self._carry_out, function, asked))
                     continue
                 if not running:
                     break
                 _, running = wait(running, return_when=FIRST_COMPLETED)
-                if errors:
-                    message = _words(errors[-1])
-                    refuse_failures(self._records.facts(), message)
+                self._refuse_failures()
 
-    def _carry_out(
-        self, function: Callable[[Asked], Any], asked: Asked, errors: list[Exception]
-    ) -> None:
+    def _refuse_failures(self) -> None:
+        facts = self._records.facts()
+        failed = [each for each in facts if each.state is TrialState.FAILED]
+        if failed:
+            refuse_failures(facts, failed[-1].error or "")
+
+    def _carry_out(self, function: Callable[[Asked], Any], asked: Asked) -> None:
         try:
-            value = function(asked)
+            self.tell(asked, function(asked))
         except Exception as error:  # noqa: BLE001 - the study goes on without this trial
-            errors.append(error)
             self.tell(asked, state="failed", error=_words(error))
-        else:
-            self.tell(asked, value)
 
     def _choose(self) -> Move:
         asked, trials = self._records.asked, self._records.trials()
@@ -263,7 +296,7 @@ class Study:
 
     def _open_method(self) -> Method:
         if self._method is None:
-            self._method = make_method_of(self._records)
+            self._method = make_method_of(self._records.asked)
         return self._method
 
     def _hold(self) -> None:
@@ -271,18 +304,19 @@ class Study:
             self._held.enter_context(self._records.dir.conducting())
             self._is_held = True
             self._records.refresh()
+            known = self._records.facts()
+            self._abandoned = [
+                each.number for each in known if not each.state.is_over and each.run is None
+            ]
 
     def _point(self, value: float | Sequence[float]) -> Point:
         directions = self._records.asked.directions
-        values = (value,) if isinstance(value, int | float) else tuple(value)
+        values = _read_numbers(value)
         if len(values) != len(directions):
             raise StudyError(
                 f"{self.name} has {len(directions)} objectives, {len(values)} were told"
             )
-        turned = (
-            -v if word == "maximize" else v for v, word in zip(values, directions, strict=True)
-        )
-        return Point(1, tuple(float(v) + 0.0 for v in turned), 0.0)
+        return Point(1, turn_values(values, directions), 0.0)
 
 
 def tune(
@@ -300,29 +334,19 @@ def tune(
     return study.optimize(function)
 
 
-def make_method_of(records: Records) -> Method:
-    """The method of a study, as its job's search asks for it."""
-    from yunlu.tuning.methods.making import make_method  # noqa: PLC0415 - imports Optuna
-    from yunlu.tuning.space import Allowed  # noqa: PLC0415 - as above
-
-    asked = records.asked
-    assert asked.job is not None
-    search = asked.job.search
-    assert search is not None
-    past: list[Trial] = []
-    if search.warm_start:
-        from yunlu.tuning.warm_start import read_past  # noqa: PLC0415 - as above
-
-        past = read_past(asked, search.warm_start)
-    return make_method(
-        search,
-        asked.dimensions,
-        seed=asked.seed,
-        objectives=len(asked.metrics),
-        allowed=Allowed(asked.job),
-        past=past,
-    )
+def _read_numbers(value: Any) -> list[float]:
+    """One number or several, be they Python's, an array's or a tensor's."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        has_parts = hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0
+        return [float(each) for each in value] if has_parts else [float(value)]
+    except (TypeError, ValueError):
+        raise StudyError(
+            f"a trial was told to have the value {value!r}, which is not a number",
+            hint="tell a number, or a list of them where there are several objectives",
+        ) from None
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return error.message if isinstance(error, StudyError) else f"{type(error).__name__}: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
@@ -14,11 +16,13 @@ from yunlu.tuning.values import Point, Trial, TrialState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optuna.study._frozen import FrozenStudy
+
     from yunlu.tuning.study_dir import StudyAsked
 
 
 def read_past(asked: StudyAsked, sources: Sequence[str]) -> list[Trial]:
-    """The trials of these studies that are over, numbered anew."""
+    """The trials of these studies that told a value, numbered anew."""
     found = [
         trial
         for source in sources
@@ -31,36 +35,54 @@ def read_past(asked: StudyAsked, sources: Sequence[str]) -> list[Trial]:
 
 
 def _own(asked: StudyAsked, name: str) -> Iterator[Trial]:
-    earlier = open_study(name)
+    try:
+        earlier = open_study(name)
+    except StudyError as error:
+        raise StudyError(f"search.warm_start: {error.message}", hint=error.hint) from None
     if earlier.asked.metrics != asked.metrics or earlier.asked.directions != asked.directions:
         raise StudyError(
             f"the study {name} sought {', '.join(earlier.asked.metrics)}, not "
             f"{', '.join(asked.metrics)}: nothing can be learned from it",
             hint="remove it from search.warm_start",
         )
-    yield from (trial for trial in earlier.trials() if trial.state.is_over and trial.points)
+    for trial in earlier.trials():
+        if trial.points and trial.state.is_over:
+            yield trial
+        elif trial.points:  # it has told as much as one that was given up there
+            yield replace(trial, state=TrialState.PRUNED)
 
 
 def _foreign(asked: StudyAsked, url: str) -> Iterator[Trial]:
     """Of each study there that has as many objectives; a value without a curve is that of a whole training."""
+    kind, _, path = url.partition(":///")
+    if kind == "sqlite" and not Path(path.partition("?")[0]).is_file():
+        raise StudyError(f"search.warm_start: there is no file {path}")  # Optuna would make one
     try:
         storage = optuna.storages.get_storage(url)
         studies = storage.get_all_studies()
     except Exception as error:
-        raise StudyError(f"{url} cannot be read as an Optuna storage: {error}") from error
-    for study in studies:
-        directions = [direction.name.lower() for direction in study.directions]
-        if directions != [*asked.directions]:
-            continue
+        raise StudyError(
+            f"search.warm_start: {url} cannot be read as an Optuna storage: {error}"
+        ) from error
+    wanted = [*asked.directions]
+    alike = [study for study in studies if _directions_of(study) == wanted]
+    if not alike:
+        raise StudyError(
+            f"search.warm_start: {url} has no study that would {' and '.join(wanted)}",
+            hint="nothing can be learned from it: leave it out",
+        )
+    for study in alike:
         study_id = storage.get_study_id_from_name(study.study_name)
         for trial in storage.get_all_trials(study_id, deepcopy=False):
             if trial.state not in {OptunaState.COMPLETE, OptunaState.PRUNED} or not trial.values:
                 continue
-            rungs = sorted(trial.intermediate_values.items())
-            last = max(asked.rungs, 1)
-            points = [Point(rung, turn_values((value,), directions), 0.0) for rung, value in rungs]
-            if len(directions) > 1 or not points:
-                points = [Point(last, turn_values(trial.values, directions), 0.0)]
+            steps = sorted(trial.intermediate_values.items())
+            from_0 = int(bool(steps) and steps[0][0] == 0)  # many count their epochs so
+            points = [
+                Point(step + from_0, turn_values((value,), wanted), 0.0) for step, value in steps
+            ]
+            if len(wanted) > 1 or not points:
+                points = [Point(max(asked.rungs, 1), turn_values(trial.values, wanted), 0.0)]
             is_done = trial.state is OptunaState.COMPLETE
             yield Trial(
                 number=trial.number,
@@ -68,3 +90,7 @@ def _foreign(asked: StudyAsked, url: str) -> Iterator[Trial]:
                 state=TrialState.DONE if is_done else TrialState.PRUNED,
                 points=tuple(points),
             )
+
+
+def _directions_of(study: FrozenStudy) -> list[str]:
+    return [direction.name.lower() for direction in study.directions]

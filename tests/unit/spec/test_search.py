@@ -318,6 +318,16 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
         ["search.method: pbt finds settings itself, not with tpe; take random"],
     ),
     (
+        space(train__batch=[8]) | {"warm_start": ["earlier"], "method": "sobol"},
+        ["search.warm_start: method sobol learns from no trials; take frontier or tpe"],
+    ),
+    (
+        space(train__batch=[8]) | {"warm_start": ["earlier"], "stop": "asha"},
+        [
+            "search.warm_start: with stop asha the method learns from no trials; take frontier or tpe"
+        ],
+    ),
+    (
         space(train__batch=[8]) | {"objectives": ["loss", "cost"], "method": "cmaes"},
         [
             (

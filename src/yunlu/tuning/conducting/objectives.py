@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
+from yunlu.tuning.facts import best_point
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import TrialState
 
@@ -53,7 +54,7 @@ def refuse_silence(asked: StudyAsked, story: Story) -> None:
 
 def refuse_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
     """End the study where a trial that just failed shows that none will succeed."""
-    if any(each.points or each.state is TrialState.DONE for each in facts):
+    if any(best_point(each.trial) or each.state is TrialState.DONE for each in facts):
         return
     if "asks for the metric" in message:  # the same for every setting
         raise StudyError(message, hint=hint)

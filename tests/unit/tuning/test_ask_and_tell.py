@@ -1,0 +1,130 @@
+"""A study whose trials a program of the user's carries out: nothing is lost, nothing is taken for a value."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.toy_study import toy_job
+from yunlu.core.errors import YunluError
+from yunlu.tuning.study import Asked, Study
+from yunlu.tuning.study_dir import StudyError, list_studies
+from yunlu.tuning.values import TrialState
+
+
+def ask(study: Study, **options: Any) -> Asked:
+    asked = study.ask(**options)
+    assert asked is not None
+    return asked
+
+
+def test_what_a_killed_program_had_asked_for_is_asked_again_and_done_once() -> None:
+    study = Study(toy_job(trials=5), name="killed")
+    study.tell(ask(study), 1.0)
+    lost = [ask(study), ask(study)]
+    study.close()  # as the lock of a killed process is let go
+    done: list[tuple[int, Any]] = []
+
+    def trial(asked: Asked) -> float:
+        done.append((asked.number, asked.params))
+        return 2.0
+
+    again = Study(name="killed").optimize(trial)
+    assert done[:2] == [(each.number, each.params) for each in lost]
+    assert [number for number, _ in done] == [1, 2, 3, 4]
+    assert [facts.state for facts in again.trials] == [TrialState.DONE] * 5
+
+
+def test_what_others_still_train_is_not_asked_again_where_that_is_said() -> None:
+    study = Study(toy_job(trials=5), name="lent")
+    lent = ask(study)
+    study.close()
+    again = Study(name="lent")
+    assert ask(again, again=False).number == 1
+    again.tell(lent.number, 0.5)
+    assert ask(again).number == 2
+    assert again.trials[0].value == 0.5
+
+
+@pytest.mark.parametrize(
+    "value", [1, 0.5, True, np.float32(0.5), np.array(0.5), np.array([0.5]), [0.5]], ids=repr
+)
+def test_numbers_of_any_make_are_values(value: Any) -> None:
+    study = Study(toy_job(), name="numbers")
+    study.tell(ask(study), value)
+    assert study.trials[0].value == float(np.asarray(value).ravel()[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "said"),
+    [
+        ("0.5", "done", "'0.5', which is not a number"),
+        (object, "done", "which is not a number"),
+        ([1.0, 2.0], "done", "has 1 objectives, 2 were told"),
+        (None, "done", "no value was told"),
+        (1.0, "ended", "cannot be told to be 'ended'"),
+    ],
+)
+def test_what_is_no_value_is_refused_and_the_trial_still_waits(
+    value: Any, state: Any, said: str
+) -> None:
+    study = Study(toy_job(), name="refused")
+    asked = ask(study)
+    with pytest.raises(StudyError, match=said):
+        study.tell(asked, value, state=state)
+    study.tell(asked, 3.0)
+    assert study.trials[0].curve == [(1, (3.0,))]
+
+
+def test_a_function_that_returns_nothing_ends_the_study_with_the_reason() -> None:
+    with pytest.raises(StudyError, match="failed alike: trial 0 is done, but no value was told"):
+        Study(toy_job(), name="nothing").optimize(lambda _: None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(StudyError, match="failed alike: it never came to a number"):
+        Study(toy_job(), name="endless").optimize(lambda _: float("inf"))
+
+
+def test_a_function_of_ones_own_ends_by_the_clock_and_knows_no_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def trial(asked: Asked) -> float:
+        now[0] += 60.0
+        return float(asked.number)
+
+    study = Study(toy_job(), name="timed").optimize(trial, deadline="4min")
+    assert len(study.trials) == 4
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "1")
+    with pytest.raises(StudyError, match="a budget is of runs"):
+        Study(toy_job(), name="priced").optimize(trial, budget=1.0)
+
+
+def test_the_same_job_goes_on_with_its_newest_study_that_is_not_finished() -> None:
+    first, other, second = toy_job(trials=3), toy_job(trials=3, seed=1), toy_job(trials=4)
+    assert Study(first).name == "toy"
+    assert Study(other).name == "toy-2"  # another search
+    assert Study(other).name == "toy-2"
+    assert Study(second).name == "toy"  # more trials of the first
+    done = Study(name="toy")
+    done.records.dir.write_status(done.records.dir.read_status().model_copy(update={"state": "finished"}))  # fmt: skip
+    assert Study(second).name == "toy-3"
+    assert Study(second).name == "toy-3"
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"method": "grid"},
+        {"method": "cmaes", "space": {"train.batch": [8, 16]}},
+        {"method": "frontier", "stop": "auto", "warm_start": ["nobody"]},
+    ],
+    ids=str,
+)
+def test_what_a_method_refuses_leaves_no_study_behind(search: dict[str, Any]) -> None:
+    with pytest.raises(YunluError):
+        Study(toy_job(**search), name="refused")
+    assert list_studies() == []

@@ -91,6 +91,8 @@ def _telling_key(mappings: list[dict[str, Any]], name: str) -> str:
 def _note(
     name: str, form: dict[str, Any], when: dict[str, Any], found: dict[str, DimensionSpec]
 ) -> None:
+    if not name:
+        raise _refused(name, "expected a mapping from fields of the job to hp expressions")
     try:
         spec = DimensionSpec.model_validate({**form, "when": when})
     except ValidationError as error:

@@ -20,6 +20,8 @@ from yunlu.tuning.showing.telling import show_param, show_value
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console, RenderableType
 
     from yunlu.tuning.view import StudyView, TrialFacts
@@ -89,9 +91,10 @@ class LiveStudy:
 class PlainStudy:
     """For a file or a pipe: a line for whatever happens to a trial."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, known: Iterable[TrialFacts] = ()) -> None:
+        """``known``: trials of which it was told before."""
         self._console = console
-        self._known: dict[int, TrialFacts] = {}
+        self._known = {facts.number: facts for facts in known}
         self._told_at = time.monotonic()
 
     def show(self, view: StudyView) -> None:

@@ -165,7 +165,7 @@ def _search(study: Study, *, json: bool) -> int:
     if not json:
         _print_head(console, study.view(), places)
         _print_doubts(console, study)
-    watch = _open_watch(console, json=json)
+    watch = _open_watch(console, study, json=json)
     presses: list[int] = []
     try:
         with _counted_signals(presses, watch):
@@ -220,10 +220,10 @@ def _print_doubts(console: Console, study: Study) -> None:
         console.print(Text(f" {doubt}", style="yellow"))
 
 
-def _open_watch(console: Console, *, json: bool) -> Watch:
+def _open_watch(console: Console, study: Study, *, json: bool) -> Watch:
     if json:
         return QuietStudy()
-    return LiveStudy(console) if console.is_terminal else PlainStudy(console)
+    return LiveStudy(console) if console.is_terminal else PlainStudy(console, study.trials)
 
 
 @contextmanager

@@ -170,6 +170,15 @@ def test_lines_tell_what_happened_and_only_once() -> None:
     ]
 
 
+def test_a_study_that_goes_on_does_not_tell_again_what_was_told() -> None:
+    out = io.StringIO()
+    view = make_living(HOME)
+    watch = PlainStudy(Console(file=out, width=140, highlight=False), view.trials[:-1])
+    watch.show(view)
+    told_of = {line.split()[1] for line in out.getvalue().splitlines()}
+    assert told_of == {str(view.trials[-1].number)}
+
+
 def test_the_live_table_fits_the_screen_and_stays_when_it_is_over() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, height=20, force_terminal=True, highlight=False)

@@ -17,16 +17,15 @@ from yunlu.tuning.conducting.deciding import Decider
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
 from yunlu.tuning.conducting.live import Live
-from yunlu.tuning.conducting.objectives import find_values, refuse_failures, refuse_silence
+from yunlu.tuning.conducting.objectives import find_values, refuse_silence
+from yunlu.tuning.conducting.resting import Rests
 from yunlu.tuning.conducting.starting import Starter
 from yunlu.tuning.conducting.story import Story
 from yunlu.tuning.conducting.trial_runs import (
-    drop_checkpoints,
     find_run,
     read_verdict,
     write_verdict,
 )
-from yunlu.tuning.facts import find_best
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import (
     Begin,
@@ -57,8 +56,6 @@ _ALIVE_S = 1.0
 _SHOW_S = 0.2
 _LEAVE_S = 120.0
 """How long held trials may take to save when the study ends."""
-_LOST = 3
-"""Times that a worker may vanish before its next evaluation."""
 _REPEATS = 100
 """Settings in a row that were all tried before: nothing is left to find."""
 
@@ -114,6 +111,7 @@ class Conductor:
         self._live: dict[int, Live] = {}
         self._hosting = Hosting(records, method, places, elastic=elastic)
         self._starter = Starter(records, places)
+        self._rests = Rests(records, self._hosting, places, self._starter, self._live)
         self._has_news = True
         """Whether anything happened since the method last had nothing to do."""
         self._shown_at = 0.0
@@ -234,7 +232,7 @@ class Conductor:
         try:
             size = live.run_dir.events.stat().st_size
         except FileNotFoundError:
-            self._forget(live)
+            self._rests.forget(live)
             self._records.end(live.number, TrialState.FAILED, error="its run was removed")
             return
         if size <= live.story.offset:
@@ -246,7 +244,8 @@ class Conductor:
                 self._take_evaluation(live, found)
         self._check_plan(live)
         if not live.story.state.is_active:
-            self._rest(live)
+            self._has_news = True
+            self._rests.take(live, is_ending=self._end is not None)
 
     def _check_plan(self, live: Live) -> None:
         refuse_silence(self._records.asked, live.story)
@@ -344,70 +343,6 @@ class Conductor:
             if live is not None and not live.ruled:
                 write_verdict(live.run_dir, {"until": until})
 
-    # Applying: what becomes of a run that rests.
-
-    def _rest(self, live: Live) -> None:
-        story, spent_s = live.story, live.story.device_seconds(time.time())
-        cost: dict[str, Any] = {
-            "device_seconds": spent_s,
-            "dollars": self._hosting.dollars(spent_s),
-            "devices": 0,
-        }
-        self._has_news = True
-        match story.state:
-            case RunState.FINISHED:
-                self._forget(live)
-                self._finish(live, cost)
-            case RunState.STOPPED if live.ruled == "prune" or story.reason.startswith("pruned"):
-                self._forget(live)
-                self._records.end(live.number, TrialState.PRUNED, reason=story.reason, **cost)
-                self._places.let_go(live.run_dir, for_good=True)
-                drop_checkpoints(live.run_dir)
-            case RunState.STOPPED:
-                self._forget(live)
-                self._hold(live, cost)
-            case RunState.LOST if live.lost < _LOST and self._end is None:
-                live.lost += 1
-                self._records.change_trial(live.number, **cost)
-                self._hosting.enqueue(live.number, live.run_dir)
-                self._hosting.leave(live.run_dir)
-            case _:
-                self._forget(live)
-                self._fail(live, cost)
-
-    def _finish(self, live: Live, cost: dict[str, Any]) -> None:
-        """Of those that are done, the best alone keeps its checkpoints: all have their models."""
-        before = find_best(self._records.facts())
-        self._records.end(live.number, TrialState.DONE, **cost)
-        best = find_best(self._records.facts())
-        is_best = best is not None and best.number == live.number
-        worse = before if is_best else self._records.facts()[live.number]
-        if worse is not None and worse.state is TrialState.DONE and not self._starter.saves:
-            run_dir = find_run(worse.run or "")
-            if run_dir is not None:
-                drop_checkpoints(run_dir)
-
-    def _hold(self, live: Live, cost: dict[str, Any]) -> None:
-        trial = self._records.trial(live.number)
-        goes_on = not live.ruled and trial.until > trial.rung and self._end is None
-        state = TrialState.RUNNING if goes_on else TrialState.HELD
-        self._records.change_trial(live.number, state=state, reason=live.story.reason, **cost)
-        if goes_on:  # it had not heard in time that it may, or somebody else has stopped it
-            self._hosting.enqueue(live.number, live.run_dir)
-        else:
-            self._places.let_go(live.run_dir, for_good=False)
-
-    def _fail(self, live: Live, cost: dict[str, Any]) -> None:
-        told = live.story.error or {}
-        message = told.get("message") or live.story.reason or "its worker vanished"
-        self._records.end(live.number, TrialState.FAILED, error=message, **cost)
-        hint = told.get("hint") or f"yunlu logs {live.run_dir.id} shows the whole of it"
-        refuse_failures(self._records.facts(), message, hint=hint)
-
-    def _forget(self, live: Live) -> None:
-        self._live.pop(live.number, None)
-        self._hosting.leave(live.run_dir)
-
     # The end.
 
     def _wind_up(self, reason: str) -> None:
@@ -436,5 +371,5 @@ class Conductor:
         """End what still runs, at once."""
         for live in [*self._live.values()]:
             self._places.stop(live.run_dir, now=True)
-            self._forget(live)
+            self._rests.forget(live)
             self._records.change_trial(live.number, state=TrialState.HELD, reason="ended at once")

@@ -1,0 +1,101 @@
+"""What becomes of a trial whose run rests: it is over, held, or has to be started again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.states import RunState
+from yunlu.tuning.conducting.objectives import refuse_failures
+from yunlu.tuning.conducting.trial_runs import drop_checkpoints, find_run
+from yunlu.tuning.facts import find_best
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from yunlu.tuning.conducting.hosting import Hosting
+    from yunlu.tuning.conducting.live import Live
+    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.conducting.starting import Starter
+    from yunlu.tuning.records import Records
+
+_LOST = 3
+"""Times that a worker may vanish before its next evaluation."""
+
+
+class Rests:
+    """Takes runs that rest from those that are watched."""
+
+    def __init__(
+        self,
+        records: Records,
+        hosting: Hosting,
+        places: Places,
+        starter: Starter,
+        lives: dict[int, Live],
+    ) -> None:
+        """``lives``: those that are watched, by the numbers of their trials."""
+        self._records, self._hosting, self._places = records, hosting, places
+        self._starter, self._lives = starter, lives
+
+    def forget(self, live: Live) -> None:
+        """Watch a run no longer."""
+        self._lives.pop(live.number, None)
+        self._hosting.leave(live.run_dir)
+
+    def take(self, live: Live, *, is_ending: bool) -> None:
+        """A run rests; nothing is started again where the study is ending."""
+        story, spent_s = live.story, live.story.device_seconds(time.time())
+        cost: dict[str, Any] = {
+            "device_seconds": spent_s,
+            "dollars": self._hosting.dollars(spent_s),
+            "devices": 0,
+        }
+        match story.state:
+            case RunState.FINISHED:
+                self.forget(live)
+                self._finish(live, cost)
+            case RunState.STOPPED if live.ruled == "prune" or story.reason.startswith("pruned"):
+                self.forget(live)
+                self._records.end(live.number, TrialState.PRUNED, reason=story.reason, **cost)
+                self._places.let_go(live.run_dir, for_good=True)
+                drop_checkpoints(live.run_dir)
+            case RunState.STOPPED:
+                self.forget(live)
+                self._hold(live, cost, is_ending=is_ending)
+            case RunState.LOST if live.lost < _LOST and not is_ending:
+                live.lost += 1
+                self._records.change_trial(live.number, **cost)
+                self._hosting.enqueue(live.number, live.run_dir)
+                self._hosting.leave(live.run_dir)
+            case _:
+                self.forget(live)
+                self._fail(live, cost)
+
+    def _finish(self, live: Live, cost: dict[str, Any]) -> None:
+        """Of those that are done, the best alone keeps its checkpoints: all have their models."""
+        before = find_best(self._records.facts())
+        self._records.end(live.number, TrialState.DONE, **cost)
+        best = find_best(self._records.facts())
+        is_best = best is not None and best.number == live.number
+        worse = before if is_best else self._records.facts()[live.number]
+        if worse is not None and worse.state is TrialState.DONE and not self._starter.saves:
+            run_dir = find_run(worse.run or "")
+            if run_dir is not None:
+                drop_checkpoints(run_dir)
+
+    def _hold(self, live: Live, cost: dict[str, Any], *, is_ending: bool) -> None:
+        trial = self._records.trial(live.number)
+        goes_on = not live.ruled and trial.until > trial.rung and not is_ending
+        state = TrialState.RUNNING if goes_on else TrialState.HELD
+        self._records.change_trial(live.number, state=state, reason=live.story.reason, **cost)
+        if goes_on:  # it had not heard in time that it may, or somebody else has stopped it
+            self._hosting.enqueue(live.number, live.run_dir)
+        else:
+            self._places.let_go(live.run_dir, for_good=False)
+
+    def _fail(self, live: Live, cost: dict[str, Any]) -> None:
+        told = live.story.error or {}
+        message = told.get("message") or live.story.reason or "its worker vanished"
+        self._records.end(live.number, TrialState.FAILED, error=message, **cost)
+        hint = told.get("hint") or f"yunlu logs {live.run_dir.id} shows the whole of it"
+        refuse_failures(self._records.facts(), message, hint=hint)

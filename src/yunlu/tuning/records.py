@@ -240,10 +240,10 @@ class Records:
 
     def _put(self, facts: TrialFacts) -> None:
         """In memory and in the file, whichever attributes have changed."""
-        before = _attributes(self._facts[facts.number])
-        for name, value in _attributes(facts).items():
-            if value != before.get(name):
-                self._storage.set_trial_user_attr(self._ids[facts.number], name, value)
+        before, after = _attributes(self._facts[facts.number]), _attributes(facts)
+        for name in before | after:
+            if after.get(name) != before.get(name):
+                self._storage.set_trial_user_attr(self._ids[facts.number], name, after.get(name))
         self._facts[facts.number] = facts
 
     def _intermediate(self, facts: TrialFacts, *, last: bool = False) -> dict[int, float]:
@@ -278,7 +278,7 @@ class Records:
             device_seconds=about.get("device_seconds", 0.0),
             dollars=about.get("cost_dollars"),
             devices=0 if state.is_over else about.get("devices", 0),
-            reason=about.get("reason", ""),
+            reason=about.get("reason") or "",
             error=about.get("error"),
         )
 

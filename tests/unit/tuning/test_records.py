@@ -119,6 +119,15 @@ def test_a_trial_that_never_came_to_a_number_has_failed() -> None:
     assert "not finite" in str(records.facts()[number].error)
 
 
+def test_what_no_longer_holds_of_a_trial_is_forgotten_in_the_file_too() -> None:
+    records = make_records()
+    records.begin({"lr": 0.01}, until=1)
+    records.change_trial(0, state=TrialState.HELD, reason="others gain more", until=4)
+    records.change_trial(0, state=TrialState.RUNNING, reason="")
+    assert Records(records.dir).facts()[0].reason == ""
+    assert Records(records.dir).facts() == records.facts()
+
+
 def test_a_value_is_the_best_of_its_curve() -> None:
     records = make_records()
     number = records.begin({"lr": 0.1})

@@ -74,7 +74,7 @@ class Rests:
     def _finish(self, live: Live, cost: dict[str, Any]) -> None:
         """Of those that are done, the best alone keeps its checkpoints: all have their models."""
         before = find_best(self._records.facts())
-        self._records.end(live.number, TrialState.DONE, **cost)
+        self._records.end(live.number, TrialState.DONE, reason="", **cost)
         best = find_best(self._records.facts())
         is_best = best is not None and best.number == live.number
         worse = before if is_best else self._records.facts()[live.number]

@@ -53,7 +53,8 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 PrivateData=cloud
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{n_first}-{n_last}] CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
-NodeName=c[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{c_first}-{c_last}] CPUs=4 RealMemory=4000 Gres=gpu:2 State=CLOUD
+NodeName=c1 NodeHostname={host} NodeAddr=127.0.0.1 Port={c_first} CPUs=4 RealMemory=4000 Gres=gpu:2 Feature={feature} State=CLOUD
+NodeName=c2 NodeHostname={host} NodeAddr=127.0.0.1 Port={c_last} CPUs=4 RealMemory=4000 Gres=gpu:2 State=CLOUD
 ResumeProgram={place}/resume.sh
 SuspendProgram={place}/suspend.sh
 SuspendTime={suspend_s}
@@ -99,13 +100,16 @@ class SlurmRig:
         grace_s: int = 20,
         slurmd_timeout_s: int = 10,
         suspend_s: int = 3,
+        feature: str = "cloud",
     ) -> None:
+        """``feature`` is of the first node that is powered up on demand."""
         self.place = place
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
-        self._timing = {
+        self._options = {
             "grace_s": grace_s,
             "slurmd_timeout_s": slurmd_timeout_s,
             "suspend_s": suspend_s,
+            "feature": feature,
         }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -218,7 +222,7 @@ class SlurmRig:
         first = ports[0]
         facts = {"host": socket.gethostname().partition(".")[0], "place": self.place, "port": port,
                  "nodes": count, "n_first": first, "n_last": first + count - 1,
-                 "c_first": first + count, "c_last": first + count + 1, **self._timing}  # fmt: skip
+                 "c_first": first + count, "c_last": first + count + 1, **self._options}  # fmt: skip
         (self.place / "slurm.conf").write_text(_CONFIG.format(**facts))
         for number in (0, 1):  # stand in for GPUs: nobody opens them
             os.mknod(self.place / f"gpu{number}", 0o20666, os.makedev(1, 3))

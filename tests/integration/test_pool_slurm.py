@@ -24,6 +24,7 @@ from yunlu.jobs import service
 from yunlu.pool.allocation.values import Placement
 from yunlu.pool.executors.slurm import SlurmExecutor
 from yunlu.steward.journal import Journal, PoolSettings
+from yunlu.steward.queue import read_entry
 
 pytestmark = [
     pytest.mark.distributed,
@@ -41,8 +42,10 @@ def make_drill(
 ) -> Iterator[MakeDrill]:
     with ExitStack() as stack:
 
-        def make(nodes: int, suspend_s: int = 3, **settings: object) -> tuple[SlurmRig, Drill]:
-            rig = SlurmRig(tmp_path / "slurm", nodes=nodes, suspend_s=suspend_s)
+        def make(
+            nodes: int, *, suspend_s: int = 3, feature: str = "cloud", **settings: object
+        ) -> tuple[SlurmRig, Drill]:
+            rig = SlurmRig(tmp_path / "slurm", nodes=nodes, suspend_s=suspend_s, feature=feature)
             stack.enter_context(rig)
             for name, value in rig.environment.items():
                 monkeypatch.setenv(name, value)
@@ -150,3 +153,31 @@ def test_nodes_are_resumed_for_a_queue_and_suspended_when_idle(make_drill: MakeD
     for run in runs:
         assert lives_of(run) == 1
         check_samples(run)
+
+
+def test_when_spot_is_taken_away_on_demand_makes_the_deadline(make_drill: MakeDrill) -> None:
+    prices = {"gpu": 2.0, "gpu-spot": 0.5}
+    rig, pool = make_drill(
+        1, suspend_s=600, feature="spot", policy="yunlu", round_s=1.0, grow_after_s=1.0,
+        prices=prices,
+    )  # fmt: skip
+    words = ["sbatch", "--parsable", "--partition=main", "--output=/dev/null", "--gres=gpu:2"]
+    rig.call(*words, "--nodelist=n1", "--wrap=exec sleep 3600")  # what is always there is not ours
+    wait(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    pool.up()
+    run = pool.submit("late", steps=1500, min_devices=2, max_devices=2, deadline_s=420.0)
+    entry = read_entry(run)
+    assert entry is not None
+    assert entry.deadline_at is not None
+    pool.await_training(run)
+    assert nodes_of(run) == ["c1"]  # the cheaper one
+
+    rig.call("scontrol", "update", "NodeName=c1", "State=DOWN", "Reason=taken")
+    pool.wait(lambda: not held_by(run), "it is gone from there")
+    pool.wait(lambda: nodes_of(run) == ["c2"], "it is on on-demand", 420)
+    pool.await_end(run)
+    ended_at = [event.at for event, _ in run.read_events()][-1]
+    assert ended_at <= entry.deadline_at
+    told = [line["text"] for line in Journal(pool.home).read_decisions(run.id)]
+    assert any("to make its deadline" in text for text in told), told
+    check_samples(run)

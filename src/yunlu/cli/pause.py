@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console, state_text
+from yunlu.cli.page import make_console, state_text, to_json
 from yunlu.jobs import service
 from yunlu.steward import queue
 
 
-def pause(run: str = "last", /) -> int:
+def pause(run: str = "last", /, *, json: bool = False) -> int:
     """Save a checkpoint, give the devices back, and wait for `yunlu resume`.
 
     Args:
         run: Its id, a unique beginning of it, or: last.
+        json: Print one JSON line.
     """
     run_dir = service.find(run)
     queue.pause(run_dir)
     console = make_console()
     with console.status(f"pausing {run_dir.id}: saving a checkpoint"):
         record = service.stop(run_dir)
+    if json:
+        print(to_json({"run": run_dir.id, "state": record.state, "step": record.step}))
+        return 0
     step = f" at step {record.step}" if record.step else ""
     again = f"yunlu resume {run_dir.id} queues it again"
     console.print(state_text(record.state), f" {run_dir.id} is paused{step}; {again}")

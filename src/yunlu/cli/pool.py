@@ -85,6 +85,9 @@ def up(
     idle_s: Annotated[float, Parameter(name="--idle")] = 300.0,
     max_nodes: Annotated[int | None, Parameter(show_default=False)] = None,
     max_dollars: Annotated[float | None, Parameter(show_default=False)] = None,
+    team_dollars: tuple[str, ...] = (),
+    price: tuple[str, ...] = (),
+    json: bool = False,
 ) -> int:
     """Turn this machine, or a cluster, into a pool; one for each home. Runs that go on are adopted.
 
@@ -100,6 +103,9 @@ def up(
         idle_s: Seconds after which a machine that nobody uses is given back, where machines come and go.
         max_nodes: The most machines to have, where they come and go; those always there included.
         max_dollars: What all machines together may cost an hour.
+        team_dollars: What the machines asked for a team may cost an hour: vision=12.50.
+        price: What a machine of a kind costs an hour: a100=32.77, a100-spot=9.80; may be repeated.
+        json: Print one JSON line.
     """
     if sum(choice is not None for choice in (devices, slurm, ray)) > 1:
         raise StoreError("--devices, --slurm and --ray exclude each other")
@@ -118,6 +124,8 @@ def up(
         quotas={team: int(count) for team, count in _of_teams("quota", quota, int)},
         borrow={team: int(count) for team, count in _of_teams("borrow", borrow, int)},
         weights=dict(_of_teams("weight", weight, float)),
+        team_dollars_per_hour=dict(_of_teams("team-dollars", team_dollars, float)),
+        prices=dict(_of_teams("price", price, float, of="machine", example="a100=32.77")),
         idle_s=idle_s,
         max_nodes=max_nodes,
         max_dollars_per_hour=max_dollars,
@@ -128,9 +136,13 @@ def up(
     open_policy(policy)  # refused here rather than in the log
     home = service.home()
     found = control.bring_up(home, settings)
-    console = make_console()
     view = look(home)
     devices_there, nodes_there = int(view.get("devices") or 0), len(view.get("nodes") or ())
+    if json:
+        print(to_json({"is_up": True, "pid": found.pid, "devices": devices_there,
+                       "nodes": nodes_there, "policy": policy, "home": str(home)}))  # fmt: skip
+        return 0
+    console = make_console()
     console.print(
         f" up          {_count(devices_there, 'device')} on {_count(nodes_there, 'node')}, "
         f"policy {policy} (process {found.pid})"
@@ -144,13 +156,17 @@ def up(
 
 
 @pool.command
-def down(*, stop_jobs: bool = False) -> int:
+def down(*, stop_jobs: bool = False, json: bool = False) -> int:
     """End the pool's service. Its runs go on, and the next service adopts them.
 
     Args:
         stop_jobs: Also let every run save and stop; they stay in the queue.
+        json: Print one JSON line.
     """
     was_up = control.bring_down(service.home(), stop_jobs=stop_jobs)
+    if json:
+        print(to_json({"was_up": was_up, "stopped_jobs": stop_jobs}))
+        return 0
     words = "down; runs go on" if not stop_jobs else "down; runs save and stop, and stay queued"
     make_console().print(f" {words}" if was_up else " no pool was up")
     return 0
@@ -182,6 +198,7 @@ def change(
     budget: Annotated[str | None, Parameter(show_default=False)] = None,
     min_devices: Number = None,
     max_devices: Number = None,
+    json: bool = False,
 ) -> int:
     """Change what was asked for a queued run, also while it runs; the pool follows at its next look.
 
@@ -192,6 +209,7 @@ def change(
         budget: What it may cost in all, in dollars; or: none.
         min_devices: It does not start on fewer.
         max_devices: It is never given more.
+        json: Print what is asked for it now, as one JSON line.
     """
     asked = (priority, deadline, budget, min_devices, max_devices)
     if all(each is None for each in asked):
@@ -207,6 +225,9 @@ def change(
         min_devices=min_devices,
         max_devices=max_devices,
     )
+    if json:
+        print(to_json({"run": run_dir.id, **entry.model_dump(mode="json")}))
+        return 0
     make_console().print(f"[bold]{run_dir.id}[/]: {terms_line(entry, now=time.time())}")
     return 0
 
@@ -246,9 +267,14 @@ def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:
 
 
 def _of_teams(
-    option: str, texts: Iterable[str], kind: type[int | float]
+    option: str,
+    texts: Iterable[str],
+    kind: type[int | float],
+    *,
+    of: str = "team",
+    example: str = "vision=8",
 ) -> Iterator[tuple[str, float]]:
-    """A figure of each team that is named."""
+    """A figure of each team, or kind of machine, that is named."""
     for text in texts:
         team, _, told = text.partition("=")
         try:
@@ -257,7 +283,7 @@ def _of_teams(
             number = -1
         if not team or not 0 <= number < math.inf or (option == "weight" and not number):
             raise StoreError(
-                f"--{option}: {text!r} is not a team and a number", hint="say vision=8"
+                f"--{option}: {text!r} is not a {of} and a number", hint=f"say {example}"
             )
         yield team, number
 

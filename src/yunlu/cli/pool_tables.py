@@ -103,14 +103,11 @@ def terms_line(entry: Entry, *, now: float) -> str:
 def _title(view: Mapping[str, Any]) -> Text:
     if not view.get("is_up"):
         return Text("no pool is up: yunlu pool up starts one\n", style="yellow")
-    machine = view.get("machine") or {}
     facts = [
         f"{view.get('held', 0)} of {view.get('devices', 0)} devices held",
         f"policy {view.get('policy')}",
         str(view.get("executor")),
     ]
-    if machine:
-        facts.append(f"cpu {machine.get('cpu', 0):.0%}, memory {machine.get('memory', 0):.0%}")
     if dollars := view.get("dollars_per_hour"):
         facts.append(f"${dollars:.2f}/h")
     return Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts), "\n")
@@ -118,7 +115,7 @@ def _title(view: Mapping[str, Any]) -> Text:
 
 def _nodes(view: Mapping[str, Any]) -> Table:
     table = plain_table()
-    for title in ("node", "type", "devices", "held by", "$/h"):
+    for title in ("node", "type", "devices", "held by", "use", "$/h"):
         table.add_column(title, no_wrap=title != "held by")
     holders: dict[str, list[str]] = {}
     for run in view.get("runs") or ():
@@ -137,8 +134,18 @@ def _nodes(view: Mapping[str, Any]) -> Table:
         spot = " spot" if node.get("is_spot") else ""
         price = f"{node['dollars_per_hour']:.2f}" if node.get("dollars_per_hour") else "–"
         who = ", ".join(holders.get(node["name"], [])) or "–"
-        table.add_row(Text(node["name"], style="bold"), f"{node['type']}{spot}", cell, who, price)
+        name, type_ = Text(node["name"], style="bold"), f"{node['type']}{spot}"
+        table.add_row(name, type_, cell, who, _busy(node), price)
     return table
+
+
+def _busy(node: Mapping[str, Any]) -> str:
+    """How busy its devices are, and how full its memory: of GPUs each."""
+    if gpus := node.get("gpus"):
+        return "gpu " + " ".join(f"{busy:.0%}" for busy, _ in gpus)
+    if node.get("cpu") is None:
+        return "–"
+    return f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}"
 
 
 def _runs(view: Mapping[str, Any], now: float) -> Table:

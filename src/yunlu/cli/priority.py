@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console
+from yunlu.cli.page import make_console, to_json
 from yunlu.jobs import service
 from yunlu.steward.queue import set_priority
 
 
-def priority(run: str, number: int, /) -> int:
+def priority(run: str, number: int, /, *, json: bool = False) -> int:
     """Change the priority of a queued run; the pool follows at its next look.
 
     Args:
         run: Its id, a unique beginning of it, or: last.
         number: Higher goes first; 0 is usual.
+        json: Print one JSON line.
     """
     run_dir = service.find(run)
     entry = set_priority(run_dir, number)
+    if json:
+        print(to_json({"run": run_dir.id, "priority": entry.priority}))
+        return 0
     make_console().print(f"[bold]{run_dir.id}[/]: priority {entry.priority}")
     return 0

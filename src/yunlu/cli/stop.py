@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console, state_text
+from yunlu.cli.page import make_console, state_text, to_json
 from yunlu.jobs import service
 from yunlu.steward.queue import withdraw
 
 
-def stop(run: str = "last", /, *, now: bool = False) -> int:
+def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
     """Ask a run to save a checkpoint and stop, and wait until it rests.
 
     Args:
         run: Its id, a unique beginning of it, or: last.
         now: Do not save: end it at once.
+        json: Print one JSON line.
     """
     console = make_console()
     run_dir = service.find(run)
     withdraw(run_dir)  # else the pool would go on with it
+    if json:
+        record = service.stop(run_dir, now=now)
+        print(to_json({"run": run_dir.id, "state": record.state, "step": record.step}))
+        return 0
     before = service.read_record(run_dir)
     if not before.state.is_active:
         console.print(state_text(before.state), f" {run_dir.id} rests already: nothing to stop")

@@ -65,6 +65,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
         journal.write_settings(settings)
         journal.view.unlink(missing_ok=True)
         with journal.log.open("ab") as log:
+            told_before = log.tell()
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*PROGRAM, str(home)],
                 stdin=subprocess.DEVNULL,
@@ -86,8 +87,13 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
         time.sleep(_POLL_S)
     else:
         child.terminate()  # it may have come up by now, but nobody would know of it
-    words = "\n".join(journal.log.read_text(errors="replace").splitlines()[-_TAIL:])
-    raise StoreError(f"the pool did not come up:\n{words}", hint=f"see {journal.log}")
+    raise StoreError(_last_words(journal, told_before), hint=f"see {journal.log}")
+
+
+def _last_words(journal: Journal, told_before: int) -> str:
+    said = journal.log.read_bytes()[told_before:].decode(errors="replace").strip()
+    words = "\n".join(said.splitlines()[-_TAIL:])
+    return f"the pool did not come up: {words or 'nobody says why'}"
 
 
 def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:

@@ -48,7 +48,11 @@ class PoolSettings(Value):
     stall_s: float = Field(default=1800.0, gt=0)
     """A run that writes nothing and computes nothing for so long gives its devices back."""
     dollars_per_hour: float | None = None
-    """What each machine costs, where its executor does not say."""
+    """What each machine costs, where nobody says more."""
+    prices: dict[str, float] = Field(default_factory=dict)
+    """What machines of a kind cost an hour: ``a100``, ``a100-spot``."""
+    team_dollars_per_hour: dict[str, float] = Field(default_factory=dict)
+    """What machines that are asked for a team may cost an hour."""
 
 
 class ServiceRecord(Value):

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict, deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from yunlu.core.crew import read_crew
 from yunlu.core.rundir import EventKind
 from yunlu.jobs.recorded import step_s
-from yunlu.pool.executors.finding import is_elsewhere
-from yunlu.pool.local import recorded_worker
 from yunlu.steward.notes import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from yunlu.core.rundir import Event, RunDir
-    from yunlu.pool.allocation.values import Node
-    from yunlu.steward.stand import Stand
 
 _RECENT = 50
 _WARM_UP = 2
 """Steps of a generation that are not typical."""
 _PENDING = 2000
 """Steps that may wait for the event that says how many workers made them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What the processes of a run take from this machine."""
-
-    cores: float | None
-    """Busy cores since the last look; None at the first."""
-    memory_bytes: float
 
 
 @dataclass(slots=True)
@@ -176,93 +156,3 @@ class Course:
         group = self._groups[workers]
         group.steps_s.append(step_s(record))
         group.waits_s.append(float(record.get("communication_s") or 0.0))
-
-
-class Machine:
-    """This machine and what each run takes of it; looked at now and then."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[float, float]] = {}
-        psutil.cpu_percent(interval=None)  # the first answer is about nothing
-
-    def look(self) -> dict[str, float]:
-        """How busy it is: a share of its cores, and of its memory."""
-        memory = psutil.virtual_memory()
-        return {
-            "cpu": psutil.cpu_percent(interval=None) / 100.0,
-            "memory": memory.percent / 100.0,
-            "cores": float(psutil.cpu_count() or 1),
-            "memory_bytes": float(memory.total),
-        }
-
-    def usage(self, run_dirs: Mapping[str, RunDir]) -> dict[str, Usage]:
-        """What each of these runs takes."""
-        sessions = _processes_by_session()
-        now = time.monotonic()
-        found: dict[str, Usage] = {}
-        for run_id, run_dir in run_dirs.items():
-            if is_elsewhere(run_dir):  # numbers of processes mean nothing on another machine
-                found[run_id] = Usage(cores=None, memory_bytes=0.0)
-                continue
-            pids = {pid for session in _sessions_of(run_dir) for pid in sessions.get(session, ())}
-            busy_s, memory_bytes = _sum_up(pids)
-            then, busy_then_s = self._before.get(run_id, (now, busy_s))
-            cores = None
-            if now > then:
-                cores = max(0.0, busy_s - busy_then_s) / (now - then)
-            self._before[run_id] = (now, busy_s)
-            found[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
-        self._before = {
-            run_id: self._before[run_id] for run_id in run_dirs if run_id in self._before
-        }
-        return found
-
-
-def find_lie(
-    stand: Stand, usage: Usage, machine: dict[str, float], nodes: tuple[Node, ...]
-) -> str | None:
-    """What a run takes beyond what it holds, in words; None where it keeps to it."""
-    held, node = stand.notes.placement.devices, next(iter(nodes), None)
-    if node is None or not held or not machine:
-        return None
-    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * held + 0.3:
-        return f"it keeps {usage.cores:.1f} cores busy, and holds {held} of {node.devices} shares"
-    share_bytes = machine["memory_bytes"] * held / max(node.devices, 1)
-    if usage.memory_bytes > 1.1 * share_bytes:
-        took, part = usage.memory_bytes / 2**30, share_bytes / 2**30
-        return f"it takes {took:.1f} GiB of memory, and its share is {part:.1f} GiB"
-    return None
-
-
-def _processes_by_session() -> dict[int, list[int]]:
-    sessions: defaultdict[int, list[int]] = defaultdict(list)
-    for pid in psutil.pids():
-        with suppress(OSError):
-            sessions[os.getsid(pid)].append(pid)
-    return sessions
-
-
-def _sessions_of(run_dir: RunDir) -> set[int]:
-    """A crew keeps to the session of its first supervisor, also when another one takes over."""
-    worker, crew = recorded_worker(run_dir), read_crew(run_dir)
-    pids = {worker.pid} if worker is not None and worker.detached else set[int]()
-    pids |= {member.pid for member in crew.members} if crew is not None else set()
-    sessions: set[int] = set()
-    for pid in pids:
-        with suppress(OSError):
-            sessions.add(os.getsid(pid))
-    return sessions - {os.getsid(0)}
-
-
-def _sum_up(pids: set[int]) -> tuple[float, float]:
-    busy_s = memory_bytes = 0.0
-    for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            times, memory = process.cpu_times(), process.memory_info()
-        except psutil.Error:
-            continue
-        busy_s += times.user + times.system
-        # Forked workers share the pages of the data they were given.
-        memory_bytes += memory.rss - getattr(memory, "shared", 0)
-    return busy_s, memory_bytes

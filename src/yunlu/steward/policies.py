@@ -44,9 +44,20 @@ def open_policy(name: str) -> Policy:
     return points[name].load()()
 
 
-def open_estimator(least: int = 1) -> Estimator:
-    """Who makes a model of what was seen of a run that needs so many devices to start."""
+def open_estimator(least: int = 1, types: tuple[str, ...] = ()) -> Estimator:
+    """Who makes a model of what was seen of a run.
+
+    Args:
+        least: It cannot start on fewer devices.
+        types: Those of the pool: what was seen on one says something of the others.
+    """
     from yunlu.pool.allocation.fitting import Fitter  # noqa: PLC0415 (arrays: slow to import)
 
     # Sizes are tried step by step, but never below what the run can start on.
-    return Fitter(first_devices=least)
+    fitter = Fitter(first_devices=least)
+    if len(types) <= 1:
+        return fitter
+    from yunlu.pool.allocation.mixed_speed import MixedFitter  # noqa: PLC0415 (as above)
+    from yunlu.steward.speed import catalog_speeds  # noqa: PLC0415 (as above)
+
+    return MixedFitter(types=types, known=catalog_speeds(), fitter=fitter)

@@ -65,6 +65,7 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
     """Turn the loop until told to end; the runs go on without us."""
     settings = journal.read_settings() or PoolSettings()
     executor = open_executor(settings.executor)
+    executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
     steward = Steward(
         home,
         ExecutorHands(executor),

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from yunlu.pool.autoscaling.decision import decide_nodes
 from yunlu.pool.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
-from yunlu.pool.executors.executor import Scaling
+from yunlu.pool.executors.executor import Scaling, name_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.pool.allocation.values import Node, PoolState
     from yunlu.pool.executors.executor import Executor, Reserve
+    from yunlu.pool.spot.values import Mode
     from yunlu.steward.journal import PoolSettings
 
 _ALWAYS = "always "
@@ -26,28 +27,43 @@ class Scaler:
     """Keeps count of machines that come and go; what it forgets, it finds out again."""
 
     def __init__(
-        self, executor: Executor, rules: Rules | None = None, limits: Limits | None = None
+        self,
+        executor: Executor,
+        rules: Rules | None = None,
+        limits: Limits | None = None,
+        prices: Mapping[str, float] | None = None,
     ) -> None:
         self._executor = executor if isinstance(executor, Scaling) else None
+        self._prices = prices or {}
+        """Dollars an hour by kind, also of machines that are not there."""
         self._rules, self._limits = rules or Rules(), limits or Limits()
         self._notes = Notes()
         self._since: dict[str, float] = {}
         self._idle_since: dict[str, float] = {}
 
-    def follow(self, state: PoolState, claims: Mapping[str, int]) -> dict[str, str]:
+    def reserves(self) -> tuple[Reserve, ...]:
+        """Machines that can be had."""
+        return () if self._executor is None else self._executor.reserves()
+
+    def follow(
+        self,
+        state: PoolState,
+        claims: Mapping[str, int],
+        *,
+        modes: Mapping[str, Mode] | None = None,
+    ) -> dict[str, str]:
         """Have as many machines of each kind as are worth it; in words, what was changed and why.
 
         Args:
             state: As the allocator sees it.
             claims: Devices held on each machine.
+            modes: By run: whether it may be on spot now, where it has a deadline.
         """
-        if self._executor is None:
-            return {}
-        reserves = self._executor.reserves()
-        if not reserves:
+        reserves = self.reserves()
+        if self._executor is None or not reserves:
             return {}
         leases = self._find_leases(state, reserves, claims)
-        offers = [*_standing(reserves, state.nodes), *_offers(reserves, state.nodes)]
+        offers = [*_standing(reserves, state.nodes), *self._offers(reserves, state.nodes)]
         told = decide_nodes(
             state,
             offers=offers,
@@ -55,15 +71,17 @@ class Scaler:
             limits=self._limits,
             rules=self._rules,
             notes=self._notes,
+            modes=modes,
         )
         self._notes = told.notes
         changed: dict[str, str] = {}
         for reserve in reserves:
-            wanted = told.wanted.get(reserve.type, 0)
+            kind = reserve.kind
+            wanted = told.wanted.get(kind, 0)
             if wanted != reserve.awake:
-                self._executor.scale(reserve.type, wanted)
-                reason = told.reasons.get(reserve.type)
-                changed[reserve.type] = reason.text if reason else f"{wanted} wanted"
+                self._executor.scale(kind, wanted)
+                reason = told.reasons.get(kind)
+                changed[kind] = reason.text if reason else f"{wanted} wanted"
         return changed
 
     def _find_leases(
@@ -82,7 +100,7 @@ class Scaler:
             leases.append(
                 Lease(
                     name=node.name,
-                    offer=offers.get(node.name, _ALWAYS + node.type),
+                    offer=offers.get(node.name, _ALWAYS + _kind(node)),
                     since=self._since[node.name],
                     idle_since=self._idle_since.get(node.name),
                     is_leaving=node.is_leaving,
@@ -90,12 +108,28 @@ class Scaler:
             )
         # Those that are on their way count as held, or they would be asked for again.
         for reserve in reserves:
-            there = sum(offer == reserve.type for offer in offers.values())
+            kind = reserve.kind
+            there = sum(offer == kind for offer in offers.values())
             leases += [
-                Lease(name=f"{reserve.type} to come {number}", offer=reserve.type, since=state.now)
+                Lease(name=f"{kind} to come {number}", offer=kind, since=state.now)
                 for number in range(reserve.awake - there)
             ]
         return leases
+
+    def _offers(self, reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+        prices = {_kind(node): node.dollars_per_hour for node in nodes} | dict(self._prices)
+        return [
+            Offer(
+                key=reserve.kind,
+                devices=reserve.devices,
+                type=reserve.type,
+                dollars_per_hour=prices.get(reserve.kind) or _UNPRICED,
+                is_spot=reserve.is_spot,
+                most=reserve.most,
+            )
+            for reserve in reserves
+            if reserve.devices
+        ]
 
 
 def make_scaler(executor: Executor, settings: PoolSettings) -> Scaler:
@@ -106,53 +140,45 @@ def make_scaler(executor: Executor, settings: PoolSettings) -> Scaler:
         idle_s=settings.idle_s,
         least_life_s=min(usual.least_life_s, 2 * settings.idle_s),
     )
-    # Machines are bought for a team up to what it may hold, where that is bounded.
+    # Machines are bought for a team up to what it may hold and spend, where that is bounded.
+    most = {t: q + settings.borrow[t] for t, q in settings.quotas.items() if t in settings.borrow}
+    dollars = settings.team_dollars_per_hour
     teams = {
-        team: TeamLimit(devices=quota + settings.borrow[team])
-        for team, quota in settings.quotas.items()
-        if team in settings.borrow
+        team: TeamLimit(devices=most.get(team), dollars_per_hour=dollars.get(team))
+        for team in {*most, *dollars}
     }
     limits = Limits(
         nodes=settings.max_nodes, dollars_per_hour=settings.max_dollars_per_hour, teams=teams
     )
-    return Scaler(executor, rules, limits)
+    return Scaler(executor, rules, limits, settings.prices)
+
+
+def _kind(node: Node) -> str:
+    return name_kind(node.type, is_spot=node.is_spot)
 
 
 def _offers_by_node(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> dict[str, str]:
     """Of which reserve each machine is; those that are always there are of none."""
-    named = {name: reserve.type for reserve in reserves for name in reserve.nodes}
-    unnamed = {reserve.type for reserve in reserves if reserve.awake and not reserve.nodes}
+    named = {name: reserve.kind for reserve in reserves for name in reserve.nodes}
+    unnamed = {reserve.kind for reserve in reserves if reserve.awake and not reserve.nodes}
     found = {node.name: named.get(node.name, "") for node in nodes}
-    found |= {n.name: n.type for n in nodes if not found[n.name] and n.type in unnamed}
+    found |= {n.name: _kind(n) for n in nodes if not found[n.name] and _kind(n) in unnamed}
     return {name: offer for name, offer in found.items() if offer}
-
-
-def _offers(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
-    prices = {node.type: node.dollars_per_hour for node in nodes}
-    return [
-        Offer(
-            key=reserve.type,
-            devices=reserve.devices,
-            type=reserve.type,
-            dollars_per_hour=prices.get(reserve.type) or _UNPRICED,
-            most=reserve.most,
-        )
-        for reserve in reserves
-    ]
 
 
 def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
     reserved = _offers_by_node(reserves, nodes)
     found: dict[str, Offer] = {}
     for node in nodes:
-        if node.name in reserved or node.is_leaving:
+        if node.name in reserved or node.is_leaving or not node.devices:
             continue
-        before = found.get(node.type)
-        found[node.type] = Offer(
-            key=_ALWAYS + node.type,
+        before = found.get(_kind(node))
+        found[_kind(node)] = Offer(
+            key=_ALWAYS + _kind(node),
             devices=max(node.devices, before.devices if before else 0),
             type=node.type,
             dollars_per_hour=node.dollars_per_hour or _UNPRICED,
+            is_spot=node.is_spot,
             most=(before.most if before else 0) + 1,
             boot_s=0.0,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
+from yunlu.catalog.catalog import load_catalog
+from yunlu.pool.allocation.mixed_speed import NoForeknowledge
 from yunlu.pool.allocation.observations import BatchLimits, Noise, Observations, Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from yunlu.pool.allocation.observations import Estimator, Model
     from yunlu.steward.notes import Seen
     from yunlu.steward.stand import Stand
@@ -16,13 +17,21 @@ if TYPE_CHECKING:
 _SAME = 0.1
 """A step time that differs by less is the same."""
 _GUESSED_BATCH = 32
+_TRAINED_IN = ("bf16", "fp16", "tf32", "fp32")
+
+
+class MakeEstimator(Protocol):
+    """Makes who tells how fast a run is."""
+
+    def __call__(self, least: int, types: tuple[str, ...], /) -> Estimator:
+        """For runs that start on so many devices or more, in a pool of these types."""
+        ...
 
 
 class Knowledge:
     """What is known of how fast runs are: of each its own, and of all that are alike."""
 
-    def __init__(self, make_estimator: Callable[[int], Estimator]) -> None:
-        """Needs a way to make an estimator for jobs that start on so many devices or more."""
+    def __init__(self, make_estimator: MakeEstimator) -> None:
         self._make_estimator = make_estimator
         self._own: dict[str, tuple[Timing, ...]] = {}
         self._alike: dict[str, tuple[Timing, ...]] = {}
@@ -39,8 +48,8 @@ class Knowledge:
         """Whether anybody has seen a step of it, or of one alike."""
         return bool(self._own.get(stand.id) or self._alike.get(stand.entry.signature))
 
-    def tell(self, stand: Stand) -> Model:
-        """The model of one run."""
+    def tell(self, stand: Stand, types: tuple[str, ...]) -> Model:
+        """The model of one run, in a pool with devices of these types."""
         course = stand.course
         base = course.base_batch or _GUESSED_BATCH
         noise = None if course.noise is None else Noise(*course.noise)
@@ -51,7 +60,7 @@ class Knowledge:
             noise=noise,
             shared_timings=self._alike.get(stand.entry.signature, ()),
         )
-        estimate = self._make_estimator(stand.entry.needs.least)
+        estimate = self._make_estimator(stand.entry.needs.least, types)
         model = estimate(seen, self._models.get(stand.id))
         self._models[stand.id] = model
         return model
@@ -60,6 +69,31 @@ class Knowledge:
         """A run is over: what it has shown stays with those alike."""
         self._own.pop(run_id, None)
         self._models.pop(run_id, None)
+
+
+@cache
+def catalog_speeds() -> CatalogSpeeds:
+    """Made once: devices are looked up for every run at every decision."""
+    return CatalogSpeeds()
+
+
+class CatalogSpeeds(NoForeknowledge):
+    """A type that a run has not tried is as much faster as its arithmetic is, where that is known."""
+
+    def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
+        """In a unit of its own: only ratios between types mean anything."""
+        if not (seen.timings or seen.shared_timings):
+            return None
+        return _peak_flops(device_type)
+
+
+@cache
+def _peak_flops(device_type: str) -> float | None:
+    catalog = load_catalog()
+    if not catalog.has_device(device_type):
+        return None
+    peaks = catalog.device(device_type).peak_flops
+    return next((peaks[each] for each in _TRAINED_IN if each in peaks), None)
 
 
 def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:

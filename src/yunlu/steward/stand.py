@@ -7,14 +7,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from yunlu.core.states import RunState
-from yunlu.pool.allocation.values import NOTHING, Demand, Placement
+from yunlu.pool.allocation.values import NOTHING, Demand, Placement, Team
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
     from yunlu.core.rundir import RunDir
     from yunlu.pool.allocation.values import Speed
     from yunlu.steward.clock import SteadyClock
+    from yunlu.steward.journal import PoolSettings
     from yunlu.steward.monitor import Course
     from yunlu.steward.notes import Notes
     from yunlu.steward.queue import Entry
@@ -151,6 +153,25 @@ def make_demand(stand: Stand, speed: Speed, clock: SteadyClock, nodes: AbstractS
         deadline_at=None if entry.deadline_at is None else clock.from_wall(entry.deadline_at),
         budget_dollars=None if budget is None else max(0.0, budget - notes.spent_dollars),
         program=entry.signature,
+    )
+
+
+def make_teams(
+    settings: PoolSettings, names: AbstractSet[str], used_device_s: Mapping[str, float]
+) -> tuple[Team, ...]:
+    """Who shares the pool; where nobody has a team, nobody is to be fair between them."""
+    names = names | {*settings.quotas}
+    if names == {""}:
+        return ()
+    return tuple(
+        Team(
+            name=name,
+            quota=settings.quotas.get(name),
+            borrow=settings.borrow.get(name),
+            weight=settings.weights.get(name, 1.0),
+            used_device_s=used_device_s.get(name, 0.0),
+        )
+        for name in sorted(names)
     )
 
 

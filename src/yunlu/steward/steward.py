@@ -9,53 +9,42 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
 from yunlu.pool.allocation.staying import stay_near
-from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason, Team
+from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason
+from yunlu.pool.executors.executor import name_kind
+from yunlu.steward import markets
 from yunlu.steward.clock import SteadyClock
 from yunlu.steward.deeds import Deeds
 from yunlu.steward.forecast import forecast
-from yunlu.steward.monitor import Machine, find_lie
+from yunlu.steward.gauge import Gauge
 from yunlu.steward.moves import find_move, plan_moves
 from yunlu.steward.register import Register
 from yunlu.steward.speed import Knowledge
-from yunlu.steward.stand import Phase, Stand, find_held, make_demand
+from yunlu.steward.stand import Phase, Stand, find_held, make_demand, make_teams
 from yunlu.steward.view import make_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.pool.allocation.observations import Estimator
     from yunlu.pool.allocation.values import Node, Policy
+    from yunlu.pool.executors.executor import Reserve
+    from yunlu.pool.spot.values import Mode
     from yunlu.steward.forecast import Forecast
     from yunlu.steward.hands import Hands
     from yunlu.steward.journal import Journal, PoolSettings
-    from yunlu.steward.monitor import Usage
     from yunlu.steward.scaling import Scaler
+    from yunlu.steward.speed import MakeEstimator
 
-_USAGE_S = 5.0
 _KEEP_S = 30.0
 _HALF_LIFE_S = 24 * 3600.0
 _UNDER_WAY_S = 60.0
 """How long a decision may take to be carried out before it is thought over."""
 _UNSEEN = 4.0
 """How much longer a run may be silent of which only its words are seen."""
-_LIES = 3
-"""Looks in a row at which a run takes more than it holds."""
-
-
-@dataclass(slots=True)
-class _Figures:
-    """What was measured of the machine, now and then."""
-
-    machine: dict[str, float] = field(default_factory=dict[str, float])
-    usage: dict[str, Usage] = field(default_factory=dict[str, Any])
-    looked_at: float = -math.inf
-    lies: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Steward:
@@ -66,7 +55,7 @@ class Steward:
         home: Path,
         hands: Hands,
         policy: Policy,
-        make_estimator: Callable[[int], Estimator],
+        make_estimator: MakeEstimator,
         *,
         settings: PoolSettings,
         journal: Journal,
@@ -93,10 +82,12 @@ class Steward:
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
         """Since when a run waits in the queue of its cluster, on the monotonic clock."""
+        self._markets = markets.Markets(
+            step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
+        )
         self._teams = journal.read_teams()
         self._kept_at = self._charged_at = self.clock.now()
-        self._figures = _Figures()
-        self._machine = Machine()
+        self._gauge = Gauge()
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:
@@ -132,10 +123,15 @@ class Steward:
         self._measure()
 
     def _priced(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        price = self.settings.dollars_per_hour
-        if price is None:
-            return nodes
-        return tuple(n if n.dollars_per_hour else replace(n, dollars_per_hour=price) for n in nodes)
+        prices, usual = self.settings.prices, self.settings.dollars_per_hour or 0.0
+        return tuple(
+            n
+            if n.dollars_per_hour
+            else replace(
+                n, dollars_per_hour=prices.get(name_kind(n.type, is_spot=n.is_spot), usual)
+            )
+            for n in nodes
+        )
 
     def _charge(self) -> None:
         """What was held since the last look is used, and costs."""
@@ -158,22 +154,11 @@ class Steward:
             self.journal.write_teams(self._teams)
 
     def _measure(self) -> None:
-        """Who takes how much of the machine, and who takes more than it holds."""
-        figures = self._figures
-        if time.monotonic() - figures.looked_at < _USAGE_S:
-            return
-        figures.looked_at = time.monotonic()
         alive = {s.id: s for s in self.register.stands.values() if s.sight.is_alive}
-        figures.machine = self._machine.look()
-        figures.usage = self._machine.usage({i: s.run_dir for i, s in alive.items()})
-        for run_id, stand in alive.items():
-            words = find_lie(stand, figures.usage[run_id], figures.machine, self.nodes)
-            count = figures.lies.get(run_id, 0) + 1 if words else 0
-            figures.lies[run_id] = count
-            if words and count == _LIES:
-                self._tell(run_id, "lies", words)
-                with suppress(OSError):
-                    stand.run_dir.warn(f"the pool: {words}")
+        for run_id, words in self._gauge.look(alive, self.nodes).items():
+            self._tell(run_id, "lies", words)
+            with suppress(OSError):
+                alive[run_id].run_dir.warn(f"the pool: {words}")
 
     # Decide.
 
@@ -186,7 +171,8 @@ class Steward:
             self.decision = None
             if is_due:
                 self._decided_at = self.clock.now()
-                self._scale(self._describe(stands))
+                state = self._describe(stands)
+                self._scale(state, self._choose_markets(state, stands))
             return
         if not is_due and (signature, self.nodes) == self._signature:
             return
@@ -195,11 +181,12 @@ class Steward:
         began = time.process_time()
         try:
             state = self._describe(stands)
-            decided = self.policy.decide(state)
-            placements = stay_near(decided.placements, state.jobs, state.nodes)
-            self.decision = replace(decided, placements=placements)
-            unknown = {s.id for s in stands if not self.knowledge.is_known(s)}
-            self.forecast = forecast(state, self.decision, unknown)
+            modes = self._choose_markets(state, stands)
+            seen = markets.steer(state, modes)
+            decided = self.policy.decide(seen)
+            placements = stay_near(decided.placements, seen.jobs, seen.nodes)
+            self.decision = markets.explain(modes, replace(decided, placements=placements))
+            self.forecast = forecast(seen, self.decision, self._find_unknown(stands))
             self._troubles.pop("policy", None)
         except Exception as error:  # noqa: BLE001 (policies and estimators are doors: their faults must not end runs)
             self._trouble("policy", f"the policy failed, and nothing was changed: {error!r}")
@@ -209,7 +196,7 @@ class Steward:
         self._news = news
         self.decided_ms = (time.process_time() - began) * 1e3
         self._explain(stands, self.decision)
-        self._scale(state)
+        self._scale(state, modes)
 
     def _is_under_way(self, stands: list[Stand]) -> bool:
         """Whether what was decided last is still being done: those who make room, others wait for.
@@ -227,7 +214,24 @@ class Steward:
             for s in stands
         )
 
-    def _scale(self, state: PoolState) -> None:
+    def _find_unknown(self, stands: list[Stand]) -> set[str]:
+        return {s.id for s in stands if not self.knowledge.is_known(s)}
+
+    def _choose_markets(self, state: PoolState, stands: list[Stand]) -> dict[str, Mode]:
+        """Whether each run with a deadline may be on spot now, where there is also on-demand."""
+        if all(job.deadline_at is None for job in state.jobs):
+            return {}
+        reserves: tuple[Reserve, ...] = ()
+        with suppress(YunluError, OSError):  # whoever asks for machines tells of it
+            reserves = self._scaler.reserves() if self._scaler is not None else ()
+        return self._markets.choose(
+            state,
+            reserves,
+            spent_dollars={s.id: s.notes.spent_dollars for s in stands},
+            unknown=self._find_unknown(stands),
+        )
+
+    def _scale(self, state: PoolState, modes: dict[str, Mode]) -> None:
         if self._scaler is None:
             return
         claims: dict[str, int] = {}
@@ -235,7 +239,7 @@ class Steward:
             for name, count in stand.notes.claims.items():
                 claims[name] = claims.get(name, 0) + count
         try:
-            for kind, words in self._scaler.follow(state, claims).items():
+            for kind, words in self._scaler.follow(state, claims, modes=modes).items():
                 self._tell("", "machines", f"{kind}: {words}")
             self._troubles.pop("machines", None)
         except (YunluError, OSError) as error:
@@ -243,30 +247,20 @@ class Steward:
 
     def _describe(self, stands: list[Stand]) -> PoolState:
         there = {node.name for node in self.nodes if not node.is_leaving}
+        types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [
             s
             for s in stands
             if find_held(s, there) or (s.may_move and not (s.phase.is_over or _waits(s)))
         ]
-        settings = self.settings
-        names = {s.entry.team for s in wanting} | {*settings.quotas}
-        teams = tuple(
-            Team(
-                name=name,
-                quota=settings.quotas.get(name),
-                borrow=settings.borrow.get(name),
-                weight=settings.weights.get(name, 1.0),
-                used_device_s=self._teams.get(name, 0.0),
-            )
-            for name in sorted(names)
-            if names != {""}  # where nobody has a team, nobody is to be fair between them
-        )
-        demands = [make_demand(s, self.knowledge.tell(s), self.clock, there) for s in wanting]
+        demands = [
+            make_demand(s, self.knowledge.tell(s, types), self.clock, there) for s in wanting
+        ]
         return PoolState(
             now=self.clock.now(),
             nodes=self.nodes,
             jobs=tuple(sorted(demands, key=lambda demand: demand.submitted_at)),
-            teams=teams,
+            teams=make_teams(self.settings, {s.entry.team for s in wanting}, self._teams),
         )
 
     def _explain(self, stands: list[Stand], decision: Decision) -> None:
@@ -331,9 +325,9 @@ class Steward:
         silent_s = now - stand.course.moved_at
         if silent_s < patience_s:
             return False
-        if stand.sight.shares:  # whether it computes is not seen from here
-            return silent_s > _UNSEEN * patience_s
-        usage = self._figures.usage.get(stand.id)
+        usage = self._gauge.usage.get(stand.id)
+        if stand.sight.shares and (usage is None or usage.cores is None):
+            return silent_s > _UNSEEN * patience_s  # whether it computes is not known here
         return usage is not None and usage.cores is not None and usage.cores < 0.05
 
     def _find_vain_wait(self, stand: Stand, now: float) -> str | None:
@@ -361,8 +355,7 @@ class Steward:
                 self.decision or Decision(placements={}),
                 self.forecast,
                 now=self.clock.now(),
-                machine=self._figures.machine,
-                usage=self._figures.usage,
+                gauge=self._gauge,
                 settings=self.settings,
                 decided_ms=self.decided_ms,
                 troubles={**self._troubles, **self.register.troubles},

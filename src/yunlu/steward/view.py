@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.pool.allocation.values import Decision, Node
+    from yunlu.pool.executors.usage import NodeUse
     from yunlu.steward.forecast import Forecast
+    from yunlu.steward.gauge import Gauge, Usage
     from yunlu.steward.journal import PoolSettings
-    from yunlu.steward.monitor import Usage
     from yunlu.steward.stand import Stand
 
 
@@ -24,8 +25,7 @@ def make_view(
     forecasts: Mapping[str, Forecast],
     *,
     now: float,
-    machine: Mapping[str, float],
-    usage: Mapping[str, Usage],
+    gauge: Gauge,
     settings: PoolSettings,
     decided_ms: float,
     troubles: Mapping[str, str],
@@ -39,14 +39,14 @@ def make_view(
         "at": now,
         "policy": settings.policy,
         "executor": settings.executor,
-        "nodes": [_node(node, held[node.name]) for node in nodes],
+        "nodes": [_node(node, held[node.name], gauge.nodes.get(node.name)) for node in nodes],
         "devices": sum(node.devices for node in nodes),
         "held": sum(held.values()),
         "dollars_per_hour": sum(node.dollars_per_hour for node in nodes),
-        "machine": dict(machine),
+        "machine": dict(gauge.machine),
         "decided_ms": round(decided_ms, 3),
         "runs": [
-            _run(stand, decision, forecasts.get(stand.id), usage.get(stand.id))
+            _run(stand, decision, forecasts.get(stand.id), gauge.usage.get(stand.id))
             for stand in stands
             if not (
                 stand.phase.is_over and not stand.notes.claims and stand.phase is not Phase.PAUSED
@@ -56,7 +56,7 @@ def make_view(
     }
 
 
-def _node(node: Node, held: int) -> dict[str, Any]:
+def _node(node: Node, held: int, use: NodeUse | None) -> dict[str, Any]:
     return {
         "name": node.name,
         "type": node.type,
@@ -65,6 +65,9 @@ def _node(node: Node, held: int) -> dict[str, Any]:
         "dollars_per_hour": node.dollars_per_hour,
         "is_spot": node.is_spot,
         "is_leaving": node.is_leaving,
+        "cpu": use.cpu if use else None,
+        "memory": use.memory if use else None,
+        "gpus": [list(gpu) for gpu in use.gpus] if use else [],
     }
 
 

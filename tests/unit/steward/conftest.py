@@ -30,7 +30,7 @@ def make_steward():
             world.home,
             world,
             policy or Fair(),
-            make_estimator or (lambda _: Even()),
+            make_estimator or (lambda *_: Even()),
             settings=PoolSettings(**settings),
             journal=journal,
             clock=SteadyClock(lambda: world.wall, lambda: world.steady),

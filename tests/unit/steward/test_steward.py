@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.steward.world import Fair
 from yunlu.core.rundir import EventKind
+from yunlu.steward import gauge as gauge_module
 from yunlu.steward import register as register_module
-from yunlu.steward import steward as steward_module
+from yunlu.steward.gauge import Usage, find_lie
 from yunlu.steward.journal import PoolSettings
-from yunlu.steward.monitor import Usage, find_lie
 from yunlu.steward.notes import MOST_FAILURES, STALLED, read_notes
 from yunlu.steward.queue import change_entry, put_back, read_entry, set_priority
 from yunlu.steward.stand import Phase
@@ -341,7 +341,7 @@ def test_run_resized_by_hand_is_believed(make_world, make_steward):
 def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
     make_world, make_steward, monkeypatch
 ):
-    monkeypatch.setattr(steward_module, "_USAGE_S", 0.0)
+    monkeypatch.setattr(gauge_module, "LOOK_S", 0.0)
     world = make_world(steps=100)
     run = world.submit("a")
     steward = make_steward(world, stall_s=1e-6)

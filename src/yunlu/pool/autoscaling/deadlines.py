@@ -23,9 +23,7 @@ class DeadlineWatch:
     Asked every ``step_s`` or sooner: that a machine is gone may go unnoticed for as long, once, before
     the job is on on-demand for good, so as much is held back of the deadline.
 
-    It needs machines of both kinds on offer. Simulations and plans have them; a live pool is on one
-    executor, and neither a Slurm partition nor a Ray address offers spot beside on-demand machines, so
-    the pool's service asks no watch: there a deadline buys machines at any price within the limits.
+    It needs machines of both kinds on offer, as in simulations, and in live pools that have both.
     """
 
     def __init__(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Node
     from yunlu.pool.executors.record import Happening, Lease
 
+SPOT = "-spot"
+"""What the names of spot machines end with."""
 GROUP = "yunlu.executors"
 """Executors are found by this entry point: a class that is made from an address."""
 
@@ -182,6 +184,7 @@ class Reserve:
     """Nodes of one kind that can be had."""
 
     type: str
+    """Of its devices."""
     devices: int
     """Of each."""
     awake: int
@@ -191,6 +194,18 @@ class Reserve:
     """Names of those that are there, where that is known: others of the type may be there anyway."""
     sleeping: tuple[str, ...] = ()
     """Those that are not there but may be named in a placement: that wakes them."""
+    is_spot: bool = False
+    """Whether they may be taken away at any time, for less money."""
+
+    @property
+    def kind(self) -> str:
+        """What it is called: of one type there may be spot machines and others."""
+        return name_kind(self.type, is_spot=self.is_spot)
+
+
+def name_kind(node_type: str, *, is_spot: bool) -> str:
+    """Machines of one type and market: ``a100``, ``a100-spot``."""
+    return f"{node_type}{SPOT}" if is_spot else node_type
 
 
 @runtime_checkable
@@ -201,8 +216,8 @@ class Scaling(Protocol):
         """What can be had, and what of it is."""
         ...
 
-    def scale(self, node_type: str, nodes: int) -> None:
-        """Have so many nodes of a kind, beyond those that are always there.
+    def scale(self, kind: str, nodes: int) -> None:
+        """Have so many nodes of a kind (``Reserve.kind``), beyond those that are always there.
 
         A node on which something runs is never taken; nor does this wait until they are there.
         """

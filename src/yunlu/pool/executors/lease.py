@@ -29,6 +29,7 @@ from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import worker_environment
 from yunlu.core.states import RunState, replay_move
 from yunlu.pool.executors.record import Lease, read_record, record_lock, tell, write_record
+from yunlu.pool.executors.usage import LeaseUse, Meter, write_use
 from yunlu.pool.local import launch_lock, program_for, worker_lock_is_free
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ AGAIN = 75
 """Its exit code (EX_TEMPFAIL) where the cluster sent it away, and it is to be started again."""
 _LOOP_S = 0.1
 _LOOK_S = 0.5
+_MEASURE_S = 5.0
 _JOIN_S = 600.0
 """How long a lease that is to join waits for the lead."""
 _REST_S = 60.0
@@ -91,6 +93,8 @@ class Holder:
         self._leads = False
         self._is_heir = False
         self._looked_at = 0.0
+        self._meter = Meter()
+        self._measured_at = -_MEASURE_S
 
     def hold(self) -> int:
         """Until nothing of it is left; the exit code."""
@@ -169,6 +173,7 @@ class Holder:
             if self._parent is not None and os.getppid() != self._parent:
                 self._kill_all()
             self._look_at_record()
+            self._measure(lease)
             if self._is_told and not self._passed_on:
                 self._pass_on()
             if self._child.returncode is not None and _supervisor(self.run_dir) is None:
@@ -201,6 +206,19 @@ class Holder:
         except ChildProcessError:
             return False
         return True
+
+    def _measure(self, lease: Lease) -> None:
+        """Tell whoever looks after the run from another machine what is taken here."""
+        if time.monotonic() - self._measured_at < _MEASURE_S:
+            return
+        self._measured_at = time.monotonic()
+        children = psutil.Process().children(recursive=True)
+        cores, memory_bytes = self._meter.measure(self.name, [child.pid for child in children])
+        if cores is not None:
+            machine = self._meter.look()
+            use = LeaseUse(at=time.time(), node=lease.node, cores=cores, memory_bytes=memory_bytes,
+                           machine=machine)  # fmt: skip
+            write_use(self.run_dir, self.name, use)
 
     def _look_at_record(self) -> None:
         now = time.monotonic()

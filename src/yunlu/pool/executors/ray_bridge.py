@@ -130,12 +130,12 @@ class Cluster:
                 group = self._ray.util.get_placement_group(name)
                 self._ray.util.remove_placement_group(group)
 
-    def request(self, *, bundles: list[dict[str, float]]) -> None:
+    def request(self, *, bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
         """What the autoscaler is to have room for, until it is asked for something else."""
         if not self._is_client:
-            request_room(bundles)
+            request_room(bundles, selectors)
         else:
-            self._ray.get(self._ray.remote(num_cpus=0)(request_room).remote(bundles))
+            self._ray.get(self._ray.remote(num_cpus=0)(request_room).remote(bundles, selectors))
 
     def _reclaim(self, deserted: set[str]) -> None:
         """Give back what no actor holds: it was killed, its node is lost, or nobody came to start it."""
@@ -180,9 +180,10 @@ def look_inside() -> dict[str, Any]:
     return told
 
 
-def request_room(bundles: list[dict[str, float]]) -> None:
+def request_room(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
     """Inside the cluster: ask the autoscaler."""
-    import_module("ray.autoscaler.sdk").request_resources(bundles=bundles)
+    more = {"bundle_label_selectors": selectors} if selectors else {}  # older Rays know none
+    import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, **more)
 
 
 def _describe(group: dict[str, Any]) -> dict[str, Any]:

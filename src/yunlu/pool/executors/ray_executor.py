@@ -20,6 +20,7 @@ from yunlu.pool.executors.ray_words import (
     read_nodes,
     resource_of,
     size_bundles,
+    size_selectors,
 )
 from yunlu.pool.executors.record import read_happenings
 
@@ -74,16 +75,19 @@ class RayExecutor(LeasedExecutor):
         """What the address says that the cluster's autoscaler can start."""
         return count_awake(self.survey(), self._growth)
 
-    def scale(self, node_type: str, nodes: int) -> None:
+    def scale(self, kind: str, nodes: int) -> None:
         """Have the autoscaler keep so many nodes of a type; those in use it keeps in any case."""
-        known = [kind.type for kind in self._growth]
-        if node_type not in known:
+        if kind not in {each.kind for each in self._growth}:
             raise ExecutorError(
-                f"{self.address} does not say that nodes of {node_type} can be started",
-                hint=f"add it to the address: grow={node_type}:DEVICESxNODES",
+                f"{self.address} does not say that nodes of {kind} can be started",
+                hint=f"add it to the address: grow={kind}:DEVICESxNODES",
             )
-        self._wanted_nodes[node_type] = nodes
-        self._link.call("request", bundles=size_bundles(self._growth, self._wanted_nodes))
+        self._wanted_nodes[kind] = nodes
+        self._link.call(
+            "request",
+            bundles=size_bundles(self._growth, self._wanted_nodes),
+            selectors=size_selectors(self._growth, self._wanted_nodes),
+        )
 
     def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""

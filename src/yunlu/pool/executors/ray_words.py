@@ -11,7 +11,7 @@ from pydantic import Field
 
 from yunlu.core.value import Value
 from yunlu.pool.allocation.values import Node
-from yunlu.pool.executors.executor import ExecutorError, LeaseState, Reserve
+from yunlu.pool.executors.executor import SPOT, ExecutorError, LeaseState, Reserve
 from yunlu.pool.executors.leased import Seen
 from yunlu.pool.executors.ray_keeper import RAYLET_GONE
 
@@ -25,6 +25,7 @@ OURS = "yunlu"
 GPU, CPU = "GPU", "CPU"
 _ACCELERATOR = "accelerator_type:"
 _TYPE_LABEL, _MARKET_LABEL = "ray.io/accelerator-type", "ray.io/market-type"
+_SPOT_MARKET = "spot"
 _ZONE_LABEL, NODE_LABEL = "ray.io/availability-zone", "ray.io/node-id"
 
 
@@ -91,7 +92,7 @@ def read_nodes(survey: Survey, *, device: str = "auto") -> tuple[Node, ...]:
             devices=_devices_for_us(survey, node, resource_of(node.resources, device)),
             type=_type_of(node.resources, node.labels, device),
             domain=node.labels.get(_ZONE_LABEL, ""),
-            is_spot=node.labels.get(_MARKET_LABEL) == "spot",
+            is_spot=_is_spot(node),
             is_leaving=node.is_draining,
         )
         for node in survey.nodes
@@ -104,7 +105,7 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
     """What the autoscaler may start, as an address says it: ``A100:8x4,cpu:16x2``.
 
     That is up to 4 nodes of 8 A100, and up to 2 nodes of 16 processors, those that are always there
-    included. Ray itself tells nobody.
+    included; ``A100-spot:8x4`` are nodes with the label of spot machines. Ray itself tells nobody.
     """
     found: list[Reserve] = []
     for word in filter(None, text.split(",")):
@@ -115,7 +116,16 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
                 hint="write TYPE:DEVICESxNODES, such as A100:8x4 or cpu:16x2",
             )
         kind, devices, most = match.groups()
-        found.append(Reserve(type=kind, devices=int(devices), awake=0, most=int(most)))
+        type_ = kind.removesuffix(SPOT)
+        found.append(
+            Reserve(
+                type=type_,
+                devices=int(devices),
+                awake=0,
+                most=int(most),
+                is_spot=type_ != kind,
+            )
+        )
     return tuple(found)
 
 
@@ -131,9 +141,16 @@ def count_awake(survey: Survey, growth: Iterable[Reserve]) -> tuple[Reserve, ...
 
 def size_bundles(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, float]]:
     """What the autoscaler is to have room for, so that so many nodes of each type are there."""
-    return [
-        _shape(kind) for kind in growth for _ in range(min(wanted.get(kind.type, 0), kind.most))
-    ]
+    return [_shape(kind) for kind in _wanted(growth, wanted)]
+
+
+def size_selectors(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, str]]:
+    """Which labels the nodes of these bundles have; none where no market is to be chosen."""
+    growth = [*growth]
+    if not any(kind.is_spot for kind in growth):
+        return []
+    markets = {True: {_MARKET_LABEL: _SPOT_MARKET}, False: {_MARKET_LABEL: f"!{_SPOT_MARKET}"}}
+    return [markets[kind.is_spot] for kind in _wanted(growth, wanted)]
 
 
 def read_leases(
@@ -202,7 +219,17 @@ def _devices_for_us(survey: Survey, node: RayNode, resource: str) -> int:
     return int(min(total, node.available.get(resource, 0) + ours))
 
 
+def _wanted(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[Reserve]:
+    return [kind for kind in growth for _ in range(min(wanted.get(kind.kind, 0), kind.most))]
+
+
+def _is_spot(node: RayNode) -> bool:
+    return node.labels.get(_MARKET_LABEL) == _SPOT_MARKET
+
+
 def _is_of(node: RayNode, kind: Reserve) -> bool:
+    if _is_spot(node) != kind.is_spot:
+        return False
     device = "cpu" if kind.type == "cpu" else "gpu"
     has = node.resources.get(resource_of(node.resources, device), 0)
     return has == kind.devices and _type_of(node.resources, node.labels, device) == kind.type

@@ -10,8 +10,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from yunlu.core.errors import did_you_mean
 from yunlu.pool.allocation.values import Node
-from yunlu.pool.executors.executor import Capabilities, ExecutorError, LeaseState, Reserve
+from yunlu.pool.executors.executor import (
+    Capabilities,
+    ExecutorError,
+    LeaseState,
+    Reserve,
+    name_kind,
+)
 from yunlu.pool.executors.finding import read_address
 from yunlu.pool.executors.lease import AGAIN
 from yunlu.pool.executors.leased import LeasedExecutor, Seen
@@ -66,7 +73,7 @@ class SlurmOptions:
     memory_mb: str = ""
     """Memory for each device; without a word, what the partition gives."""
     spot: str = ""
-    """``yes``: what runs here may be preempted at any time."""
+    """``yes``: what runs here may be preempted at any time. Else that is so of nodes with a feature ``spot``."""
     notice_s: str = str(_NOTICE_S)
     """How long before the end of its time a lease is told."""
 
@@ -106,10 +113,11 @@ class SlurmExecutor(LeasedExecutor):
 
     def reserves(self) -> tuple[Reserve, ...]:
         """Nodes that Slurm powers up and down; those that sleep only where PrivateData has ``cloud``."""
-        kinds: dict[tuple[str, int], list[SlurmNode]] = {}
+        kinds: dict[tuple[str, int, bool], list[SlurmNode]] = {}
         for node in self._slurm_nodes():
             if node.can_sleep and not node.is_absent:
-                kinds.setdefault((self._type(node), self._count(node)), []).append(node)
+                key = (self._type(node), self._count(node), self._is_spot(node))
+                kinds.setdefault(key, []).append(node)
         return tuple(
             Reserve(
                 type=kind,
@@ -118,17 +126,18 @@ class SlurmExecutor(LeasedExecutor):
                 most=len(nodes),
                 nodes=tuple(node.name for node in nodes if not node.is_asleep),
                 sleeping=tuple(node.name for node in nodes if node.is_asleep),
+                is_spot=is_spot,
             )
-            for (kind, devices), nodes in kinds.items()
+            for (kind, devices, is_spot), nodes in kinds.items()
         )
 
-    def scale(self, node_type: str, nodes: int) -> None:
+    def scale(self, kind: str, nodes: int) -> None:
         """Power nodes up or down, as far as nothing runs on them.
 
         Slurm lets only its operators do that; leases wake the nodes that they name in any case.
         """
         every = [node for node in self._slurm_nodes() if node.can_sleep and not node.is_absent]
-        every = [node for node in every if self._type(node) == node_type]
+        every = [node for node in every if self._kind(node) == kind]
         awake = [node for node in every if not node.is_asleep]
         idle = [node for node in awake if node.state == "IDLE"]
         if nodes > len(awake):
@@ -228,7 +237,7 @@ class SlurmExecutor(LeasedExecutor):
             name=node.name,
             devices=max(0, total - max(0, used - ours)),
             type=self._type(node),
-            is_spot=self.options.spot == "yes",
+            is_spot=self._is_spot(node),
             is_leaving=node.is_leaving,
         )
 
@@ -241,14 +250,24 @@ class SlurmExecutor(LeasedExecutor):
     def _type(self, node: SlurmNode) -> str:
         return (node.gpu_type or "gpu") if self._has_gpus(node) else "cpu"
 
+    def _is_spot(self, node: SlurmNode) -> bool:
+        return self.options.spot == "yes" or node.is_spot
+
+    def _kind(self, node: SlurmNode) -> str:
+        return name_kind(self._type(node), is_spot=self._is_spot(node))
+
     def _slurm_nodes(self) -> list[SlurmNode]:
-        found = read_nodes(_slurm("scontrol", "--details", "--oneliner", "show", "node"))
+        every = read_nodes(_slurm("scontrol", "--details", "--oneliner", "show", "node"))
         partition = self.options.partition or self._default_partition()
-        return [node for node in found if partition in node.partitions]
+        found = [node for node in every if partition in node.partitions]
+        if not found and partition not in (known := [name for name, _ in _partitions()]):
+            raise ExecutorError(
+                f"this Slurm has no partition {partition!r}", hint=did_you_mean(partition, known)
+            )
+        return found
 
     def _default_partition(self) -> str:
-        words = _slurm("sinfo", "--noheader", "--format=%P")
-        marked = [word.strip("* ") for word in words.splitlines() if word.strip().endswith("*")]
+        marked = [name for name, is_default in _partitions() if is_default]
         if not marked:
             raise ExecutorError(
                 "this Slurm has no default partition", hint="name one: slurm://PARTITION"
@@ -301,6 +320,12 @@ def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> 
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise ExecutorError(f"Slurm refused {words[0]}: {said}")
     return done.stdout.strip()
+
+
+def _partitions() -> list[tuple[str, bool]]:
+    """Names, and whether it is the one that is meant where none is named."""
+    words = _slurm("sinfo", "--noheader", "--format=%P").split()
+    return [(word.rstrip("*"), word.endswith("*")) for word in words]
 
 
 def _job_name(run_dir: RunDir, lease: str) -> str:

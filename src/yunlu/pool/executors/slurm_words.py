@@ -105,6 +105,12 @@ class SlurmNode:
     gpus: int = 0
     used_gpus: int = 0
     gpu_type: str = ""
+    features: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether its administrator says so, by a feature of that name."""
+        return "spot" in self.features
 
     @property
     def is_absent(self) -> bool:
@@ -158,6 +164,7 @@ def read_nodes(text: str) -> Iterator[SlurmNode]:
             gpus=gpus,
             used_gpus=_count_gpus(facts.get("GresUsed", ""))[0],
             gpu_type=gpu_type,
+            features=frozenset(facts.get("AvailableFeatures", "").lower().split(",")),
         )
 
 

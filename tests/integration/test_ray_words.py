@@ -22,6 +22,7 @@ from yunlu.pool.executors.ray_words import (
     read_leases,
     read_nodes,
     size_bundles,
+    size_selectors,
 )
 from yunlu.pool.executors.record import Record
 
@@ -122,6 +123,21 @@ def test_what_the_autoscaler_can_start_is_in_reserve_and_asked_for() -> None:
     assert size_bundles(growth, {"cpu": 0}) == []
     with pytest.raises(ExecutorError, match="grow=A100"):
         read_growth("A100")
+
+
+def test_spot_nodes_are_a_kind_of_their_own() -> None:
+    growth = read_growth("A100:8x2,A100-spot:8x3")
+    labels = {"ray.io/market-type": "spot"}
+    spot = RayNode(
+        id="s", name="s", resources={"GPU": 8, "accelerator_type:A100": 1}, labels=labels
+    )
+    own, cheap = count_awake(Survey(nodes=(spot,)), growth)
+    assert (own.kind, own.awake, cheap.kind, cheap.awake) == ("A100", 0, "A100-spot", 1)
+    wanted = {"A100": 1, "A100-spot": 2}
+    assert len(size_bundles(growth, wanted)) == 3
+    markets = [each["ray.io/market-type"] for each in size_selectors(growth, wanted)]
+    assert markets == ["!spot", "spot", "spot"]
+    assert size_selectors(read_growth("cpu:4x3"), {"cpu": 2}) == []  # no market is to be chosen
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

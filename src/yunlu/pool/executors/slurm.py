@@ -88,9 +88,7 @@ class SlurmExecutor(LeasedExecutor):
         partition, options = read_address(address, known)
         self.address = address
         self.options = SlurmOptions(partition=partition, **options)
-        for name in ("cpus", "notice_s", *(["minutes"] * bool(self.options.minutes))):
-            if not getattr(self.options, name).isdigit():
-                raise ExecutorError(f"{address}: {name} is not a whole number")
+        self._check()
 
     def capabilities(self) -> Capabilities:
         """As ``Executor.capabilities``."""
@@ -207,6 +205,20 @@ class SlurmExecutor(LeasedExecutor):
         _slurm("scancel", "--signal=TERM", *handles, is_lenient=True)
 
     # How.
+
+    def _check(self) -> None:
+        """Refuse what Slurm, or we, would stumble over later."""
+        options = self.options
+        for name in ("cpus", "notice_s", "minutes", "memory_mb"):
+            told: str = getattr(options, name)
+            may_lack = name in {"minutes", "memory_mb"}
+            if not (told.isdigit() and int(told) > 0) and (told or not may_lack):
+                raise ExecutorError(f"{self.address}: {name} is not a whole number above 0")
+        for name, known in (("device", ("auto", "gpu", "cpu")), ("spot", ("", "yes", "no"))):
+            told = getattr(options, name)
+            if told not in known:
+                words = ", ".join(filter(None, known))
+                raise ExecutorError(f"{self.address}: {name} is {told!r}", hint=f"say {words}")
 
     def _options(self, lease: Lease) -> list[str]:
         options = self.options

@@ -77,9 +77,18 @@ def test_gpus_are_counted(gres: str, count: int, kind: str) -> None:
         ("slurm://main?acount=me", "did you mean 'account'"),
         ("slurm://main?minutes=soon", "minutes is not a whole number"),
         ("slurm?cpus=", "cpus is not a whole number"),
+        ("slurm?cpus=0", "cpus is not a whole number"),
+        ("slurm?memory_mb=4G", "memory_mb is not a whole number"),
+        ("slurm?device=tpu", "say auto, gpu, cpu"),
+        ("slurm?spot=true", "say yes, no"),
     ],
 )
 def test_an_address_with_a_mistake_is_refused(address: str, words: str) -> None:
     with pytest.raises(ExecutorError) as refused:
         SlurmExecutor(address)
     assert words in str(refused.value)
+
+
+def test_features_say_which_nodes_are_spot() -> None:
+    lines = "NodeName=n1 AvailableFeatures=a100,Spot State=IDLE\nNodeName=n2 State=IDLE\n"
+    assert [node.is_spot for node in read_nodes(lines)] == [True, False]

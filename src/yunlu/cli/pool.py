@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
@@ -11,8 +12,9 @@ from rich.live import Live
 
 from yunlu.cli.page import indented, make_console, to_json
 from yunlu.cli.pool_tables import pool_page, terms_line, why_page
-from yunlu.core.errors import StoreError
+from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.settings import read_settings
+from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.steward import control
 from yunlu.steward.explanation import explain
@@ -28,6 +30,14 @@ Number = Annotated[int | None, Parameter(show_default=False)]
 _REFRESH_S = 0.5
 _LOOK_S, _LOOK_AFAR_S = 1.0, 3.0
 """How often a machine, and how often a cluster, is asked how its runs stand."""
+
+_RESTING = {"pause": "paused", "stop": "stopped"}
+_PHASES = {
+    RunState.PLANNING: "starting",
+    RunState.RUNNING: "running",
+    RunState.STOPPING: "leaving",
+}
+"""Of runs that go on without a service."""
 
 pool = App(
     name="pool",
@@ -74,7 +84,7 @@ def show_pool(*, once: bool = False, json: bool = False) -> int:
 @pool.command
 def up(
     *,
-    devices: Annotated[int | None, Parameter(show_default=False)] = None,
+    devices: Number = None,
     slurm: Annotated[str | None, Parameter(show_default=False)] = None,
     ray: Annotated[str | None, Parameter(show_default=False)] = None,
     policy: str = "yunlu",
@@ -83,13 +93,15 @@ def up(
     borrow: tuple[str, ...] = (),
     weight: tuple[str, ...] = (),
     idle_s: Annotated[float, Parameter(name="--idle")] = 300.0,
-    max_nodes: Annotated[int | None, Parameter(show_default=False)] = None,
+    max_nodes: Number = None,
     max_dollars: Annotated[float | None, Parameter(show_default=False)] = None,
     team_dollars: tuple[str, ...] = (),
     price: tuple[str, ...] = (),
     json: bool = False,
 ) -> int:
     """Turn this machine, or a cluster, into a pool; one for each home. Runs that go on are adopted.
+
+    Without options, the pool is as it was when it was last up; with any, it is as they say.
 
     Args:
         devices: How many: GPUs, or equal shares of this machine's processors; all GPUs, else cores.
@@ -131,22 +143,26 @@ def up(
         max_dollars_per_hour=max_dollars,
         dollars_per_hour=read_settings().dollars_per_hour,
     )
+    home = service.home()
+    before = _as_before(home, settings)
+    settings = before or settings
     from yunlu.steward.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
 
-    open_policy(policy)  # refused here rather than in the log
-    home = service.home()
+    open_policy(settings.policy)  # refused here rather than in the log
     found = control.bring_up(home, settings)
     view = look(home)
     devices_there, nodes_there = int(view.get("devices") or 0), len(view.get("nodes") or ())
     if json:
         print(to_json({"is_up": True, "pid": found.pid, "devices": devices_there,
-                       "nodes": nodes_there, "policy": policy, "home": str(home)}))  # fmt: skip
+                       "nodes": nodes_there, "policy": settings.policy, "home": str(home)}))  # fmt: skip
         return 0
     console = make_console()
     console.print(
         f" up          {_count(devices_there, 'device')} on {_count(nodes_there, 'node')}, "
-        f"policy {policy} (process {found.pid})"
+        f"policy {settings.policy} (process {found.pid})"
     )
+    if before is not None:
+        console.print(f" as it was last: {before.executor}; options change it", style="dim")
     for words in (view.get("troubles") or {}).values():
         console.print(f" {words}", style="yellow")
     console.print(
@@ -238,15 +254,20 @@ def look(home: Path) -> dict[str, Any]:
     if found is not None and view is not None:
         return {"is_up": True, "pid": found.pid, **view}
     queued: list[dict[str, Any]] = []
+    troubles: dict[str, str] = {}
     for run_dir in scan(home) if home.is_dir() else ():
-        record, entry = service.read_record(run_dir), read_entry(run_dir)
+        try:
+            record, entry = service.read_record(run_dir), read_entry(run_dir)
+        except YunluError as error:  # one that cannot be read does not hide the others
+            troubles[run_dir.id] = str(error)
+            continue
         if entry is None or not (record.state.is_active or record.state.can_resume):
             continue
         queued.append(
             {
                 "id": run_dir.id,
                 "state": record.state.value,
-                "phase": "waiting" if entry.wish == "run" else entry.wish,
+                "phase": _PHASES.get(record.state) or _RESTING.get(entry.wish, "waiting"),
                 "priority": entry.priority,
                 "team": entry.team,
                 "progress": record.progress,
@@ -254,7 +275,18 @@ def look(home: Path) -> dict[str, Any]:
             }
         )
     queued.sort(key=lambda run: (-run["priority"], run["submitted_at"]))
-    return {"is_up": False, "runs": queued, "nodes": [], "troubles": {}}
+    return {"is_up": False, "runs": queued, "nodes": [], "troubles": troubles}
+
+
+def _as_before(home: Path, said: PoolSettings) -> PoolSettings | None:
+    """How the pool was last up, where nothing was said; none where it never was."""
+    nothing = PoolSettings(dollars_per_hour=said.dollars_per_hour)
+    if said != nothing:
+        return None
+    with suppress(StoreError):  # of another version: a new one is written
+        before = Journal(home).read_settings()
+        return before if before != nothing else None
+    return None
 
 
 def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:

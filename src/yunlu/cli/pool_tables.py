@@ -29,8 +29,7 @@ _PHASES = {
     "waiting": ("○", "dim"),
     "backing off": ("↻", "yellow"),
     "paused": ("■", "yellow"),
-    "pause": ("■", "yellow"),
-    "stop": ("■", "yellow"),
+    "stopped": ("■", "yellow"),
     "given up": ("✘", "bold red"),
     "troubled": ("!", "bold magenta"),
 }
@@ -73,7 +72,13 @@ def why_page(found: Explanation) -> RenderableType:
         parts.append(table)
         last = found.last
         if last is not None and last.figures:
-            figures = "  ".join(f"{name} {_figure(value)}" for name, value in last.figures.items())
+            now = time.time()
+            figures = "  ".join(
+                f"{name.removesuffix('_at')} {_until(value, now)}"
+                if name.endswith("_at")
+                else f"{name} {_figure(value)}"
+                for name, value in last.figures.items()
+            )
             parts.append(Text(f"by: {figures}", style="dim"))
     else:
         parts.append(Text("nothing has been decided on it yet", style="dim"))

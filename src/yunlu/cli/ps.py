@@ -83,7 +83,7 @@ def _table(records: list[RunRecord]) -> Table:
             state_text(record.state),
             _progress(record),
             _metric(record),
-            *([_workers(crew)] if any(crews) else []),
+            *([_workers(record, crew)] if any(crews) else []),
             _age(time.time() - record.created_at),
             "" if eta_s is None else show_duration(eta_s),
         )
@@ -108,9 +108,9 @@ def _metric(record: RunRecord) -> Text:
     return Text.assemble((f"{record.metric} ", "dim"), show_number(record.metric_value))
 
 
-def _workers(crew: CrewChange | None) -> Text:
+def _workers(record: RunRecord, crew: CrewChange | None) -> Text:
     if crew is None:
-        return Text("1", style="dim")
+        return Text("–" if record.state is RunState.PENDING else "1", style="dim")
     return Text.assemble(f"{len(crew.ranks)} ", (crew.layout, "dim"))
 
 

@@ -83,10 +83,10 @@ def _standing(
     wait_s = notes.wait_s() - (time.time() - (notes.failed_at or 0.0))
     times = "once" if notes.failures == 1 else f"{notes.failures} times"
     cases = (
+        (not state.is_active and not state.can_resume, f"{state}"),
         (bool(notes.given_up), f"given up: {notes.given_up}"),
         (entry.wish == "pause" and not notes.shares, f"paused; {again}"),
         (entry.wish == "stop" and not notes.shares, f"stopped by its owner; {again}"),
-        (not state.is_active and not state.can_resume, f"{state}"),
         (not is_up, f"{state}, and no pool is up: yunlu pool up starts one"),
         (
             notes.is_backing_off(time.time()),

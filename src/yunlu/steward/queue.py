@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 QUEUE = "queue.json"
+MOST_PRIORITY = 1_000_000
 _NONE = "none"
 _NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
 """Answers for a run that waits: no process, and so none that can be found dead."""
@@ -75,6 +76,7 @@ def read_asked(*, deadline: str | None = None, **told: Any) -> Asked:
     deadline_s = None if deadline is None else read_span_s(deadline)
     if deadline is not None and deadline_s is None:
         raise JobError(f"deadline: {deadline!r} is not a time", hint="say 90min, 36h or 1d 12h")
+    _check_priority(told.get("priority", 0))
     for key in ("min_devices", "max_devices"):
         if told.get(key) is not None and told[key] < 1:
             raise JobError(f"{key}: {told[key]} is not a number of devices", hint="say 1 or more")
@@ -119,8 +121,9 @@ def read_entry(run_dir: RunDir) -> Entry | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{run_dir.path / QUEUE} cannot be read: {error}",
+            f"{run_dir.path / QUEUE} cannot be read: {first}",
             hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
         ) from error
 
@@ -144,6 +147,7 @@ def change_entry(run_dir: RunDir, **changes: Any) -> Entry:
 
 def set_priority(run_dir: RunDir, priority: int) -> Entry:
     """Let a run go before others, or after them."""
+    _check_priority(priority)
     return change_entry(run_dir, priority=priority)
 
 
@@ -167,6 +171,7 @@ def change_terms(
         max_devices: It is never given more.
     """
     changes: dict[str, Any] = {} if priority is None else {"priority": priority}
+    _check_priority(priority or 0)
     if deadline is not None:
         span_s = None if deadline == _NONE else read_asked(deadline=deadline).deadline_s
         changes["deadline_at"] = None if span_s is None else time.time() + span_s
@@ -191,7 +196,7 @@ def pause(run_dir: RunDir) -> Entry:
 
 def withdraw(run_dir: RunDir) -> None:
     """Take a run out of the queue, if it is in it. Whoever stops a run says so first."""
-    if (run_dir.path / QUEUE).exists():
+    if (run_dir.path / QUEUE).exists() and not _is_finished(run_dir):
         with suppress(StoreError):  # a run whose entry cannot be read, the pool leaves alone
             change_entry(run_dir, wish="stop")
 
@@ -222,6 +227,13 @@ def sign(job: Job) -> str:
     return hashlib.blake2b("\n".join((*parts, *own)).encode(), digest_size=8).hexdigest()
 
 
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MOST_PRIORITY:
+        raise JobError(
+            f"priority: {priority} is too large", hint=f"say -{MOST_PRIORITY} to {MOST_PRIORITY}"
+        )
+
+
 def _job_of(run_dir: RunDir) -> Job:
     from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
 
@@ -246,8 +258,12 @@ def _hand_over(run_dir: RunDir) -> None:
             record_worker(run_dir, _NOBODY)
 
 
+def _is_finished(run_dir: RunDir) -> bool:
+    return service.read_record(run_dir).state is RunState.FINISHED
+
+
 def _refuse_over(run_dir: RunDir) -> None:
-    if service.read_record(run_dir).state is RunState.FINISHED:
+    if _is_finished(run_dir):
         raise StoreError(
             f"{run_dir.id} is finished: there is nothing left to do",
             hint=f"its model is in {run_dir.model}",

@@ -91,8 +91,9 @@ class Register:
                 self._unkept.discard(run_id)
 
     def drop_over(self) -> list[str]:
-        """Stop looking at runs that are over, until somebody changes them."""
-        over = [s for s in self.stands.values() if s.phase.is_over and not s.notes.claims]
+        """Stop looking at runs that are over, until somebody changes them. Paused ones are shown."""
+        ends = {phase for phase in Phase if phase.is_over} - {Phase.PAUSED}
+        over = [s for s in self.stands.values() if s.phase in ends and not s.notes.claims]
         over = [s for s in over if not s.problem and s.id not in self._unkept]
         # One that is given up is told so first.
         over = [s for s in over if not s.notes.given_up or s.sight.state is RunState.FAILED]

@@ -268,7 +268,8 @@ class Steward:
             if stand.phase.is_over or _waits(stand):
                 continue
             wanted = decision.placements.get(stand.id)
-            reason = decision.reasons.get(stand.id) or _plain_reason(stand, wanted)
+            told = decision.reasons.get(stand.id) if stand.may_move else None
+            reason = told or _plain_reason(stand, wanted)
             shares = list(wanted.shares) if wanted else []
             self._tell(
                 stand.id,

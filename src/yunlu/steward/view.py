@@ -48,9 +48,7 @@ def make_view(
         "runs": [
             _run(stand, decision, forecasts.get(stand.id), gauge.usage.get(stand.id))
             for stand in stands
-            if not (
-                stand.phase.is_over and not stand.notes.claims and stand.phase is not Phase.PAUSED
-            )
+            if stand.notes.claims or stand.phase is Phase.PAUSED or not stand.phase.is_over
         ],
         "troubles": dict(troubles),
     }

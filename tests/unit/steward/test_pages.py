@@ -36,6 +36,19 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
     assert "last looked 1 min" in show(pool_page(view, now=view["at"] + 60))
 
 
+def test_page_shows_how_busy_machines_are(make_world, make_steward):
+    world = make_world()
+    world.submit("first")
+    steward = make_steward(world)
+    steward.step()
+    view = {"is_up": True, **steward.journal.read_view()}
+    text = show(pool_page(view, now=view["at"]))
+    (node,) = view["nodes"]
+    assert f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}" in text
+    node["gpus"] = [[0.83, 0.5], [0.07, 0.1]]
+    assert "gpu 83% 7%" in show(pool_page(view, now=view["at"]))
+
+
 def test_page_without_a_pool_says_how_to_start_one():
     text = show(pool_page({"is_up": False, "runs": [], "nodes": [], "troubles": {}}, now=0.0))
     assert "yunlu pool up" in text

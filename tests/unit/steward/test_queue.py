@@ -1,5 +1,6 @@
 """Verbs on queued runs; no pool is up."""
 
+import json
 import subprocess
 import sys
 import time
@@ -8,11 +9,13 @@ import pytest
 
 from yunlu.cli.main import main
 from yunlu.core.errors import JobError, StoreError
+from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.spec.job import Job
-from yunlu.steward import queue
+from yunlu.steward import control, queue
 from yunlu.steward.explanation import explain
+from yunlu.steward.journal import Journal, PoolSettings, ServiceRecord
 from yunlu.steward.queue import Asked, enqueue, read_entry
 
 JOB = {"name": "digits", "task": "tabular-classification", "data": "made:x", "model": "mlp"}
@@ -119,6 +122,12 @@ def test_jobs_that_are_equally_fast_have_one_signature():
         (["pool", "change", "last"], "nothing is to be changed"),
         (["pool", "up", "--weight", "vision=0"], "not a team and a number"),
         (["pool", "up", "--idle", "-1"], "--idle: -1 is below 0"),
+        (["pool", "up", "--price", "a100"], "not a machine and a number"),
+        (["pool", "up", "--team-dollars", "vision=much"], "not a team and a number"),
+        (["pool", "up", "--slurm", "main?cpus=0"], "cpus is not a whole number above 0"),
+        (["pool", "up", "--ray", "127.0.0.1:9"], "no connection to the Ray cluster"),
+        (["submit", "{job}", "--priority", "99999999"], "99999999 is too large"),
+        (["priority", "last", "-99999999"], "-99999999 is too large"),
     ],
 )
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
@@ -151,6 +160,72 @@ def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
     assert main(["stop", "last"]) == 0
     assert main(["pool", "down"]) == 0
     assert "no pool was up" in capsys.readouterr().out
+
+
+def test_run_that_cannot_be_read_does_not_hide_the_queue(own_home, capsys):
+    _skip_unless_wired()
+    torn, whole = enqueue(make_job(name="torn")), enqueue(make_job(name="whole"))
+    (torn.path / "queue.json").write_text("{")
+    assert main(["pool", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [run["id"] for run in shown["runs"]] == [whole.id]
+    assert "cannot be read" in shown["troubles"][torn.id]
+
+
+def test_runs_that_go_on_without_a_service_are_shown_as_they_are(own_home, capsys):
+    _skip_unless_wired()
+    run = enqueue(make_job())
+    run.emit(EventKind.STATE, state="planning")
+    assert main(["pool", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["phase"] == "starting"
+
+
+def test_finished_run_cannot_be_withdrawn(own_home):
+    run = enqueue(make_job())
+    for state in ("planning", "running", "finished"):
+        run.emit(EventKind.STATE, state=state)
+    queue.withdraw(run)
+    assert read_entry(run).wish == "run"
+    assert explain(own_home, run).standing == "finished"
+
+
+def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monkeypatch):
+    _skip_unless_wired()
+    came: list[PoolSettings] = []
+
+    def bring_up(home, settings):
+        Journal(home).write_settings(settings)
+        came.append(settings)
+        return ServiceRecord(pid=1, process_started_at=0.0, host="here", began_at=0.0)
+
+    monkeypatch.setattr(control, "bring_up", bring_up)
+    assert main(["pool", "up", "--devices", "3", "--quota", "vision=2"]) == 0
+    assert main(["pool", "up"]) == 0
+    assert "as it was last: local://?devices=3" in capsys.readouterr().out
+    assert came[1] == came[0]
+    assert main(["pool", "up", "--policy", "fifo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "fifo"
+    assert (came[2].executor, came[2].quotas) == ("local", {})
+    Journal(own_home).settings.write_text("{")
+    assert main(["pool", "up"]) == 0
+    assert came[3] == PoolSettings(dollars_per_hour=came[3].dollars_per_hour)
+
+
+def test_verbs_answer_in_json(own_home, capsys):
+    _skip_unless_wired()
+    run = enqueue(make_job())
+    for words, expected in (
+        (["priority", "last", "4"], {"priority": 4}),
+        (["pool", "change", "last", "--max-devices", "2"], {"priority": 4, "wish": "run"}),
+        (["pause", "last"], {"state": "stopped"}),
+        (["stop", "last"], {"state": "stopped"}),
+    ):
+        assert main([*words, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["run"] == run.id
+        assert expected.items() <= told.items()
+    assert main(["pool", "down", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"was_up": False, "stopped_jobs": False}
 
 
 @pytest.mark.parametrize(

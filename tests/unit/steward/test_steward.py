@@ -119,6 +119,9 @@ def test_paused_run_gives_its_devices_back_and_goes_on_when_resumed(make_world, 
     turn(world, steward, 4)
     assert states(run)[-1] == "stopped"
     assert not world.processes
+    shown = steward.journal.read_view()
+    assert [(each["id"], each["phase"]) for each in shown["runs"]] == [("a", "paused")]
+    assert shown["held"] == 0
     put_back(run)
     turn(world, steward, 45)
     assert states(run)[-1] == "finished"
@@ -321,7 +324,7 @@ def test_spent_budget_pauses_a_run(make_world, make_steward):
     steward = make_steward(world, dollars_per_hour=3.6)
     turn(world, steward, 20)
     assert states(run)[-1] == "stopped"
-    assert steward.register.stands == {}
+    assert steward.register.stands["a"].phase is Phase.PAUSED
     assert "over budget" in decided(steward, run)
     assert read_notes(run).spent_dollars == pytest.approx(0.01, rel=0.6)
 

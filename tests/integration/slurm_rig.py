@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -158,9 +159,12 @@ class SlurmRig:
 
     def kill_node(self, name: str) -> None:
         """As if its power were cut: nobody on it says a last word."""
-        daemon = self._daemons.pop(name)
-        daemon.kill()
-        daemon.wait()
+        daemon = self._daemons.pop(name, None)
+        if daemon is not None:
+            daemon.kill()
+            daemon.wait()
+        else:  # Slurm itself has started it
+            os.kill(int((self.place / f"slurmd.{name}.pid").read_text()), signal.SIGKILL)
         for process in self._processes():
             with suppress(psutil.Error):
                 is_step = _log_of_step(process).endswith(f"/slurmd.{name}.log")

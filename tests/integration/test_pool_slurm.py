@@ -172,12 +172,12 @@ def test_when_spot_is_taken_away_on_demand_makes_the_deadline(make_drill: MakeDr
     pool.await_training(run)
     assert nodes_of(run) == ["c1"]  # the cheaper one
 
-    rig.call("scontrol", "update", "NodeName=c1", "State=DOWN", "Reason=taken")
+    rig.kill_node("c1")
     pool.wait(lambda: not held_by(run), "it is gone from there")
     pool.wait(lambda: nodes_of(run) == ["c2"], "it is on on-demand", 420)
     pool.await_end(run)
     ended_at = [event.at for event, _ in run.read_events()][-1]
     assert ended_at <= entry.deadline_at
-    told = [line["text"] for line in Journal(pool.home).read_decisions(run.id)]
-    assert any("to make its deadline" in text for text in told), told
+    told = " / ".join(line["text"] for line in Journal(pool.home).read_decisions(run.id))
+    assert re.search("on spot, while .* to make its deadline", told), told
     check_samples(run)

@@ -137,6 +137,9 @@ def _read(
 
     if not 0 < price < 1:
         raise SpotError(f"--price: {price:g} is not between 0 and 1, the price of on-demand.")
+    for path in paths:
+        if not path.exists():
+            raise SpotError(f"there is no {path}.", hint="name a file, or a directory of files")
     files = [
         file
         for path in paths

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
 
 _FOLDER = "usage"
-_ANSWER_S = 10.0
+_ANSWER_S = 3.0
 _QUERY = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
 

@@ -92,6 +92,13 @@ class Drill:
         found = [each["phase"] for each in self.view().get("runs", ()) if each["id"] == run.id]
         return found[0] if found else ""
 
+    def is_measured(self, run: RunDir) -> bool:
+        """Whether the pool shows what it takes, and how busy the machines are that it is on."""
+        view, machines = self.view(), nodes_of(run)
+        cores = [each["cores"] for each in view.get("runs", ()) if each["id"] == run.id]
+        busy = [node["cpu"] for node in view.get("nodes", ()) if node["name"] in machines]
+        return None not in [*cores, *busy] and len(busy) == len(machines) > 0
+
     def tell(self) -> str:
         journal = Journal(self.home)
         texts = [str(self.view()), *(str(line)[:400] for line in journal.read_decisions())]

@@ -64,6 +64,7 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     pool.up()
     pool.wait(lambda: 4 in sizes_of(first), "alone, it grows over two nodes")
     assert len(nodes_of(first)) == 2
+    pool.wait(lambda: pool.is_measured(first), "it is known how busy it and its machines are")
 
     others = [pool.submit(f"short{number}", steps=250, max_devices=1) for number in range(2)]
     pool.wait(lambda: any(map(nodes_of, others)), "one of the others was asked for")

@@ -159,11 +159,15 @@ def _runs(view: Mapping[str, Any], now: float) -> Table:
     table.add_column("", no_wrap=True)
     for title in ("devices", "progress", "pace", "use", "start", "end"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("prio", justify="right")
-    has_teams = any(run.get("team") for run in view["runs"])
+    runs: list[Mapping[str, Any]] = view["runs"]
+    has_deadlines = any(run.get("deadline_at") for run in runs)
+    has_prices = any(run.get("dollars") for run in runs)
+    has_teams = any(run.get("team") for run in runs)
+    for title in ["deadline"] * has_deadlines + ["$"] * has_prices + ["prio"]:
+        table.add_column(title, justify="right", no_wrap=True)
     if has_teams:
         table.add_column("team")
-    for run in view["runs"]:
+    for run in runs:
         sign, style = _PHASES.get(run["phase"], ("·", "dim"))
         table.add_row(
             run["id"],
@@ -174,10 +178,22 @@ def _runs(view: Mapping[str, Any], now: float) -> Table:
             _use(run),
             _until(run.get("start_at"), now) if not run.get("devices") else "",
             _until(run.get("end_at"), now),
+            *([_deadline(run, now)] if has_deadlines else []),
+            *([f"{run.get('dollars') or 0:.2f}"] if has_prices else []),
             str(run.get("priority") or ""),
             *([run.get("team") or ""] if has_teams else []),
         )
     return table
+
+
+def _deadline(run: Mapping[str, Any], now: float) -> Text:
+    """Red where it is passed, or will be before the run is over."""
+    at, end_at = run.get("deadline_at"), run.get("end_at")
+    if at is None:
+        return Text("")
+    if at <= now:
+        return Text("passed", style="bold red")
+    return Text(_until(at, now), style="red" if end_at is not None and end_at > at else "")
 
 
 def _devices(run: Mapping[str, Any]) -> str:

@@ -36,6 +36,24 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
     assert "last looked 1 min" in show(pool_page(view, now=view["at"] + 60))
 
 
+def test_page_shows_deadlines_and_what_was_spent(make_world, make_steward):
+    world = make_world(steps=100)
+    run = world.submit("first")
+    steward = make_steward(world, dollars_per_hour=360.0)
+    for _ in range(4):
+        steward.step()
+        world.tick()
+    view = {"is_up": True, **steward.journal.read_view()}
+    assert "deadline" not in show(pool_page(view, now=view["at"]))
+    change_entry(run, deadline_at=world.wall + 600)
+    steward.step()
+    view = {"is_up": True, **steward.journal.read_view()}
+    text = show(pool_page(view, now=view["at"]))
+    assert "deadline $ prio" in text
+    assert f"in 10 min 00 s {view['runs'][0]['dollars']:.2f}" in text
+    assert "passed" in show(pool_page(view, now=view["at"] + 601))
+
+
 def test_page_shows_how_busy_machines_are(make_world, make_steward):
     world = make_world()
     world.submit("first")

@@ -65,6 +65,11 @@ class LocalExecutor:
         self._cores = len(os.sched_getaffinity(0))
         self._gpus = count_gpus()
         self._devices = _count(options.get("devices"), address) or self._gpus or self._cores
+        if self._gpus and self._devices > self._gpus:
+            raise ExecutorError(
+                f"{address}: this machine has {self._gpus} GPUs, not {self._devices}",
+                hint="say no more than there are; only processors can be shared",
+            )
         self._type = options.get("type") or ("gpu" if self._gpus else "cpu")
         self._node = options.get("node") or socket.gethostname()
 

@@ -177,6 +177,8 @@ def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:
     for demand in state.jobs:
         mode = modes.get(demand.id)
         types = {Mode.SPOT: spot, Mode.ON_DEMAND: own}.get(mode) if mode is not None else None
+        if types == frozenset() and demand.held:
+            types = spot | own  # until a machine of the right kind has come, it goes on
         if not demand.is_pinned and (mode is Mode.IDLE or types == frozenset()):
             continue  # nothing for it now
         speed = _on_both(demand.speed)

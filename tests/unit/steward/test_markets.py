@@ -13,6 +13,8 @@ from yunlu.pool.executors.executor import Reserve
 from yunlu.pool.spot.values import Mode
 from yunlu.steward.markets import Markets, explain, steer
 from yunlu.steward.policies import open_policy
+from yunlu.steward.queue import change_entry
+from yunlu.steward.speed import Knowledge
 
 SPOT = Node(name="s", devices=2, type="gpu", is_spot=True, dollars_per_hour=0.6)
 OWN = Node(name="o", devices=2, type="gpu", dollars_per_hour=2.0)
@@ -133,6 +135,17 @@ def test_the_allocator_puts_a_run_where_it_may_be(speed, mode, expected):
         assert [name for name, _ in placed.shares] == ([expected] if expected else [])
 
 
+@pytest.mark.parametrize(
+    ("there", "mode"), [(OWN, Mode.SPOT), (SPOT, Mode.ON_DEMAND)], ids=["no spot", "no on-demand"]
+)
+def test_run_goes_on_until_a_machine_of_the_right_kind_has_come(there, mode):
+    held = job(1e6, 1e9, held=Placement(((there.name, 2),)), held_since=0.0)
+    for demand, expected in ((held, [there.name]), (job(1e6, 1e9), [])):
+        state = steer(pool(1.0, demand, there), {"a": mode})
+        placed = open_policy("yunlu").decide(state).placements.get("a", Placement())
+        assert [name for name, _ in placed.shares] == expected
+
+
 def test_run_in_the_middle_of_a_change_is_left_alone_and_others_may_be_anywhere():
     pinned = job(1e6, 1e9, held=Placement((("s", 2),)), is_pinned=True)
     other = replace(pinned, id="b", is_pinned=False, held=Placement())
@@ -147,3 +160,33 @@ def test_what_a_deadline_means_is_told():
     told = explain({"a": Mode.IDLE}, Decision(placements={}))
     assert "waits for spot" in told.reasons["a"].text
     assert told.reasons["a"].figures == {"market": "idle"}
+
+
+def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_steward, monkeypatch):
+    monkeypatch.setattr(Knowledge, "is_known", lambda self, stand: True)
+    world = make_world({"spot": 2, "own": 2}, steps=200, spot={"spot"})
+    run = world.submit("a", least=2, most=2)
+    # By its model it takes 3,200 s; the world is faster.
+    deadline_at = world.wall + 3600
+    change_entry(run, deadline_at=deadline_at)
+    steward = make_steward(world, policy=open_policy("yunlu"), round_s=1.0)
+
+    def turn(count):
+        for _ in range(count):
+            steward.step()
+            world.tick()
+            world.check()
+        return [*world.process_of(run).shares] if world.process_of(run) else []
+
+    assert turn(10) == ["spot"]
+    world.break_machine("spot")
+    assert turn(10) == []
+    assert "waits for spot" in [*steward.journal.read_decisions("a")][-1]["text"]
+    waited = 0
+    while not (shares := turn(1)):
+        waited += 1
+        assert waited < 400
+    assert shares == ["own"]
+    assert world.wall + 3200 < deadline_at
+    assert "to make its deadline" in [*steward.journal.read_decisions("a")][-1]["text"]
+    assert not world.violations

@@ -71,6 +71,8 @@ class World:
     starts: int = 0
     meddle: Callable[[], None] | None = None
     """What somebody else does in the middle of the service's turn."""
+    spot: set[str] = field(default_factory=set)
+    """Machines that may be taken away."""
     cursed: set[str] = field(default_factory=set)
     """Runs that crash before their first step."""
 
@@ -78,7 +80,10 @@ class World:
 
     def nodes(self) -> tuple[Node, ...]:
         alive = {name: count for name, count in self.machines.items() if name not in self.dead}
-        return tuple(Node(name=name, devices=count, type="cpu") for name, count in alive.items())
+        return tuple(
+            Node(name=name, devices=count, type="cpu", is_spot=name in self.spot)
+            for name, count in alive.items()
+        )
 
     def look(self, run_dir: RunDir) -> Sight:
         record = new_record(run_dir)

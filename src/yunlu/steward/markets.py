@@ -45,8 +45,8 @@ class _Watched:
 
     watch: DeadlineWatch
     deadline_at: float
-    devices: int
-    """That it would fall back to."""
+    shape: tuple[str, int, int]
+    """Type, nodes and devices that it would fall back to."""
     spent_then: float
     """Dollars, when the watch began."""
 
@@ -98,7 +98,7 @@ class Markets:
             spent = spent_dollars.get(demand.id, 0.0)
             watched = self._find(demand, own, state.now, spent)
             if watched is not None:
-                spent = max(0.0, spent - watched.spent_then) / watched.devices
+                spent = max(0.0, spent - watched.spent_then) / watched.shape[2]
                 modes[demand.id] = self._ask(demand, watched, stalls, state, spent)
         self._watched = {run: each for run, each in self._watched.items() if run in modes}
         return modes
@@ -120,15 +120,15 @@ class Markets:
         self, demand: Demand, own: Sequence[_Stall], now: float, spent: float
     ) -> _Watched | None:
         """Its watch; a new one where it has none, or another deadline, or another speed."""
-        size, goodput = _fall_back(demand, own, now)
-        if goodput <= 0:
-            return None
         known = self._watched.get(demand.id)
         assert demand.deadline_at is not None
         if known is not None and abs(known.deadline_at - demand.deadline_at) < self._step_s:
-            drift = goodput / known.watch.goodput
-            if known.devices != size or 1 / _DRIFT < drift < _DRIFT:
+            drift = _goodput(demand, known.shape) / known.watch.goodput
+            if 1 / _DRIFT < drift < _DRIFT:
                 return known
+        shape, goodput = _fall_back(demand, own, now)
+        if goodput <= 0:
+            return None
         watch = DeadlineWatch(
             replace(demand, restart_s=_start_s(demand)),
             now=now,
@@ -136,7 +136,7 @@ class Markets:
             step_s=self._step_s,
             levels=_LEVELS,
         )
-        found = _Watched(watch, demand.deadline_at, size, spent)
+        found = _Watched(watch, demand.deadline_at, shape, spent)
         self._watched[demand.id] = found
         return found
 
@@ -197,22 +197,28 @@ def explain(modes: Mapping[str, Mode], decision: Decision) -> Decision:
     return replace(decision, reasons=reasons)
 
 
-def _fall_back(demand: Demand, own: Sequence[_Stall], now: float) -> tuple[int, float]:
+def _fall_back(
+    demand: Demand, own: Sequence[_Stall], now: float
+) -> tuple[tuple[str, int, int], float]:
     """The least devices on on-demand that make the deadline with some room, and their goodput."""
-    best = (0, 0.0)
+    best = (("", 0, 0), 0.0)
     left_s = (demand.deadline_at or now) - now - 2 * _start_s(demand)
-    for type_ in {stall.type for stall in own}:
+    for type_ in sorted({stall.type for stall in own}):
         there = sum(stall.devices for stall in own if stall.type == type_)
         largest = max(stall.devices for stall in own if stall.type == type_)
-        sizes = _sizes(demand, there)
-        for size in sizes:
-            nodes = -(-size // largest)
-            goodput = float(demand.speed.goodput(type_, np.array([nodes]), np.array([size]))[0])
+        for size in _sizes(demand, there):
+            shape = (type_, -(-size // largest), size)
+            goodput = _goodput(demand, shape)
             if goodput > best[1]:
-                best = (size, goodput)
+                best = (shape, goodput)
             if goodput > 0 and _ROOM * (demand.remaining or 0.0) / goodput <= left_s:
-                return size, goodput
+                return shape, goodput
     return best
+
+
+def _goodput(demand: Demand, shape: tuple[str, int, int]) -> float:
+    type_, nodes, devices = shape
+    return float(demand.speed.goodput(type_, np.array([nodes]), np.array([devices]))[0])
 
 
 def _sizes(demand: Demand, there: int) -> list[int]:

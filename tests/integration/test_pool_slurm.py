@@ -180,5 +180,5 @@ def test_when_spot_is_taken_away_on_demand_makes_the_deadline(make_drill: MakeDr
     ended_at = [event.at for event, _ in run.read_events()][-1]
     assert ended_at <= entry.deadline_at
     told = " / ".join(line["text"] for line in Journal(pool.home).read_decisions(run.id))
-    assert re.search("on spot, while .* to make its deadline", told), told
+    assert re.search("(on|for) spot.* to make its deadline", told), told
     check_samples(run)

@@ -49,6 +49,9 @@ class _Watched:
     """Type, nodes and devices that it would fall back to."""
     spent_then: float
     """Dollars, when the watch began."""
+    chosen: Mode = Mode.IDLE
+    chosen_at: float = -math.inf
+    """Since when it is to be on that; a machine may still be on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +154,26 @@ class Markets:
         spot = [stall for stall in stalls if stall.is_spot]
         dollars = min((s.device_dollars for s in stalls if not s.is_spot), default=0.0) or 1.0
         spot_dollars = min((s.device_dollars for s in spot if s.device_dollars), default=0.0)
-        ran_s = math.inf if demand.held_since is None else state.now - demand.held_since
-        return watched.watch.choose(
+        mode, since = _mode_of(demand, state.nodes), demand.held_since
+        is_coming = watched.chosen is Mode.ON_DEMAND or (
+            bool(spot) and state.now - watched.chosen_at < _start_s(demand)
+        )
+        if mode is Mode.IDLE and is_coming:
+            mode, since = watched.chosen, watched.chosen_at
+        ran_s = math.inf if since is None else state.now - since
+        chosen = watched.watch.choose(
             demand,
             now=state.now,
-            mode=_mode_of(demand, state.nodes),
+            mode=mode,
             starting_s=max(0.0, _start_s(demand) - ran_s),
             is_spot_up=bool(spot),
             spot_dollars_per_hour=spot_dollars or _USUAL_SHARE * dollars,
             on_demand_dollars_per_hour=dollars,
             spent_dollars=spent,
         )
+        if chosen is not watched.chosen:
+            watched.chosen, watched.chosen_at = chosen, state.now
+        return chosen
 
 
 def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:

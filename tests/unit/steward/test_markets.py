@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.unit.steward.world import Even
@@ -98,6 +99,19 @@ def test_machines_that_sleep_are_on_offer_too():
     assert spot.kind == "gpu-spot"
     calm = job(100.0, 100_000.0)
     assert markets.choose(pool(0.0, calm, OWN), (spot,), spent_dollars={}) == {"a": Mode.SPOT}
+
+
+def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
+    markets, demand = Markets(step_s=STEP_S), job(1000.0, 1100.0)
+    first = markets.choose(pool(0.0, demand, SPOT), (ASLEEP,), spent_dollars={})["a"]
+    chosen = [
+        markets.choose(pool(now, demand), (ASLEEP,), spent_dollars={})["a"]
+        for now in np.arange(1.0, 600.0).tolist()
+    ]
+    assert first is Mode.SPOT
+    last = chosen.index(Mode.ON_DEMAND)
+    assert {*chosen[:last]} == {Mode.IDLE}
+    assert {*chosen[last:]} == {Mode.ON_DEMAND}
 
 
 def test_another_deadline_is_heeded_at_once():

@@ -6,6 +6,7 @@ from tests.unit.steward.world import Even
 from yunlu.pool.allocation.values import Demand, Node, Placement, PoolState
 from yunlu.pool.autoscaling.values import Rules
 from yunlu.pool.executors.executor import Reserve
+from yunlu.pool.spot.values import Mode
 from yunlu.steward.journal import PoolSettings
 from yunlu.steward.scaling import Scaler, make_scaler
 
@@ -96,3 +97,52 @@ def test_limits_of_a_pool_bind_its_scaler():
 
 def test_executor_whose_machines_are_fixed_is_never_asked():
     assert Scaler(object(), CALM).follow(state(0.0), {}) == {}
+
+
+class Bazaar:
+    """A cluster with machines of both markets, all asleep."""
+
+    def __init__(self):
+        self.awake = {"cloud": 0, "cloud-spot": 0}
+
+    def reserves(self):
+        return tuple(
+            Reserve(type="cloud", devices=2, awake=count, most=3, is_spot=kind.endswith("-spot"))
+            for kind, count in self.awake.items()
+        )
+
+    def scale(self, kind, nodes):
+        self.awake[kind] = nodes
+
+
+PRICED = {"grow_after_s": 0.0, "prices": {"cloud": 2.0, "cloud-spot": 0.5}}
+
+
+def test_the_cheaper_market_is_asked_unless_a_deadline_says_otherwise():
+    for modes, expected in (
+        ({}, {"cloud": 0, "cloud-spot": 1}),
+        ({"a": Mode.ON_DEMAND}, {"cloud": 1, "cloud-spot": 0}),
+        ({"a": Mode.IDLE}, {"cloud": 0, "cloud-spot": 0}),
+    ):
+        bazaar = Bazaar()
+        wanting = [job("a", min_devices=2, max_devices=2, deadline_at=1e7)]
+        make_scaler(bazaar, PoolSettings(**PRICED)).follow(
+            state(0.0, jobs=wanting), {}, modes=modes
+        )
+        assert bazaar.awake == expected
+
+
+def test_dollars_of_a_team_bind_its_machines():
+    bazaar = Bazaar()
+    settings = PoolSettings(**PRICED, team_dollars_per_hour={"vision": 1.0})
+    wanting = [job(name, min_devices=2, max_devices=2, team="vision") for name in "abc"]
+    make_scaler(bazaar, settings).follow(state(0.0, jobs=wanting), {})
+    assert bazaar.awake == {"cloud": 0, "cloud-spot": 2}
+
+
+def test_machine_whose_devices_are_all_taken_by_others_is_no_offer():
+    full = Node(name="s1", devices=0, type="cloud")
+    cluster = Cluster()
+    wanting = [job("a", min_devices=2, max_devices=2)]
+    Scaler(cluster, CALM).follow(state(0.0, nodes=[full], jobs=wanting), {})
+    assert cluster.asked == [1]

@@ -92,7 +92,7 @@ def test_without_slurm_and_while_it_is_mute_the_words_are_clear(
     block(rig, "n1")
     executor = SlurmExecutor("slurm://main")
     service.start(run, on=executor, placement=N1)
-    with pytest.raises(ExecutorError, match="partition nowhere has no node n1"):
+    with pytest.raises(ExecutorError, match="this Slurm has no partition 'nowhere'"):
         SlurmExecutor("slurm://nowhere").submit(
             run, known_record(run).leases[0], directory=run.path, lead=None
         )

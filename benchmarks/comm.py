@@ -39,13 +39,18 @@ METHODS = (
     "powersgd:rank=4", "local:every=4,codec=int4", "local:every=4,codec=onebit", "diloco:every=100",
 )  # fmt: skip
 """Of the plain loop; each but the first two is Yunlu's, without its engine."""
-STRAGGLER_METHODS = ("ddp", "int8", "local:every=4,codec=int4", "diloco:every=100")
+STRAGGLER_METHODS = (
+    "ddp", "int8", "local:every=4,codec=int4", "diloco:every=100",
+    "yunlu exact", "yunlu near", "yunlu relaxed",
+)  # fmt: skip
 AUTO_METHODS = (
     "ddp", "yunlu all-reduce", "yunlu ring", "yunlu direct", "yunlu exact",
     "yunlu direct + int8", "yunlu direct + onebit", "yunlu near",
     "yunlu direct + powersgd", "yunlu local + int4", "yunlu local + onebit", "yunlu relaxed",
 )  # fmt: skip
 """What a job says after ``yunlu``: a guarantee, for which Yunlu chooses, or a fixed choice."""
+SMOOTHED = frozenset({"straggler", "auto"})
+"""Parts with rows of the engine, which keeps no weights to be looked at later: loss is that of training."""
 STEPS, TARGET = 400, 0.6
 QUICK_STEPS, QUICK_TARGET = 60, 3.05
 BUSY = 3
@@ -112,6 +117,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--hosts", default="2,4", help="of all-reduce (2,4); training has the last")
     parser.add_argument("--rates", default="100mbit,20mbit", help="of training (100mbit,20mbit)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="of training, instead of all")
+    parser.add_argument(
+        "--undisturbed-ddp", action="store_true", help="DDP without a straggler only: it is slow"
+    )
     parser.add_argument("--json", type=Path, help="write every run and verdict here")
     parser.add_argument("--keep", type=Path, help="directory for logs and runs")
     asked = parser.parse_args()
@@ -138,7 +146,7 @@ def _list_cases(asked: argparse.Namespace) -> Iterator[Case]:
                 for method in asked.methods or listed:
                     if part != "straggler" or method == "ddp":
                         yield Case(part, rate, hosts, method, "", number)
-                    if part == "straggler":
+                    if part == "straggler" and not (method == "ddp" and asked.undisturbed_ddp):
                         yield Case(part, rate, hosts, method, "one link at a quarter", number)
                         yield Case(part, rate, hosts, method, "one host busy", number)
 
@@ -191,10 +199,8 @@ def _quarter(rate: str) -> str:
 def _make_tables(found: Found, target: float) -> str:
     tables = [make_sum_tables(found.sums)] if found.sums else []
     for part, results in found.results.items():
-        # The engine keeps no weights to be looked at later: its loss is that of training.
-        tables.append(
-            make_training_tables(results, target, smooth=part == "auto", chosen=found.chosen)
-        )
+        smooth = part in SMOOTHED
+        tables.append(make_training_tables(results, target, smooth=smooth, chosen=found.chosen))
     return "\n".join(tables)
 
 
@@ -206,7 +212,7 @@ def _write(path: Path, found: Found, target: float) -> None:
         "figures": {
             "sums": judge_sums(found.sums),
             **{
-                part: judge_training(runs, target, smooth=part == "auto")
+                part: judge_training(runs, target, smooth=part in SMOOTHED)
                 for part, runs in found.results.items()
             },
         },

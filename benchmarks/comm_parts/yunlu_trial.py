@@ -29,7 +29,7 @@ GUARANTEES = ("exact", "near", "relaxed")
 
 @dataclass(frozen=True, slots=True)
 class YunluRun:
-    """Figures, and what was chosen."""
+    """Figures, and what was chosen with which prediction."""
 
     result: Result
     chosen: str
@@ -160,7 +160,7 @@ def _read(
     began_at = at[0] - median(spans)
     ends = tuple(round(each - began_at, 5) for each in at)
     chosen = [
-        event["data"].get("chosen", "")
+        _show_choice(event["data"])
         for event in _lines(run / "events.jsonl")
         if event["kind"] == "communication"
     ]
@@ -183,6 +183,12 @@ def _read(
         is_equal=None,
     )
     return YunluRun(result, ", then ".join(chosen))
+
+
+def _show_choice(told: dict[str, Any]) -> str:
+    """What was chosen, with what a step was foretold to take."""
+    step_s = (told.get("predicted") or {}).get("step_s")
+    return str(told.get("chosen", "")) + (f" ({step_s:.3f} s foretold)" if step_s else "")
 
 
 def _find_error(place: Path) -> str:

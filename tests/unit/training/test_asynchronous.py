@@ -14,23 +14,26 @@ from torch import Tensor, nn
 
 from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_plan
 from yunlu.core.errors import JobError
-from yunlu.core.files import append_lines
+from yunlu.core.files import append_lines, read_lines
 from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.averages import settle_averages
-from yunlu.training.asynchronous.chief import Progress
+from yunlu.training.asynchronous.chief import Chief, Progress
 from yunlu.training.asynchronous.rules import make_rules, refuse_job
-from yunlu.training.asynchronous.worker import work
+from yunlu.training.asynchronous.worker import ServedEngine, work
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.engine import Engine
+from yunlu.training.life import begin_life
 from yunlu.training.parts import Parts
 from yunlu.training.tasks.task import Batch
+from yunlu.training.watch import StopRequest
 
 
 def job(**train: Any) -> Job:
@@ -113,6 +116,12 @@ class Short(Sentences):
 def served(run: RunDir, rules: ServerRules, model: nn.Module) -> Generator[None]:
     flat = FlatWeights([weight for weight in model.parameters() if weight.requires_grad])
     prepare(run.servers, rules, flat.read(), flat.decayed)
+    with serving(run, rules):
+        yield
+
+
+@contextmanager
+def serving(run: RunDir, rules: ServerRules) -> Generator[None]:
     with ExitStack() as stack:
         for index in range(rules.shards):
             server = ShardServer(Shard(shard_directory(run.servers, index)), "127.0.0.1")
@@ -166,6 +175,57 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     told = [event.data for event, _ in run.read_events() if event.kind is EventKind.OUT_OF_MEMORY]
     assert [event["micro_batch"] for event in told] == [2]
     assert len(steps) == STEPS
+
+
+class Hand:
+    """A worker that does one ticket when it is told to."""
+
+    def __init__(self, run: RunDir, job: Job, plan: Plan) -> None:
+        parts = make_parts(Sentences(), job)
+        self._engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name="hand")
+        self._batches = self._engine.batches()
+
+    def work(self, tickets: int) -> None:
+        for _ in range(tickets):
+            next(self._batches)
+            self._engine.optimizer.metrics |= {"loss": 1.0, "grad_norm": 1.0, "memory_bytes": 1}
+            self._engine.optimizer.leave_out()
+
+    def close(self) -> None:
+        self._engine.client.close()
+        self._engine.close()
+
+
+def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begin_first(
+    tmp_path: Path,
+):
+    run, asked = RunDir(tmp_path), {"method": "asynchronous", "servers": 2}
+    job = Job.model_validate({**make_job().model_dump(), "communication": asked})
+    plan = make_plan(Layout(dp=2), job, micro_batch=16, kernel="fused")
+    rules = make_rules(job, plan, first_step=0)
+    kept: list[int] = []
+    for life, tickets_before_the_chief, contextual in ((1, 3, served), (2, 1, serving)):
+        begin_life(run)
+        stop = StopRequest()
+        stop.set()
+        given = (make_parts(Sentences(), job).model,) if contextual is served else ()
+        with contextual(run, rules, *given):
+            hand = Hand(run, job, plan)
+            # The second of two shares of the second step is done in the second life, by a worker
+            # that is there before the chief is.
+            hand.work(tickets_before_the_chief)
+            parts = make_parts(Sentences(), job)
+            assert Chief(run, job, plan, parts, stop=stop, life=life).lead() is RunState.STOPPED
+            hand.close()
+        kept.append(max(record["step"] for record, _ in run.read_metrics()))
+    told = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]
+    resumed = [each["resumed_from_step"] for each in told if each["state"] == "running"]
+    assert kept == [1, 2]
+    assert resumed == [None, 1]
+    assert [record["step"] for record, _ in run.read_metrics()] == [1, 2]
+    assert [line["step"] for line, _ in read_lines(run.ledger)] == [1, 2]
+    saved = [event.data["step"] for event, _ in run.read_events() if event.kind == "checkpoint"]
+    assert saved == kept
 
 
 def test_running_averages_are_those_of_the_weights_at_hand():

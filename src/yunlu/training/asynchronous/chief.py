@@ -143,8 +143,10 @@ class Chief:
     def lead(self) -> RunState:
         """See the run through."""
         state, summary = RunState.FAILED, dict[str, Any]()
+        # What is told already, not what the servers have: workers may have gone on before us, and
+        # whatever they have done since is told as this life's.
+        resumed_from = self._logged or None
         self._take_in()
-        resumed_from = self._progress.steps or None
         try:
             self._trackers.start(self._run, self._job, resumed=resumed_from is not None)
             if not _is_running(self._run):

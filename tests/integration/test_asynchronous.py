@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
-from yunlu.core.files import read_last
+from yunlu.core.crew import read_crew
+from yunlu.core.files import read_last, read_lines
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
@@ -51,9 +52,14 @@ train:
 
 
 @pytest.fixture
-def run(yunlu: Yunlu, own_home: Path, tmp_path: Path) -> Iterator[RunDir]:
+def steps() -> int:
+    return STEPS
+
+
+@pytest.fixture
+def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[RunDir]:
     """A run of three workers, under way; none of its processes outlives the test."""
-    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "job.yaml").write_text(JOB.replace(f"steps: {STEPS}", f"steps: {steps}"))
     words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
     lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
@@ -123,6 +129,103 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: 
     assert service.read_record(run).state == "finished"
 
 
+@pytest.mark.parametrize("steps", [20_000])  # stopped long before
+def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
+    run: RunDir, environment: dict[str, str], tmp_path: Path
+):
+    _wait_for_step(run, 5)
+    far = _join(run, environment, tmp_path)
+    _wait(run, lambda: _count_done(run, "far.") > 5, "work of the machine that joined")
+    crew = _told(run, EventKind.CREW)[-1]["ranks"]
+    assert [each["member"] for each in crew] == [0, 1, 2, "far.0", "far.1"]
+    assert [each["rank"] for each in crew] == [*range(5)]
+
+    workers = [psutil.Process(each["pid"]) for each in crew[3:]]
+    _kill(workers[0].pid)
+    _wait(run, lambda: _members_lost(run) == ["far.0"], "the loss of one worker to be told")
+    lost_at = max(_losses(run))
+    (node,) = _find_node(run)
+    _kill(node.pid)  # with its workers, which hold tickets: no word is said
+    _wait(run, lambda: _members_lost(run)[1:] == ["far"], "the loss of the machine to be told")
+    _wait_for_step(run, lost_at + 10)
+    assert far.wait(PATIENCE_S) != 0
+    assert not any(_lives(worker) for worker in workers)
+    assert [each["member"] for each in _told(run, EventKind.CREW)[-1]["ranks"]] == [0, 1, 2]
+
+    assert service.stop(run).state == "stopped"
+    kept = max(_losses(run))
+    assert [record["step"] for record, _ in run.read_metrics()] == [*range(1, kept + 1)]
+    assert _told(run, EventKind.CHECKPOINT)[-1]["step"] == kept
+    _check_ledger(run, kept)
+    _check_staleness(run, most=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [20_000])
+def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
+    run: RunDir, yunlu: Yunlu, environment: dict[str, str], tmp_path: Path
+):
+    _wait_for_step(run, 5)
+    far = _join(run, environment, tmp_path)
+    _wait(run, lambda: _count_done(run, "far.") > 5, "work of the machine that joined")
+    _kill(_told(run, EventKind.LIFE)[-1]["pid"])
+    before = _count_done(run, "far.")
+    assert yunlu("resume", run.id, "--detach").code == 0
+    _wait(run, lambda: _count_done(run, "far.") > before + 5, "work after the resume")
+    ranks = _told(run, EventKind.CREW)[-1]["ranks"]
+    assert [each["member"] for each in ranks] == [0, 1, 2, "far.0", "far.1"]
+    assert service.stop(run).state == "stopped"
+    assert far.wait(PATIENCE_S) == 0  # sent home with the others
+    kept = max(_losses(run))
+    _check_ledger(run, kept)
+    _check_staleness(run, most=2)
+
+
+def _join(run: RunDir, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
+    """Another machine, as far as the run can tell: a process of its own that comes over TCP."""
+    crew = read_crew(run)
+    assert crew is not None
+    (place / "token").write_text(crew.token)
+    words = ["join", f"{crew.host}:{crew.port}", "--devices", "2", "--name", "far"]
+    command = [sys.executable, "-m", "yunlu.cli.main", *words, "--token-file", "token"]
+    return subprocess.Popen(command, env=environment, cwd=place, start_new_session=True)
+
+
+def _find_node(run: RunDir) -> list[psutil.Process]:
+    """Its first process: workers have the same words, and it for a parent."""
+    named = [
+        process
+        for process in psutil.process_iter(["cmdline", "ppid"])
+        if "yunlu.training.asynchronous.node" in (process.info["cmdline"] or [])
+        and str(run.path) in process.info["cmdline"]
+    ]
+    pids = {process.pid for process in named}
+    return [process for process in named if process.info["ppid"] not in pids]
+
+
+def _done(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line, _ in read_lines(run.servers / "shard-0" / "done.jsonl")]
+
+
+def _count_done(run: RunDir, worker: str) -> int:
+    return sum(line["worker"].startswith(worker) for line in _done(run))
+
+
+def _members_lost(run: RunDir) -> list[str]:
+    return [each["member"] for each in _told(run, EventKind.FAULT)]
+
+
+def _check_staleness(run: RunDir, *, most: int) -> None:
+    """No ticket was done of a step further than so many from the oldest that was not over."""
+    seen: set[tuple[int, int]] = set()
+    oldest = 0
+    for line in _done(run):
+        assert line["step"] - oldest <= most
+        seen.add((line["step"], line["share"]))
+        while all((oldest, share) in seen for share in range(3)):
+            oldest += 1
+
+
 def _train_alone(run: RunDir) -> float:
     """The same job on one worker, as synchronous training would do it."""
     job = json.loads(run.job.read_text())
@@ -136,9 +239,9 @@ def _train_alone(run: RunDir) -> float:
     return _told(alone, EventKind.EVALUATION)[-1]["loss"]
 
 
-def _check_ledger(run: RunDir) -> None:
+def _check_ledger(run: RunDir, steps: int = STEPS) -> None:
     lines = [json.loads(line) for line in run.ledger.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     samples = _told(run, EventKind.DATA)[-1]["train"]
     order = StepOrder(
         samples=samples, batch=BATCH, seed=json.loads(run.job.read_text())["train"]["seed"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -124,6 +125,16 @@ class Unpacker:
             if not isinstance(message, dict):
                 raise FrameError("a frame does not hold a JSON object")
             yield message
+
+
+def reachable(bound: str) -> str:
+    """The address others are to use for what listens on this one."""
+    if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
+        return bound
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # no packet is sent: it only chooses a way out
+        return probe.getsockname()[0]
+    return "127.0.0.1"  # no way out: nobody else can come
 
 
 def ask(crew: Crew, request: dict[str, Any], *, timeout_s: float = 10) -> dict[str, Any]:

@@ -70,10 +70,27 @@ class GivenUpError(TrainingError):
 
 
 class Fleet:
-    """Forks processes, and forks them again when they die."""
+    """Forks processes, and forks them again when they die.
 
-    def __init__(self, directory: RunDir) -> None:
+    Args:
+        directory: Of the run: logs go there.
+        in_child: Called in each of them first: what of the parent's it is to let go of.
+        tell_loss: Told of a death that is made good: who, its pid, exit code, and why in words; else
+            it becomes an event.
+        rest: What to do for so many seconds while somebody is waited for.
+    """
+
+    def __init__(
+        self,
+        directory: RunDir,
+        *,
+        in_child: Callable[[], None] = lambda: None,
+        tell_loss: Callable[[Place, int, int, str], None] | None = None,
+        rest: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._directory = directory
+        self._in_child, self._rest = in_child, rest
+        self._tell_loss = tell_loss or self._emit_fault
         self._logbook = Logbook(directory)
         self._living: dict[int, Place] = {}
 
@@ -87,7 +104,7 @@ class Fleet:
         """Start a process, and wait until it has done what it is for."""
         self._start(place)
         while place.pid:
-            time.sleep(_LOOK_S)
+            self._rest(_LOOK_S)
             self.bury()
 
     def bury(self) -> None:
@@ -136,6 +153,15 @@ class Fleet:
         words = self._logbook.explain_exit(0, code) if failure is None else failure.message
         if code == _HOPELESS or place.name == "planner":
             raise _as_error(failure, f"The {place.name} {words}.")
+        self._tell_loss(place, pid, code, words)
+        is_quick = time.monotonic() - place.started_at < _QUICK_S
+        place.quick_deaths = place.quick_deaths + 1 if is_quick else 1
+        if place.quick_deaths >= _QUICK_DEATHS:
+            again = f"{place.name} died {place.quick_deaths} times in a row: {words}."
+            raise _as_error(place.failure, again)
+        place.due_at = time.monotonic() + _REST_S * (place.quick_deaths - 1)
+
+    def _emit_fault(self, place: Place, pid: int, code: int, words: str) -> None:
         self._logbook.emit(
             EventKind.FAULT,
             what="killed" if code < 0 else "failed",
@@ -146,12 +172,6 @@ class Fleet:
             step=last_step(self._directory),
             detail=words,
         )
-        is_quick = time.monotonic() - place.started_at < _QUICK_S
-        place.quick_deaths = place.quick_deaths + 1 if is_quick else 1
-        if place.quick_deaths >= _QUICK_DEATHS:
-            again = f"{place.name} died {place.quick_deaths} times in a row: {words}."
-            raise _as_error(place.failure, again)
-        place.due_at = time.monotonic() + _REST_S * (place.quick_deaths - 1)
 
     def _start(self, place: Place) -> None:
         reader, writer = os.pipe()
@@ -182,6 +202,7 @@ class Fleet:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for other in self._living.values():
                 os.close(other.words)
+            self._in_child()
             if place.name != "planner":
                 _write_to(self._directory.logs / f"{place.name}.log")
             code = place.body() or 0

@@ -2,8 +2,8 @@
 
 ``python -m yunlu.training.asynchronous.program RUN_DIR --devices N`` stands where the supervisor of a crew
 does. It loads everything once and forks the servers, the workers, and the *chief*, which evaluates
-and saves. Whoever dies is forked again; the others do not stop. The servers' directory is the truth:
-it outlives all of them.
+and saves. Whoever dies is forked again; the others do not stop. Other machines may lend workers
+(``node.py``); they come and go as they like. The servers' directory is the truth: it outlives all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from yunlu.core.rundir import WORKERS, EventKind, RunDir
@@ -31,12 +29,12 @@ from yunlu.core.settings import bind_address
 from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.planning.splitting import fit_plan
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.chief import Chief
+from yunlu.training.asynchronous.door import Door
 from yunlu.training.asynchronous.fleet import STOPPED, Fleet, Place, describe, last_step
 from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
-from yunlu.training.asynchronous.worker import work
+from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.communication.servers.shard import serve
 from yunlu.training.determinism import set_deterministic
@@ -99,7 +97,8 @@ def _live(
     parts = prepare(directory, job)
     gc.collect()
     gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
-    fleet = Fleet(directory)
+    door = Door(directory)
+    fleet = Fleet(directory, in_child=door.abandon, rest=door.look)
 
     def settle() -> None:
         machine = probe_machine()
@@ -108,23 +107,25 @@ def _live(
         settle_plan(directory, asked, parts, machine, started_at=started_at)
 
     try:
+        door.publish(workers=devices, is_open=False)
         fleet.complete(Place("planner", settle))
         if stop.is_set:
             reason = "asked to stop before the first step"
             return move(directory, RunState.STOPPED, reason=reason)
         plan = Plan.model_validate_json(directory.plan.read_bytes())
         refuse_plan(plan)
-        state = _train(fleet, _Run(directory, job, plan, parts, life), stop)
+        state = _train(fleet, door, _Run(directory, job, plan, parts, life), stop)
         # Those who are in the middle of a ticket end it; what is not ended is handed out again.
         fleet.end(patience_s=_LEAVE_S)
     finally:
         fleet.end()
+        door.shut()
     if state is RunState.FINISHED:
         shutil.rmtree(directory.servers, ignore_errors=True)
     return move(directory, state)
 
 
-def _train(fleet: Fleet, run: _Run, stop: StopRequest) -> RunState:
+def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
     chief = Place("chief", run.lead, is_stoppable=True)
     shards: list[Place] = []
     workers: list[Place] = []
@@ -134,12 +135,13 @@ def _train(fleet: Fleet, run: _Run, stop: StopRequest) -> RunState:
         if shards := shards or run.make_shards():
             run.resize(workers, fleet)
         fleet.keep_alive(*shards, *workers)
+        door.publish(workers=len(workers) or run.plan.layout.world, is_open=bool(shards))
         if not any(place.is_over for place in workers):
-            run.tell_crew(workers)
+            run.tell_crew(workers, door.list_workers())
         if stop.is_set and chief.pid not in {0, told}:
             told = chief.pid
             os.kill(chief.pid, signal.SIGTERM)
-        time.sleep(_LOOK_S)
+        door.look(_LOOK_S)
         fleet.bury()
     return RunState.STOPPED if chief.code == STOPPED else RunState.FINISHED
 
@@ -153,7 +155,7 @@ class _Run:
     plan: Plan
     parts: Parts
     life: int
-    _told: tuple[int, ...] = ()
+    _told: tuple[tuple[str, int], ...] = ()
     _generation: int = 0
 
     def make_shards(self) -> list[Place]:
@@ -183,7 +185,7 @@ class _Run:
 
     def _make_worker(self, number: int) -> Place:
         def body() -> None:
-            plan = self._fit(slot=number)
+            plan = fit(self.plan, self.job, slot=number)
             work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
         return Place(f"worker-{number}", body, number=number)
@@ -192,22 +194,25 @@ class _Run:
         """The chief's whole life."""
         with signals_as_stop() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            plan = self._fit(slot=0)
+            plan = fit(self.plan, self.job, slot=0)
             seed_everything(self.job.train.seed)
             chief = Chief(self.directory, self.job, plan, self.parts, stop=stop, life=self.life)
             state = chief.lead()
         return STOPPED if state is RunState.STOPPED else 0
 
-    def tell_crew(self, workers: list[Place]) -> None:
+    def tell_crew(self, workers: list[Place], elsewhere: list[dict[str, Any]]) -> None:
         """Say who the workers are, whenever that has changed."""
-        pids = tuple(place.pid for place in workers)
-        if pids == self._told or not all(pids):
+        here = [
+            {"member": number, "host": socket.gethostname(), "pid": place.pid}
+            for number, place in enumerate(workers)
+        ]
+        ranks = [{"rank": rank, **each} for rank, each in enumerate([*here, *elsewhere])]
+        pids = tuple((each["host"], each["pid"]) for each in ranks)
+        if pids == self._told or not all(place.pid for place in workers):
             return
         reason = "a lost worker is replaced" if len(pids) == len(self._told) else "as asked"
-        ranks = [
-            {"rank": number, "member": number, "host": socket.gethostname(), "pid": pid}
-            for number, pid in enumerate(pids)
-        ]
+        if {host for host, _ in pids} != {host for host, _ in self._told or pids}:
+            reason = "a machine came or went"
         self.directory.emit(
             EventKind.CREW,
             generation=self._generation,
@@ -219,13 +224,6 @@ class _Run:
         )
         self._told = pids
         self._generation += 1
-
-    def _fit(self, *, slot: int) -> Plan:
-        if self.plan.device == "cuda":
-            torch.cuda.set_device(slot % torch.cuda.device_count())
-        plan = fit_plan(self.plan, self.job, self.plan.layout, cores=psutil.cpu_count() or 1)
-        torch.set_num_threads(plan.threads)
-        return plan
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from yunlu.core.rundir import EventKind
+from yunlu.planning.splitting import fit_plan
 from yunlu.training import loop
 from yunlu.training.assembly import seed_of_step
 from yunlu.training.communication.servers.client import ServerClient
@@ -35,6 +37,15 @@ if TYPE_CHECKING:
     from yunlu.training.loop import Step
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch
+
+
+def fit(plan: Plan, job: Job, *, slot: int) -> Plan:
+    """The plan as a worker on one of this machine's devices follows it."""
+    if plan.device == "cuda":
+        torch.cuda.set_device(slot % torch.cuda.device_count())
+    plan = fit_plan(plan, job, plan.layout, cores=psutil.cpu_count() or 1)
+    torch.set_num_threads(plan.threads)
+    return plan
 
 
 def work(run: RunDir, job: Job, plan: Plan, parts: Parts, *, name: str) -> None:

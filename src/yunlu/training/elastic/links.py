@@ -123,6 +123,13 @@ class Links:
         self._door.close()
         self._selector.close()
 
+    def abandon(self) -> None:
+        """In a forked process: let go of what the parent goes on with, and change nothing of it."""
+        for link in self._links:
+            link.connection.close()
+        self._door.close()
+        self._selector.close()
+
     def _accept(self) -> None:
         try:
             connection, _ = self._door.accept()

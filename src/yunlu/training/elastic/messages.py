@@ -222,6 +222,8 @@ class Exited(Value):
     kind: Literal["exited"] = "exited"
     member: int
     code: int
+    detail: str = ""
+    """Why, where the node knows."""
 
 
 # From anybody with the token.

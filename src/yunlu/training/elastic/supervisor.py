@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 import psutil
 
-from yunlu.core.crew import Crew, CrewMember, read_crew, write_crew
+from yunlu.core.crew import Crew, CrewMember, reachable, read_crew, write_crew
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import bind_address, worker_environment
@@ -114,7 +114,7 @@ class Supervisor:
     ) -> None:
         self.directory = directory
         self._token = before.token if before else secrets.token_urlsafe(32)
-        self._host = _reachable(bind_address())
+        self._host = reachable(bind_address())
         self._links = Links(bind_address(), self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
@@ -317,16 +317,6 @@ def _ignore(*_: object) -> None:
 
 def _lives(member: MemberRecord) -> bool:
     return is_alive(member.pid, member.process_started_at)
-
-
-def _reachable(bound: str) -> str:
-    """The address others are to use."""
-    if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
-        return bound
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # no packet is sent: it only chooses a way out
-        return probe.getsockname()[0]
-    return "127.0.0.1"  # no way out: nobody else can come
 
 
 if __name__ == "__main__":

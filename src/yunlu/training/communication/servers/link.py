@@ -28,12 +28,23 @@ _TRY_S = (0.01, 0.5)
 """Between two attempts to reach a server, at first and later."""
 _CONNECT_S = 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_UNHEARD_MS = 25_000
+"""How long the other machine may leave unacknowledged what was sent: as long as what keeps alive takes."""
 _LOST = (OSError, EOFError, BadFrameError)
 _T = TypeVar("_T")
 
 
 class ServerLostError(TrainingError):
     """A server did not come back in time."""
+
+
+def watch_over(link: socket.socket) -> None:
+    """Send at once, and notice in half a minute that the other machine is gone without a word."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,10 +179,7 @@ class ServerLink:
         address = read_address(self._directory, self._index)
         link = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
         try:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                link.setsockopt(socket.IPPROTO_TCP, option, value)
+            watch_over(link)
             self._link, self._reader = link, FrameReader(body_bytes=self._body_bytes)
             hello = Hello(
                 token=address.token,

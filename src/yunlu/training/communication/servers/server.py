@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from yunlu.core.crew import reachable
 from yunlu.training.communication.servers.address import Address, publish_address
 from yunlu.training.communication.servers.frames import (
     CONTROL_BYTES,
@@ -17,6 +18,7 @@ from yunlu.training.communication.servers.frames import (
     FrameReader,
     pack,
 )
+from yunlu.training.communication.servers.link import watch_over
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
     Answer,
@@ -73,7 +75,7 @@ class ShardServer:
 
     Args:
         shard: What it holds.
-        host: The address to listen on, at which workers reach it.
+        host: The address to listen on.
         is_needed: Asked every second; when it says no, serving ends.
     """
 
@@ -90,7 +92,9 @@ class ShardServer:
         self._bell, self._rope = socket.socketpair()
         self._selector.register(self._bell, selectors.EVENT_READ)
         port = self._door.getsockname()[1]
-        publish_address(shard.directory, Address(host=host, port=port, token=shard.token))
+        publish_address(
+            shard.directory, Address(host=reachable(host), port=port, token=shard.token)
+        )
 
     def run(self) -> None:
         """Serve until told to stop; everything is on disk then."""
@@ -137,7 +141,7 @@ class ShardServer:
             link.close()
             return
         link.setblocking(False)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_over(link)
         self._callers[link] = _Caller(link, time.monotonic())
         self._selector.register(link, selectors.EVENT_READ)
 

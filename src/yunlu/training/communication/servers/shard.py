@@ -22,7 +22,7 @@ def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) 
     Args:
         directory: Of all servers.
         index: Which of them this is.
-        host: The address to listen on, at which workers reach it.
+        host: The address to listen on.
         with_parent: End when the process that started this one does.
     """
     parent = os.getppid()

@@ -1,0 +1,213 @@
+"""Another machine of an asynchronous run: it loads everything once, and keeps workers alive.
+
+``python -m yunlu.training.asynchronous.node RUN_DIR --node NAME --devices N`` is what ``yunlu join``
+starts. The run's directory says where the servers are; the line to the run's program is only for
+telling who is here, and being told to go. While that is down, the workers go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from yunlu.core.crew import WRONG_TOKEN, read_crew
+from yunlu.core.rundir import RunDir
+from yunlu.planning.plan import Plan
+from yunlu.spec.job import Job
+from yunlu.training.asynchronous.fleet import Fleet, Place, describe
+from yunlu.training.asynchronous.worker import fit, work
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.contact import Contact, LostError
+from yunlu.training.elastic.messages import (
+    Answer,
+    Exited,
+    Forked,
+    HelloAgent,
+    Leave,
+    Leaving,
+    Prepared,
+    Tick,
+)
+from yunlu.training.life import signals_as_stop
+from yunlu.training.prepare import prepare
+
+if TYPE_CHECKING:
+    from yunlu.core.value import Value
+    from yunlu.training.elastic.messages import Message
+    from yunlu.training.parts import Parts
+    from yunlu.training.watch import StopRequest
+
+_TICK_S = 0.25
+_QUIET_S = 5.0
+"""The run's program speaks every second: who hears nothing was cut off, and looks for it again."""
+_WAIT_S = 600.0
+"""How long it is looked for; it goes on where it was when the run is resumed."""
+
+
+def main() -> int:
+    """The command line that ``yunlu join`` uses."""
+    parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.node")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--devices", type=int, required=True)
+    asked = parser.parse_args()
+    # A fork copies no threads: none may have been started, by torch's kernels least of all.
+    torch.set_num_threads(1)
+    with signals_as_stop() as stop:
+        return Node(RunDir(asked.run_dir), asked.node, asked.devices, stop).run()
+
+
+class Node:
+    """Single-threaded: whoever forks must not have threads."""
+
+    def __init__(self, run_dir: RunDir, name: str, devices: int, stop: StopRequest) -> None:
+        run_dir.is_quiet = True  # one machine writes the run's log
+        self._run, self._name, self._devices, self._stop = run_dir, name, devices, stop
+        self._contact = Contact(run_dir, quiet_s=_QUIET_S)
+        self._fleet = Fleet(run_dir, in_child=self._let_go, tell_loss=self._tell_loss)
+        self._places: list[Place] = []
+        self._told: dict[str, int] = {}
+        """Workers that the run's program knows of, with their pids."""
+        self._is_dismissed = False
+        self._is_refused = False
+
+    def run(self) -> int:
+        """Until nobody needs it; its exit code."""
+        try:
+            self._lend()
+        except Exception as error:  # noqa: BLE001 (the last border: it becomes a message)
+            traceback.print_exc()
+            self._tell(describe(error))
+            return 1
+        finally:
+            self._fleet.end()
+            self._contact.drop()
+        return 1 if self._is_refused else 0
+
+    def _lend(self) -> None:
+        self._turn()
+        job = Job.model_validate_json(self._run.job.read_text())
+        set_deterministic(job.train.deterministic)
+        parts = prepare(self._run, job)
+        gc.collect()
+        gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
+        self._tell(Prepared())
+        while not self._is_open():
+            if self._is_over():
+                return
+            self._turn()
+        plan = Plan.model_validate_json(self._run.plan.read_bytes())
+        self._places = [self._make_place(n, job, plan, parts) for n in range(self._devices)]
+        while not self._is_over():
+            self._fleet.keep_alive(*self._places)
+            self._tell_started()
+            self._turn()
+            self._fleet.bury()
+        self._tell(Leaving())
+
+    def _is_open(self) -> bool:
+        """Whether there are servers to work for."""
+        crew = read_crew(self._run)
+        return crew is not None and crew.generation > 0 and self._run.servers.is_dir()
+
+    def _is_over(self) -> bool:
+        if self._stop.is_set or self._is_dismissed:
+            return True
+        if self._contact.is_up:
+            return False
+        # Our workers may have heard the end from the servers before we hear it from anybody.
+        lost_s = time.monotonic() - self._contact.lost_at
+        return lost_s > _WAIT_S or (lost_s > 1 and self._contact.is_over())
+
+    def _make_place(self, number: int, job: Job, plan: Plan, parts: Parts) -> Place:
+        def body() -> None:
+            own = fit(plan, job, slot=number)
+            work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")
+
+        return Place(f"worker-{self._name}.{number}", body, number=number)
+
+    def _turn(self) -> None:
+        """Hear and say what there is, for a moment."""
+        if not self._contact.is_up and not self._contact.connect(self._hello()):
+            time.sleep(_TICK_S / 5)
+            return
+        connection = self._contact.connection
+        assert connection is not None
+        try:
+            if select.select([connection], [], [], _TICK_S)[0]:
+                for message in self._contact.receive():
+                    self._hear(message)
+            self._contact.send(Tick())
+            self._contact.check_quiet()
+        except LostError:
+            self._lose()
+
+    def _hello(self) -> HelloAgent:
+        self._told.clear()  # a new program of the run knows nothing of us
+        return HelloAgent(
+            token="",
+            node=self._name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_started_at=psutil.Process().create_time(),
+            devices=self._devices,
+        )
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Leave():
+                self._is_dismissed = True
+            case Answer() if not message.is_accepted and message.text != WRONG_TOKEN:
+                sys.stderr.write(f"not taken into the run: {message.text}\n")
+                self._is_refused = self._is_dismissed = True
+            case _:
+                pass
+
+    def _tell_started(self) -> None:
+        for place in self._places:
+            if place.pid and self._told.get(place.name) != place.pid and self._contact.is_up:
+                self._told[place.name] = place.pid
+                assert place.number is not None
+                self._tell(
+                    Forked(
+                        member=place.number,
+                        pid=place.pid,
+                        process_started_at=psutil.Process(place.pid).create_time(),
+                    )
+                )
+
+    def _tell_loss(self, place: Place, _pid: int, code: int, words: str) -> None:
+        assert place.number is not None
+        self._tell(Exited(member=place.number, code=code, detail=words))
+
+    def _tell(self, message: Value) -> None:
+        try:
+            self._contact.send(message)
+        except LostError:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self._contact.is_up:
+            self._contact.drop()
+
+    def _let_go(self) -> None:
+        """In a worker: the line is the node's."""
+        with suppress(OSError):
+            if self._contact.connection is not None:
+                self._contact.connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

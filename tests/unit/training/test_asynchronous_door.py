@@ -1,0 +1,181 @@
+"""Who may lend workers to an asynchronous run, what is told of them, and that strangers stay out."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from yunlu.core.crew import LOCAL, Crew, Unpacker, ask, reachable, read_crew
+from yunlu.core.errors import StoreError
+from yunlu.core.rundir import WORKERS, EventKind, RunDir
+from yunlu.core.value import Value
+from yunlu.training.asynchronous import door as door_module
+from yunlu.training.asynchronous.door import NODE_MODULE, Door
+from yunlu.training.elastic.messages import (
+    Exited,
+    Failed,
+    Forked,
+    HelloAgent,
+    Leaving,
+    frame,
+)
+
+WAIT_S = 5.0
+
+
+class Machine:
+    """One that lends workers, as far as the door can tell."""
+
+    def __init__(self, door: Door, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
+        self._door = door
+        self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
+        self._unpacker = Unpacker()
+        self.say(
+            HelloAgent(
+                token=crew.token,
+                node=name,
+                host="far-host",
+                pid=pid,
+                process_started_at=0,
+                devices=2,
+            )
+        )
+
+    def say(self, message: Value) -> None:
+        self._link.sendall(frame(message))
+        self._door.look(WAIT_S)
+        self._door.look(0.01)
+
+    def hear(self) -> list[dict[str, Any]]:
+        return [*self._unpacker.feed(self._link.recv(1 << 16))]
+
+    def close(self) -> None:
+        self._link.close()
+
+    def go(self) -> None:
+        self.close()
+        self._door.look(WAIT_S)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    made = Door(RunDir(tmp_path))
+    made.publish(workers=3, is_open=True)
+    yield made
+    with suppress(OSError):
+        made.shut()
+
+
+@pytest.fixture
+def crew(door: Door, tmp_path: Path) -> Crew:
+    found = read_crew(RunDir(tmp_path))
+    assert found is not None
+    return found
+
+
+def _faults(path: Path) -> list[tuple[str, str, str]]:
+    return [
+        (event.data["member"], event.data["what"], event.data["detail"])
+        for event, _ in RunDir(path).read_events()
+        if event.kind is EventKind.FAULT
+    ]
+
+
+def test_a_machine_and_its_workers_are_known_until_it_goes(door: Door, crew: Crew, tmp_path: Path):
+    assert (crew.node_module, crew.target, crew.wanted) == (NODE_MODULE, 3, {LOCAL: 3})
+    machine = Machine(door, crew)
+    machine.say(Forked(member=0, pid=77, process_started_at=0))
+    machine.say(Forked(member=1, pid=78, process_started_at=0))
+    door.publish(workers=3, is_open=True)
+    told = read_crew(RunDir(tmp_path))
+    assert told is not None
+    assert (told.target, told.wanted) == (5, {LOCAL: 3, "far": 2})
+    assert door.list_workers() == [
+        {"member": "far.0", "host": "far-host", "pid": 77},
+        {"member": "far.1", "host": "far-host", "pid": 78},
+    ]
+    machine.say(Exited(member=0, code=-9, detail="ended by SIGKILL"))
+    assert [each["pid"] for each in door.list_workers()] == [78]
+    machine.go()
+    assert door.list_workers() == []
+    (worker, one, why), (node, whole, _) = _faults(tmp_path)
+    assert (worker, one, why) == ("far.0", "killed", "ended by SIGKILL")
+    assert (node, whole) == ("far", "lost")
+
+
+def test_who_takes_leave_is_not_missed(door: Door, crew: Crew, tmp_path: Path):
+    machine = Machine(door, crew)
+    machine.say(Leaving())
+    machine.go()
+    assert door.list_workers() == _faults(tmp_path) == []
+
+
+def test_a_machine_that_fails_says_why_once(door: Door, crew: Crew, tmp_path: Path):
+    machine = Machine(door, crew)
+    machine.say(Failed(code="data", message="text.txt is not there", traceback=""))
+    machine.go()
+    assert _faults(tmp_path) == [("far", "failed", "text.txt is not there")]
+
+
+def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
+    door: Door, crew: Crew, tmp_path: Path
+):
+    first = Machine(door, crew)
+    first.say(Forked(member=0, pid=77, process_started_at=0))
+    other = Machine(door, crew, pid=2)
+    (answer,) = [each for each in other.hear() if each["kind"] == "answer"]
+    assert not answer["is_accepted"]
+    assert "already" in answer["text"]
+    again = Machine(door, crew)  # before its first connection was seen to end
+    again.say(Forked(member=0, pid=79, process_started_at=0))
+    assert [each["pid"] for each in door.list_workers()] == [79]
+    assert _faults(tmp_path) == []
+    for machine in (first, other, again):
+        machine.close()
+
+
+def test_a_machine_that_falls_silent_is_given_up(
+    door: Door, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    machine = Machine(door, crew)
+    monkeypatch.setattr(door_module, "_SILENCE_S", -1.0)
+    door.look(0)
+    door.look(0)
+    assert [what for _, what, _ in _faults(tmp_path)] == ["lost"]
+    machine.close()
+
+
+def test_requests_are_answered_to_those_who_know_the_token(door: Door, crew: Crew, tmp_path: Path):
+    def answer(crew: Crew, request: dict[str, Any]) -> Any:
+        found: list[Any] = []
+
+        def put() -> None:
+            try:
+                found.append(ask(crew, request, timeout_s=WAIT_S))
+            except StoreError as error:
+                found.append(error)
+
+        asking = Thread(target=put)
+        asking.start()
+        while asking.is_alive():
+            door.look(0.01)
+        return found[0]
+
+    assert answer(crew, {"kind": "where"})["text"] == str(tmp_path)
+    assert not answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]  # nothing to work for
+    (tmp_path / "servers").mkdir()
+    assert answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]
+    assert (tmp_path / "servers" / WORKERS).read_text() == "4"
+    stranger = crew.model_copy(update={"token": "guess"})
+    assert isinstance(answer(stranger, {"kind": "where"}), StoreError)
+
+
+def test_an_address_for_all_is_told_as_one_that_others_can_use():
+    assert reachable("10.1.2.3") == "10.1.2.3"
+    assert reachable("0.0.0.0") != "0.0.0.0"

@@ -202,7 +202,7 @@ class _Run:
 
     def tell_crew(self, workers: list[Place], elsewhere: list[dict[str, Any]]) -> None:
         """Say who the workers are, whenever that has changed."""
-        here = [
+        here: list[dict[str, Any]] = [
             {"member": number, "host": socket.gethostname(), "pid": place.pid}
             for number, place in enumerate(workers)
         ]

@@ -54,6 +54,8 @@ class CommunicationSpec(Value):
     """Local methods: steps between two exchanges."""
     together: Literal["worker", "site"] = "worker"
     """Local methods: who makes steps together: each worker alone, or those of a ``site`` (a machine, or all that have the same ``YUNLU_SITE``), of whom one meets the other sites."""
+    parts: Count = 1
+    """Local methods: parts of the model that take turns within ``every`` steps, so that less is sent at a time (streaming)."""
     start: CountOrZero | Auto = "auto"
     """``post-local``: synchronous until this step; ``onebit``: packed from this step on."""
     outer_lr: Positive | Auto = "auto"
@@ -118,6 +120,9 @@ class CommunicationSpec(Value):
         late = method == "post-local" or codec == "onebit"
         self._needs("every", "local, post-local and diloco", holds=method in LOCAL)
         self._needs("together", "local, post-local and diloco", holds=method in LOCAL)
+        self._needs("parts", "local, post-local and diloco", holds=method in LOCAL)
+        if self.every != "auto" and self.parts > self.every:
+            conflict("parts", f"{self.parts} parts cannot take turns within {self.every} steps")
         self._needs("outer_lr", "diloco", holds=method == "diloco")
         self._needs("outer_momentum", "diloco", holds=method == "diloco")
         self._needs("start", "post-local and onebit", holds=late)

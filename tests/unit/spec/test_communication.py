@@ -99,6 +99,8 @@ def test_a_job_survives_the_trip_through_its_file(written: Any) -> None:
         ({"every": 4, "method": "ring"}, f"every: {LOCAL}"),
         ({"outer_lr": 0.7, "method": "local"}, "outer_lr: is only for diloco"),
         ({"outer_momentum": 0.9}, "outer_momentum: is only for diloco"),
+        ({"parts": 2, "method": "ring"}, f"parts: {LOCAL}"),
+        ({"parts": 5, "method": "diloco", "every": 4}, "parts: 5 parts cannot take turns within 4 steps"),
         ({"start": 3, "method": "diloco"}, "start: is only for post-local and onebit"),
         ({"servers": 2, "method": "ring"}, "servers: is only for server and asynchronous"),
         ({"consistency": "asp"}, "consistency: is only for asynchronous"),

@@ -126,6 +126,7 @@ def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
         every=setting.every,
         from_step=start if setting.method == "post-local" else 0,
         delay=min(setting.delay_steps, setting.every),
+        parts=min(spec.parts, setting.every),
         outer_lr=usual.outer_lr if spec.outer_lr == "auto" else spec.outer_lr,
         outer_momentum=(
             usual.outer_momentum if spec.outer_momentum == "auto" else spec.outer_momentum

@@ -155,7 +155,8 @@ class _Run:
     plan: Plan
     parts: Parts
     life: int
-    _told: tuple[tuple[str, int], ...] = ()
+    _told: tuple[tuple[int | str, str, int], ...] = ()
+    """Member, host and pid of each worker; members on other machines have names."""
     _generation: int = 0
 
     def make_shards(self) -> list[Place]:
@@ -206,23 +207,25 @@ class _Run:
             {"member": number, "host": socket.gethostname(), "pid": place.pid}
             for number, place in enumerate(workers)
         ]
-        ranks = [{"rank": rank, **each} for rank, each in enumerate([*here, *elsewhere])]
-        pids = tuple((each["host"], each["pid"]) for each in ranks)
-        if pids == self._told or not all(place.pid for place in workers):
+        everyone = [*here, *elsewhere]
+        told = tuple((each["member"], each["host"], each["pid"]) for each in everyone)
+        if told == self._told or not all(place.pid for place in workers):
             return
-        reason = "a lost worker is replaced" if len(pids) == len(self._told) else "as asked"
-        if {host for host, _ in pids} != {host for host, _ in self._told or pids}:
-            reason = "a machine came or went"
+        reason = "a lost worker is replaced" if len(told) == len(self._told) else "as asked"
+        if {each[0] for each in told[len(here) :]} != {
+            each[0] for each in self._told if isinstance(each[0], str)
+        }:
+            reason = "workers on another machine came or went"
         self.directory.emit(
             EventKind.CREW,
             generation=self._generation,
-            layout=str(Layout(dp=len(pids))),
+            layout=str(Layout(dp=len(told))),
             reason=reason,
             from_step=last_step(self.directory),
             redone_steps=0,
-            ranks=ranks,
+            ranks=[{"rank": rank, **each} for rank, each in enumerate(everyone)],
         )
-        self._told = pids
+        self._told = told
         self._generation += 1
 
 

@@ -18,7 +18,7 @@ from yunlu.planning.communication.choosing import (
 )
 from yunlu.planning.communication.figures import WireFigures
 from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import Watch, should_switch
+from yunlu.planning.communication.switching import Watch, find_rival, should_switch
 from yunlu.planning.probed import MessageTime
 from yunlu.spec.communication import GUARANTEES, Guarantee
 
@@ -218,3 +218,38 @@ def test_a_change_is_noticed_from_its_middle_on(factor: float) -> None:
 
 def test_no_time_at_all_is_not_noted() -> None:
     assert note_all(Watch(0.1), [0.0, float("nan"), -1.0, float("inf")]) == Watch(0.1)
+
+
+def _with_torch(times_ours: float) -> Decision:
+    """A choice where torch's sum takes so many times what our ring does."""
+    figures = even(4)
+    ring = choose(figures, ask(method="ring")).chosen.exchange_s
+    size = sum(ask().work.gradient_bytes)
+    torchs = MessageTime(
+        message_s=1e-4, bytes_per_s=size / (times_ours * ring), sizes=(), seconds=()
+    )
+    return choose(figures.model_copy(update={"all_reduce": torchs}), ask())
+
+
+def test_torchs_sum_and_ours_are_tried_where_they_are_about_as_fast() -> None:
+    told = _with_torch(1.05)  # kept: less than a tenth is to be gained
+    rival = find_rival(told, steps_left=300)
+    assert told.setting.method == "all-reduce"
+    assert rival is not None
+    assert rival.setting.method != "all-reduce"
+    assert rival.setting.codec == "none"
+    assert rival.cost_s == min(each.cost_s for each in told.candidates)
+
+    told = _with_torch(1.2)
+    rival = find_rival(told, steps_left=300)
+    assert told.setting.method != "all-reduce"
+    assert rival is not None
+    assert rival.setting.method == "all-reduce"
+
+
+def test_nothing_is_tried_where_there_is_no_doubt_no_time_or_no_choice() -> None:
+    assert find_rival(_with_torch(3.0), steps_left=300) is None
+    assert find_rival(_with_torch(1.05), steps_left=50) is None
+    assert find_rival(choose(even(4), ask(method="ring")), steps_left=None) is None
+    for level in ("near", "relaxed"):  # what is packed, or apart, is not as good as the others
+        assert find_rival(choose(even(4), ask(level)), steps_left=None) is None

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.communication.choosing import choose
 from yunlu.planning.communication.forecast import forecast
+from yunlu.planning.communication.methods import METHODS
 from yunlu.planning.communication.timing import Clock
 
 if TYPE_CHECKING:
     from yunlu.planning.communication.choosing import Decision
     from yunlu.planning.communication.figures import WireFigures
+    from yunlu.planning.communication.forecast import Forecast
 
 GAIN = 0.15
 """Of the time to the same loss, below which nothing is changed: about what predictions are off by."""
@@ -21,6 +23,10 @@ SWITCH_S = 2.0
 """New connections and buffers, and residuals that are lost."""
 _WORTH = 2.0
 """By how much a switch must repay what it takes."""
+_DOUBT = 1.25
+"""Predictions that differ by less may be the wrong way round."""
+_LEAST_STEPS = 100
+"""In fewer, what a trial finds is not worth its steps."""
 _WINDOW = 9
 _CHANGED = 1.3
 """Beyond this, in either direction, exchanges no longer take what they took."""
@@ -45,6 +51,32 @@ def should_switch(
     if left is not None and gained_s * left < _WORTH * switch_s:
         return None
     return fresh
+
+
+def find_rival(decision: Decision, *, steps_left: int | None) -> Forecast | None:
+    """Who might be faster than what was chosen: torch's own sum, or the fastest of ours where that was.
+
+    None where the prediction leaves no doubt, where the user decides, and where it could matter for
+    the loss which of the two is taken.
+    """
+    chosen, pinned = decision.chosen, decision.question.pinned
+    is_short = steps_left is not None and steps_left < _LEAST_STEPS
+    if is_short or pinned.method is not None or not _is_plain(chosen):
+        return None
+    is_torch = chosen.setting.method == "all-reduce"
+    others = [
+        each
+        for each in decision.candidates
+        if _is_plain(each) and (each.setting.method == "all-reduce") != is_torch
+    ]
+    if not others or not 1 / _DOUBT < others[0].cost_s / chosen.cost_s < _DOUBT:
+        return None
+    return others[0]
+
+
+def _is_plain(told: Forecast) -> bool:
+    setting = told.setting
+    return setting.codec == "none" and METHODS[setting.method].kind == "synchronous"
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Company:
         is_new = switch_at is not None and step >= switch_at
         if is_new:
             self._change(step)
+        is_new = self._try_out(step) or is_new
         agreed = self.communicator.agree(micros, ask or self._relink, step)
         self._samples = self.communicator.samples
         self._relink = ""
@@ -127,6 +128,17 @@ class Company:
                 self._change(step)
                 is_new = True
         return agreed, is_new
+
+    def _try_out(self, step: int) -> bool:
+        steering = self._steering
+        if steering is None:
+            return False
+        if steering.try_out(self.world, step):
+            self._change(step)
+            return True
+        if self.world.is_leader:
+            steering.announce(step)  # a trial that ended with what is in use
+        return False
 
     def share_loss(self, loss: Tensor) -> Tensor:
         """See ``Communicator``."""

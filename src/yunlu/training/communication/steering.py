@@ -14,7 +14,8 @@ from yunlu.planning.communication.choosing import Pinned, Question, choose
 from yunlu.planning.communication.figures import Work
 from yunlu.planning.communication.forecast import Setting
 from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import Watch, should_switch
+from yunlu.planning.communication.switching import Watch, find_rival, should_switch
+from yunlu.training.communication.audition import Audition
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Together
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
@@ -62,6 +63,9 @@ class Steering:
         self._told: Setting | None = None
         self.switch_at: int | None = None
         """After how many steps the communicator is to be opened anew."""
+        self._audition: Audition | None = None
+        self._is_trying = False
+        """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
 
     @property
     def setting(self) -> Setting | None:
@@ -78,6 +82,9 @@ class Steering:
     ) -> Communicator:
         """How the workers of a world communicate from now on; everyone calls this."""
         spec = self._job.communication
+        if not self._is_trying:
+            self._audition = None  # not all who are here now need have seen the same of it
+        self._is_trying = False
         if world.layout.is_single:
             return Together(world)
         reason = _against_choosing(world, model)
@@ -85,7 +92,7 @@ class Steering:
             _check_unpinned(spec, reason)
             self._note_unmeasured(Setting(method="all-reduce"), reason)
             return Together(world)
-        setting = self._choose(world, model, steps_left=self._plan.steps - steps_done)
+        setting = self._choose(world, model, steps_done=steps_done)
         if setting.method not in _available(world):
             raise JobError(
                 f"communication: {setting.method} cannot be used with layout {world.layout}"
@@ -137,9 +144,40 @@ class Steering:
             self._begin_watch(before)
             return False
         self._adopt(found, figures)
+        self._begin_audition(found, steps_done=steps_done)
+        self._is_trying = True
         return True
 
-    def _choose(self, world: World, model: nn.Module, *, steps_left: int) -> Setting:
+    def try_out(self, world: World, step: int) -> bool:
+        """Called before every step by all: true where another way is to be used from it on."""
+        audition = self._audition
+        if audition is None or self._decision is None:
+            return False
+        heard = audition.listen(world, step)
+        if heard == "go on":
+            return False
+        before = self._decision
+        if heard == "change":
+            found, words = audition.second, f"tried beside {audition.first.setting.name}"
+            words = f"{found.setting.name}: {words}, which is predicted to be about as fast"
+        else:
+            self._audition = None
+            found, words = audition.winner, audition.explain()
+        assert self._figures is not None
+        decision = before.model_copy(update={"chosen": found, "reason": words})
+        self._adopt(decision, self._figures)
+        self._is_trying = decision.setting != before.setting
+        return self._is_trying
+
+    def _begin_audition(self, decision: Decision, *, steps_done: int) -> None:
+        self._audition = None
+        if self._job.train.deterministic:  # what is chosen by the clock is not the same twice
+            return
+        rival = find_rival(decision, steps_left=self._plan.steps - steps_done)
+        if rival is not None:
+            self._audition = Audition(decision.chosen, rival, step=steps_done)
+
+    def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> Setting:
         spec = self._job.communication
         if len(set(world.hosts)) == 1 and (setting := _without_measuring(spec)) is not None:
             is_free = spec.method == "auto"
@@ -151,13 +189,14 @@ class Steering:
             return self._decision.setting
         figures = self._measure(world)
         question = Question(
-            work=_work_of(self._job, self._plan, model, steps_left),
+            work=_work_of(self._job, self._plan, model, self._plan.steps - steps_done),
             guarantee=spec.kept,
             pinned=_pinned(spec),
             available=_available(world),
         )
         decision = choose(figures, question)
         self._adopt(decision, figures)
+        self._begin_audition(decision, steps_done=steps_done)
         return decision.setting
 
     def _has_slow_links(self, world: World) -> bool:

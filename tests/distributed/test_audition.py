@@ -1,0 +1,113 @@
+"""Ways that predictions cannot tell apart are tried: the faster one stays, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, build
+from yunlu.planning.communication import switching
+from yunlu.planning.communication.figures import WireFigures, make_even
+from yunlu.planning.layout import Layout
+from yunlu.training import loop
+from yunlu.training.communication import audition
+from yunlu.training.communication.steering import Steering
+from yunlu.training.communication.summation import TorchSummation
+from yunlu.training.parallel.world import World, form_world
+
+pytestmark = pytest.mark.distributed
+
+EACH = 6
+"""Steps of a trial, of each way."""
+
+
+class Clock:
+    """A step takes what the way in use is said to take; each worker has its own opinion."""
+
+    def __init__(self, torch_s: float, ours_s: float) -> None:
+        self._torch_s, self._ours_s = torch_s, ours_s
+        self.engine: Any = None
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        summation = self.engine.company.communicator.summation
+        self._now += self._torch_s if isinstance(summation, TorchSummation) else self._ours_s
+        return self._now
+
+
+class Ways(Recorder):
+    """By which sums each step was made."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.ways: list[bool] = []
+
+    def after_step(self, step: loop.Step) -> bool:
+        summation = self.engine.company.communicator.summation
+        self.ways.append(isinstance(summation, TorchSummation))
+        return super().after_step(step)
+
+
+def _try(
+    rank: int, path: str, seconds: list[tuple[float, float]], deterministic: bool
+) -> tuple[list[float], list[int], list[bool], list[Any]]:
+    world = form_world(
+        Layout(dp=2), rank, dist.FileStore(path, 2), device=CPU, host=f"127.0.0.{rank + 1}"
+    )
+    told: list[tuple[int, str, str]] = []
+
+    def tell(_: Any, *, step: int, setting: dict[str, Any], reason: str, **__: Any) -> None:
+        told.append((step, setting["method"], reason))
+
+    def measure(_self: Steering, world: World) -> WireFigures:
+        return make_even(world.hosts, latency_s=1e-4, bytes_per_s=1e4)
+
+    clock = Clock(*seconds[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steering, "_measure", measure)
+        patch.setattr(switching, "_LEAST_STEPS", 1)
+        patch.setattr(switching, "_DOUBT", 1e9)
+        patch.setattr(audition, "STEPS", EACH)
+        patch.setattr(audition, "_COUNTED", EACH - 2)
+        patch.setattr(audition, "perf_counter", clock)
+        engine = build(world, "auto", tell=tell, deterministic=deterministic)
+        clock.engine = engine
+        seen = Ways(engine)
+        loop.run(engine, seen)
+        engine.close()
+    world.close()
+    return seen.losses, seen.digests, seen.ways, told
+
+
+# The workers differ: what counts is the mean, which is the same for all.
+TORCH_WINS = [(1.0, 3.0), (2.0, 1.5)]
+OURS_WIN = [(3.0, 1.0), (1.5, 2.0)]
+
+
+@pytest.mark.parametrize(("seconds", "torch_wins"), [(TORCH_WINS, True), (OURS_WIN, False)])
+def test_the_faster_of_two_stays_and_all_train_as_one_process(
+    tmp_path: Path, seconds: list[tuple[float, float]], torch_wins: bool
+) -> None:
+    everyone = run_ranks(_try, 2, str(tmp_path / "store"), seconds, False)
+    first = everyone[0][2][0]
+    for losses, digests, ways, _ in everyone:
+        assert losses == pytest.approx(alone(), abs=1e-5)
+        assert digests == everyone[0][1]
+        rest = [torch_wins] * (STEPS - 2 * EACH)
+        assert ways == [first] * EACH + [not first] * EACH + rest
+    told = everyone[0][3]
+    assert everyone[1][3] == []  # one speaks for all
+    assert [step for step, _, _ in told] == [0, EACH, 2 * EACH]
+    assert (told[-1][1] == "all-reduce") == torch_wins
+    assert "tried" in told[1][2]
+    assert "a step" in told[-1][2]
+
+
+def test_what_is_to_be_the_same_twice_is_not_left_to_the_clock(tmp_path: Path) -> None:
+    for _, _, ways, told in run_ranks(_try, 2, str(tmp_path / "store"), TORCH_WINS, True):
+        assert len(set(ways)) == 1
+        assert len(told) <= 1

@@ -47,9 +47,17 @@ def level(world: World, model: nn.Module, average: AveragedModel | None) -> None
     world.level([*model.buffers(), *moving])
 
 
-def seed_of_step(seed: int, step: int, replica: int) -> int:
-    """The seed of a worker's random numbers in a step; workers that cut one model share theirs."""
-    return int(np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)[0] >> 1)
+def seed_step(seed: int, step: int, replica: int, device: torch.device) -> None:
+    """Start the random numbers of a worker's step; workers that cut one model share theirs.
+
+    ``torch.manual_seed`` also leaves a note for every kind of device that was never used, each with
+    the whole stack in words, and keeps all of them.
+    """
+    states = np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)
+    own = int(states[0] >> 1)
+    torch.default_generator.manual_seed(own)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(own)
 
 
 def make_optimizer(

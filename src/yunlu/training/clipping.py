@@ -46,12 +46,16 @@ def measure_norm(gradients: list[Tensor]) -> Tensor:
 
 def measure_square(weights: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
     """Our part of the square of the gradient's norm: what others hold as well is shared out."""
-    parts = [
-        torch.linalg.vector_norm(weight.grad).double().square() / held
-        for weight, held in zip(weights, copies, strict=True)
+    held = [
+        (weight.grad, many)
+        for weight, many in zip(weights, copies, strict=True)
         if weight.grad is not None
     ]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    if not held:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient, _ in held])
+    many = torch.tensor([many for _, many in held], dtype=torch.float64, device=norms.device)
+    return (norms.double().square() / many).sum()
 
 
 class Clipper:

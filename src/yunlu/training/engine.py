@@ -20,7 +20,7 @@ from yunlu.training.assembly import (
     level,
     make_average,
     make_optimizer,
-    seed_of_step,
+    seed_step,
 )
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.communication.company import Company
@@ -186,7 +186,7 @@ class Engine:
         if not self.world.layout.is_single:
             # Any number of workers, any resume: the numbers of a step are its own.
             seed, replica = self.job.train.seed, self.world.replica
-            torch.manual_seed(seed_of_step(seed, self.steps_done, replica))
+            seed_step(seed, self.steps_done, replica, self.device)
         self._start.mark()
         self._in_step = True
         try:

@@ -105,7 +105,7 @@ class EngineState:
         tensors: dict[str, Any] = {}
         state = self.numbers() | {"extra": extra}
         if engine.world.layout.is_single:
-            # Among others the numbers of a step are its own: see ``seed_of_step``.
+            # Among others the numbers of a step are its own: see ``seed_step``.
             tensors["random"], state["random"] = states.copy_random()
         pair, about = engine.noise.pair()
         if pair and not engine.arranged.is_cut:

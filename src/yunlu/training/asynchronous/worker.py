@@ -13,7 +13,7 @@ import torch
 from yunlu.core.rundir import EventKind
 from yunlu.planning.splitting import fit_plan
 from yunlu.training import loop
-from yunlu.training.assembly import seed_of_step
+from yunlu.training.assembly import seed_step
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
@@ -97,7 +97,7 @@ class ServedEngine(Engine):
     def _begin_ticket(self, ticket: Ticket, items: int, metrics: Mapping[str, float]) -> None:
         self.steps_done = ticket.step
         # Whoever does a ticket draws the same numbers.
-        torch.manual_seed(seed_of_step(self.job.train.seed, ticket.step, ticket.share))
+        seed_step(self.job.train.seed, ticket.step, ticket.share, self.device)
         self.optimizer.begin(ticket, items, metrics)
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:

@@ -51,6 +51,14 @@ train:
 """
 
 
+def write_job(place: Path, *, steps: int) -> None:
+    """Something to learn, and what to do with it."""
+    (place / "job.yaml").write_text(JOB.replace(f"steps: {STEPS}", f"steps: {steps}"))
+    words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+    lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
+    (place / "text.txt").write_text("\n".join(lines))
+
+
 @pytest.fixture
 def steps() -> int:
     return STEPS
@@ -59,10 +67,7 @@ def steps() -> int:
 @pytest.fixture
 def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[RunDir]:
     """A run of three workers, under way; none of its processes outlives the test."""
-    (tmp_path / "job.yaml").write_text(JOB.replace(f"steps: {STEPS}", f"steps: {steps}"))
-    words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
-    lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
-    (tmp_path / "text.txt").write_text("\n".join(lines))
+    write_job(tmp_path, steps=steps)
     started = yunlu("train", "job.yaml", "--devices", "3", "--detach", "--json")
     assert started.code == 0, started.err
     (path,) = own_home.glob("*-*")
@@ -77,51 +82,53 @@ def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[Ru
 
 @pytest.mark.long
 def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: Yunlu):
-    _wait_for_step(run, 10)
-    parent = psutil.Process(_told(run, EventKind.LIFE)[-1]["pid"])
-    _kill(_told(run, EventKind.CREW)[-1]["ranks"][1]["pid"])
-    _wait_for_step(run, 20)
+    wait_for_step(run, 10)
+    parent = psutil.Process(told(run, EventKind.LIFE)[-1]["pid"])
+    _kill(told(run, EventKind.CREW)[-1]["ranks"][1]["pid"])
+    wait_for_step(run, 20)
     _kill(_server(run, parent, index=1))
-    _wait_for_step(run, 30)
+    wait_for_step(run, 30)
     _kill(_server(run, parent, index=0))
-    _wait_for_step(run, 40)
+    wait_for_step(run, 40)
     servers = {_server(run, parent, index=index) for index in range(2)}
-    workers = {each["pid"] for each in _told(run, EventKind.CREW)[-1]["ranks"]}
+    workers = {each["pid"] for each in told(run, EventKind.CREW)[-1]["ranks"]}
     (chief,) = {child.pid for child in parent.children()} - servers - workers
     _kill(chief)
-    _wait_for_step(run, 50)
-    losses = {1, "server-0", "server-1", "chief"}
-    _wait(run, lambda: {each["member"] for each in _told(run, EventKind.FAULT)} == losses, "faults")
+    wait_for_step(run, 50)
+    lost = {1, "server-0", "server-1", "chief"}
+    wait_until(
+        run, lambda: {each["member"] for each in told(run, EventKind.FAULT)} == lost, "faults"
+    )
 
     assert service.stop(run).state == "stopped"  # here: a command might start too late
-    kept = max(_losses(run))
+    kept = max(losses(run))
     assert kept < STEPS
-    assert _told(run, EventKind.CHECKPOINT)[-1]["step"] == kept
-    _wait(run, lambda: not _lives(parent), "the program to end")
+    assert told(run, EventKind.CHECKPOINT)[-1]["step"] == kept
+    wait_until(run, lambda: not _lives(parent), "the program to end")
 
     resumed = yunlu("resume", run.id, "--detach")
     assert resumed.code == 0, resumed.err
-    _wait_for_step(run, kept + 10)
-    running = [event for event in _told(run, EventKind.STATE) if event["state"] == "running"]
+    wait_for_step(run, kept + 10)
+    running = [event for event in told(run, EventKind.STATE) if event["state"] == "running"]
     assert [event["resumed_from_step"] for event in running] == [None, kept]
-    parent = psutil.Process(_told(run, EventKind.LIFE)[-1]["pid"])
+    parent = psutil.Process(told(run, EventKind.LIFE)[-1]["pid"])
     assert len(parent.children()) == 6  # two servers, three workers, the chief
     resize(run, devices=2)
-    _wait(run, lambda: len(parent.children()) == 5, "one worker to leave")
+    wait_until(run, lambda: len(parent.children()) == 5, "one worker to leave")
     resize(run, devices=4)
-    _wait(run, lambda: len(_told(run, EventKind.CREW)[-1]["ranks"]) == 4, "two workers to come")
+    wait_until(run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 4, "two workers to come")
     family = parent.children()
     assert len(family) == 7
     _kill(parent.pid)
-    _wait(run, lambda: not any(_lives(each) for each in family), "its children to go with it")
+    wait_until(run, lambda: not any(_lives(each) for each in family), "its children to go with it")
 
     assert yunlu("resume", run.id, "--detach").code == 0
-    _wait(run, lambda: _state(run) == "finished", "the end")
+    wait_until(run, lambda: _state(run) == "finished", "the end")
     alone = _train_alone(run)
-    assert sorted(_losses(run)) == [*range(1, STEPS + 1)]
+    assert sorted(losses(run)) == [*range(1, STEPS + 1)]
     assert len(list(run.read_metrics())) == STEPS
-    _check_ledger(run)
-    loss = _told(run, EventKind.EVALUATION)[-1]
+    check_ledger(run)
+    loss = told(run, EventKind.EVALUATION)[-1]
     assert loss["step"] == STEPS
     assert loss["loss"] < alone + MARGIN
     assert not (run.path / "servers").exists()
@@ -133,31 +140,31 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: 
 def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     run: RunDir, environment: dict[str, str], tmp_path: Path
 ):
-    _wait_for_step(run, 5)
+    wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
-    _wait(run, lambda: _count_done(run, "far.") > 5, "work of the machine that joined")
-    crew = _told(run, EventKind.CREW)[-1]["ranks"]
+    wait_until(run, lambda: count_done(run, "far.") > 5, "work of the machine that joined")
+    crew = told(run, EventKind.CREW)[-1]["ranks"]
     assert [each["member"] for each in crew] == [0, 1, 2, "far.0", "far.1"]
     assert [each["rank"] for each in crew] == [*range(5)]
 
     workers = [psutil.Process(each["pid"]) for each in crew[3:]]
     _kill(workers[0].pid)
-    _wait(run, lambda: _members_lost(run) == ["far.0"], "the loss of one worker to be told")
-    lost_at = max(_losses(run))
+    wait_until(run, lambda: members_lost(run) == ["far.0"], "the loss of one worker to be told")
+    lost_at = max(losses(run))
     (node,) = _find_node(run)
     _kill(node.pid)  # with its workers, which hold tickets: no word is said
-    _wait(run, lambda: _members_lost(run)[1:] == ["far"], "the loss of the machine to be told")
-    _wait_for_step(run, lost_at + 10)
+    wait_until(run, lambda: members_lost(run)[1:] == ["far"], "the loss of the machine to be told")
+    wait_for_step(run, lost_at + 10)
     assert far.wait(PATIENCE_S) != 0
     assert not any(_lives(worker) for worker in workers)
-    assert [each["member"] for each in _told(run, EventKind.CREW)[-1]["ranks"]] == [0, 1, 2]
+    assert [each["member"] for each in told(run, EventKind.CREW)[-1]["ranks"]] == [0, 1, 2]
 
     assert service.stop(run).state == "stopped"
-    kept = max(_losses(run))
+    kept = max(losses(run))
     assert [record["step"] for record, _ in run.read_metrics()] == [*range(1, kept + 1)]
-    assert _told(run, EventKind.CHECKPOINT)[-1]["step"] == kept
-    _check_ledger(run, kept)
-    _check_staleness(run, most=2)
+    assert told(run, EventKind.CHECKPOINT)[-1]["step"] == kept
+    check_ledger(run, kept)
+    check_staleness(run, most=2)
 
 
 @pytest.mark.long
@@ -165,20 +172,20 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
 def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     run: RunDir, yunlu: Yunlu, environment: dict[str, str], tmp_path: Path
 ):
-    _wait_for_step(run, 5)
+    wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
-    _wait(run, lambda: _count_done(run, "far.") > 5, "work of the machine that joined")
-    _kill(_told(run, EventKind.LIFE)[-1]["pid"])
-    before = _count_done(run, "far.")
+    wait_until(run, lambda: count_done(run, "far.") > 5, "work of the machine that joined")
+    _kill(told(run, EventKind.LIFE)[-1]["pid"])
+    before = count_done(run, "far.")
     assert yunlu("resume", run.id, "--detach").code == 0
-    _wait(run, lambda: _count_done(run, "far.") > before + 5, "work after the resume")
-    ranks = _told(run, EventKind.CREW)[-1]["ranks"]
+    wait_until(run, lambda: count_done(run, "far.") > before + 5, "work after the resume")
+    ranks = told(run, EventKind.CREW)[-1]["ranks"]
     assert [each["member"] for each in ranks] == [0, 1, 2, "far.0", "far.1"]
     assert service.stop(run).state == "stopped"
     assert far.wait(PATIENCE_S) == 0  # sent home with the others
-    kept = max(_losses(run))
-    _check_ledger(run, kept)
-    _check_staleness(run, most=2)
+    kept = max(losses(run))
+    check_ledger(run, kept)
+    check_staleness(run, most=2)
 
 
 def _join(run: RunDir, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
@@ -207,15 +214,15 @@ def _done(run: RunDir) -> list[dict[str, Any]]:
     return [line for line, _ in read_lines(run.servers / "shard-0" / "done.jsonl")]
 
 
-def _count_done(run: RunDir, worker: str) -> int:
+def count_done(run: RunDir, worker: str) -> int:
     return sum(line["worker"].startswith(worker) for line in _done(run))
 
 
-def _members_lost(run: RunDir) -> list[str]:
-    return [each["member"] for each in _told(run, EventKind.FAULT)]
+def members_lost(run: RunDir) -> list[str]:
+    return [each["member"] for each in told(run, EventKind.FAULT)]
 
 
-def _check_staleness(run: RunDir, *, most: int) -> None:
+def check_staleness(run: RunDir, *, most: int) -> None:
     """No ticket was done of a step further than so many from the oldest that was not over."""
     seen: set[tuple[int, int]] = set()
     oldest = 0
@@ -230,19 +237,19 @@ def _train_alone(run: RunDir) -> float:
     """The same job on one worker, as synchronous training would do it."""
     job = json.loads(run.job.read_text())
     job["communication"], job["devices"] = {}, 1
-    job["data"]["train"] = str(Path(_told(run, EventKind.STATE)[0]["directory"]) / "text.txt")
+    job["data"]["train"] = str(Path(told(run, EventKind.STATE)[0]["directory"]) / "text.txt")
     alone = RunDir(run.path.parent.parent / "alone")
     alone.path.mkdir()
     alone.job.write_text(json.dumps(job))
     command = [sys.executable, "-m", "yunlu.training.worker", str(alone.path)]
     subprocess.run(command, check=True, capture_output=True)
-    return _told(alone, EventKind.EVALUATION)[-1]["loss"]
+    return told(alone, EventKind.EVALUATION)[-1]["loss"]
 
 
-def _check_ledger(run: RunDir, steps: int = STEPS) -> None:
+def check_ledger(run: RunDir, steps: int = STEPS) -> None:
     lines = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
-    samples = _told(run, EventKind.DATA)[-1]["train"]
+    samples = told(run, EventKind.DATA)[-1]["train"]
     order = StepOrder(
         samples=samples, batch=BATCH, seed=json.loads(run.job.read_text())["train"]["seed"]
     )
@@ -250,15 +257,15 @@ def _check_ledger(run: RunDir, steps: int = STEPS) -> None:
         assert (line["samples"], line["digest"]) == (len(rows), f"{digest_of(rows):016x}")
 
 
-def _told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
 def _state(run: RunDir) -> str:
-    return _told(run, EventKind.STATE)[-1]["state"]
+    return told(run, EventKind.STATE)[-1]["state"]
 
 
-def _losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunDir) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
@@ -285,14 +292,14 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def _wait_for_step(run: RunDir, step: int) -> None:
-    _wait(run, lambda: (read_last(run.metrics) or {"step": 0})["step"] >= step, f"step {step}")
+def wait_for_step(run: RunDir, step: int) -> None:
+    wait_until(run, lambda: (read_last(run.metrics) or {"step": 0})["step"] >= step, f"step {step}")
 
 
-def _wait(run: RunDir, until: Callable[[], bool], what: str) -> None:
+def wait_until(run: RunDir, until: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not until():
-        told = _told(run, EventKind.ERROR)
-        assert not told, told
+        errors = told(run, EventKind.ERROR)
+        assert not errors, errors
         assert time.monotonic() < deadline, (what, run.log.read_text()[-3000:])
         time.sleep(0.05)

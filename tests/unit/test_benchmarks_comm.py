@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import Counter
 from itertools import pairwise
 
 import pytest
+from benchmarks.comm import _list_cases
 from benchmarks.comm_parts.figures import (
     bound_s,
     judge_sums,
@@ -19,6 +21,7 @@ from benchmarks.comm_parts.figures import (
 from benchmarks.comm_parts.sums_trial import SumTime
 from benchmarks.comm_parts.trial import Result
 from benchmarks.comm_parts.workload import Workload, entropy, make_text, read_samples
+from benchmarks.comm_parts.yunlu_trial import _show_choice
 
 
 def _result(method: str, step_s: float, losses: list[float], **changes: object) -> Result:
@@ -125,3 +128,25 @@ def test_the_entropy_is_that_of_the_words() -> None:
     nats = -sum(many * math.log(many / before[first]) for (first, _), many in pairs.items())
     letters = sum(len(word) + 1 for word in words[1:])
     assert nats / letters == pytest.approx(entropy(work), rel=0.02)
+
+
+def test_what_was_chosen_among_stragglers_is_told_with_its_prediction() -> None:
+    told = {"chosen": "direct int4", "predicted": {"step_s": 0.25964}}
+    assert _show_choice(told) == "direct int4 (0.260 s foretold)"
+    assert _show_choice({"chosen": "all-reduce"}) == "all-reduce"  # on one host nothing is measured
+
+
+def test_ddp_among_stragglers_can_be_left_out() -> None:
+    asked = Namespace(
+        only=["straggler"],
+        host_counts=[4],
+        rates="100mbit,20mbit",
+        rounds=1,
+        methods=["ddp", "yunlu near"],
+        undisturbed_ddp=True,
+    )
+    cases = [(case.method, case.setting) for case in _list_cases(asked)]
+    slowed = [("yunlu near", "one link at a quarter"), ("yunlu near", "one host busy")]
+    assert cases == [("ddp", ""), *slowed]
+    asked.undisturbed_ddp = False
+    assert len([*_list_cases(asked)]) == 5

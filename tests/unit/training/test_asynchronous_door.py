@@ -23,6 +23,7 @@ from yunlu.training.elastic.messages import (
     Forked,
     HelloAgent,
     Leaving,
+    Prepared,
     frame,
 )
 
@@ -147,6 +148,8 @@ def test_a_machine_that_falls_silent_is_given_up(
     monkeypatch.setattr(door_module, "_SILENCE_S", -1.0)
     door.look(0)
     door.look(0)
+    assert _faults(tmp_path) == []  # it loads its data
+    machine.say(Prepared())
     assert [what for _, what, _ in _faults(tmp_path)] == ["lost"]
     machine.close()
 

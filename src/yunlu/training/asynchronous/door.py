@@ -28,6 +28,7 @@ from yunlu.training.elastic.messages import (
     HelloClient,
     Leave,
     Leaving,
+    Prepared,
     Resize,
     Tick,
     Where,
@@ -42,6 +43,8 @@ NODE_MODULE = "yunlu.training.asynchronous.node"
 _TELL_S = 1.0
 _SILENCE_S = 10.0
 """A machine speaks four times a second: one that says nothing for so long was cut off."""
+_LOADING_S = 600.0
+"""But not while it loads its data."""
 _FAREWELL_S = 1.0
 
 
@@ -54,6 +57,7 @@ class Guest:
     pid: int
     devices: int
     heard_at: float
+    is_ready: bool = False
     is_leaving: bool = False
     pids: dict[int, int] = field(default_factory=dict[int, int])
     """Of its workers, by number."""
@@ -93,7 +97,7 @@ class Door:
         self._links.poll(wait_s, on_message=self._hear, on_lost=self._lose)
         now = time.monotonic()
         for link, guest in list(self._guests.items()):
-            if now - guest.heard_at > _SILENCE_S:
+            if now - guest.heard_at > (_SILENCE_S if guest.is_ready else _LOADING_S):
                 self._links.close(link)
         if now - self._told_at >= _TELL_S:
             self._told_at = now
@@ -170,6 +174,8 @@ class Door:
 
     def _note(self, guest: Guest, message: Message) -> None:
         match message:
+            case Prepared():
+                guest.is_ready = True
             case Forked():
                 guest.pids[message.member] = message.pid
             case Exited():

@@ -80,6 +80,7 @@ class Node:
         self._places: list[Place] = []
         self._told: dict[str, int] = {}
         """Workers that the run's program knows of, with their pids."""
+        self._is_prepared = False
         self._is_dismissed = False
         self._is_refused = False
 
@@ -98,11 +99,14 @@ class Node:
 
     def _lend(self) -> None:
         self._turn()
+        if self._is_over():
+            return
         job = Job.model_validate_json(self._run.job.read_text())
         set_deterministic(job.train.deterministic)
         parts = prepare(self._run, job)
         gc.collect()
         gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
+        self._is_prepared = True
         self._tell(Prepared())
         while not self._is_open():
             if self._is_over():
@@ -140,11 +144,15 @@ class Node:
 
     def _turn(self) -> None:
         """Hear and say what there is, for a moment."""
-        if not self._contact.is_up and not self._contact.connect(self._hello()):
-            time.sleep(_TICK_S / 5)
-            return
+        if not self._contact.is_up:
+            if not self._contact.connect(self._hello()):
+                time.sleep(_TICK_S / 5)
+                return
+            if self._is_prepared:
+                self._tell(Prepared())
         connection = self._contact.connection
-        assert connection is not None
+        if connection is None:
+            return
         try:
             if select.select([connection], [], [], _TICK_S)[0]:
                 for message in self._contact.receive():

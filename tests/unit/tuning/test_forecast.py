@@ -128,6 +128,8 @@ def test_varied_models_make_the_interval_wider() -> None:
         return found.high / found.low
 
     assert width({"model.args.hidden": [[16], [64]]}) > width(LR)
+    penalties = {"train.l2": [0.0, 0.1], "train.label_smoothing": "0.0 .. 0.2"}
+    assert width(penalties) == width(LR)
 
 
 @pytest.mark.parametrize("stop", ["none", "asha", "hyperband", "median", "patience"])

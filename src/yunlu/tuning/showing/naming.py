@@ -36,7 +36,8 @@ def train_command(view: StudyView, facts: TrialFacts) -> str:
     job = view.source or "JOB"
     params = {**view.extra, **facts.params}
     said = [f"--set {shlex.quote(f'{name}={_as_yaml(value)}')}" for name, value in params.items()]
-    own = [f"--set {shlex.quote(each)}" for each in view.said]
+    # What was said of the search is nothing to a training.
+    own = [f"--set {shlex.quote(each)}" for each in view.said if not each.startswith("search.")]
     return " ".join(["yunlu train", shlex.quote(job), *own, *said])
 
 

@@ -15,7 +15,7 @@ from yunlu.core.value import Value
 from yunlu.planning.choice.options import Interval
 from yunlu.pool.local import count_gpus
 from yunlu.spec.goal import read_span_s
-from yunlu.tuning.stages import count_grid, expect, find_stop, makespan_s
+from yunlu.tuning.stages import count_grid, count_population, expect, find_stop, makespan_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ _VARIED = 0.4
 """Deviation of the logarithm of a trial's time where the search varies the model or the batch."""
 _MOST_TRIALS = 1_000_000
 
-Bound = Literal["trials", "budget", "deadline", "grid", "nothing"]
+Bound = Literal["trials", "budget", "deadline", "grid", "population", "nothing"]
 
 
 class TrialTime(Value):
@@ -212,6 +212,8 @@ class _Teller:
             found.append((_exact(self.search.trials), "trials"))
         if (grid := count_grid(self.search)) is not None:
             found.append((_exact(grid), "grid"))
+        if (population := count_population(self.search, self.rungs)) is not None:
+            found.append((_exact(population), "population"))
         if self.trial is not None:
             limit_s = self._deadline_s()
             if limit_s is not None:

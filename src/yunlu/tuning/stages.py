@@ -23,8 +23,6 @@ trial took 0.2 to 0.37 of one in all, and six in ten went on once they were held
 _FRONTIER_SPREAD = 0.4
 _HALVING = 0.2
 """Deviation of the logarithm where the counts are the method's own: promotions come early or late."""
-_WAITING = ("pbt",)
-"""Methods that wait until all trials of a rung have arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,14 @@ def expect(search: SearchSpec, *, trials: int, rungs: int) -> Course:
         if stop == "hyperband":
             brackets = _split(trials, first, rungs, eta)
         stages = [s for count, begin in brackets for s in _halve(count, begin, rungs, eta)]
-        return Course(stages=tuple(stages), spread=_HALVING, waits=stop in _WAITING)
+        return Course(stages=tuple(stages), spread=_HALVING, waits=False)
+    if stop == "pbt":
+        return Course(stages=_train_together(search, trials, rungs), spread=_HALVING, waits=True)
     if stop == "frontier":
         return Course(stages=_explore(trials, rungs), spread=_FRONTIER_SPREAD, waits=False)
     share, spread = {"median": _MEDIAN, "patience": _PATIENCE}.get(stop, (1.0, 0.0))
     stage = Stage(trials=trials, rungs=max(1.0, share * rungs))
-    return Course(stages=(stage,), spread=spread, waits=stop in _WAITING)
+    return Course(stages=(stage,), spread=spread, waits=False)
 
 
 def find_stop(search: SearchSpec) -> str:
@@ -78,6 +78,23 @@ def find_stop(search: SearchSpec) -> str:
     if search.method in {"auto", "frontier"}:
         return "frontier"
     return "asha" if search.method in {"random", "sobol", "tpe"} else "none"
+
+
+def count_population(search: SearchSpec, rungs: int) -> int | None:
+    """The founders of a population and the copies at its comparisons; None where there is none."""
+    stop = search.stop
+    if stop.name != "pbt":
+        return None
+    return stop.population + int(stop.share * stop.population) * ((rungs - 1) // stop.every)
+
+
+def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage, ...]:
+    """From comparison to comparison as many as were founded: a copy takes the place of another."""
+    members, every = min(trials, search.stop.population), search.stop.every
+    return tuple(
+        Stage(trials=members, rungs=float(min(every, rungs - before)))
+        for before in range(0, rungs, every)
+    )
 
 
 def count_grid(search: SearchSpec) -> int | None:

@@ -121,6 +121,16 @@ def test_a_grid_is_counted() -> None:
     assert count_grid(search()) is None
 
 
+def test_a_population_is_as_large_as_its_rule_says() -> None:
+    stop = {"name": "pbt", "population": 8, "every": 3, "share": 0.25}
+    found = told(search(trials=100, stop=stop))
+    # Two are replaced at the third and at the sixth of nine rungs; eight train all the time.
+    assert (found.trials.value, found.bound) == (12, "population")
+    assert found.share * 12 == pytest.approx(8)
+    assert told(search(trials=9, stop=stop)).bound == "trials"
+    assert told(search(trials=4, stop=stop)).share == pytest.approx(1)
+
+
 def test_varied_models_make_the_interval_wider() -> None:
     def width(space: dict[str, Any]) -> float:
         found = told(search(trials=10, space=space)).seconds

@@ -44,7 +44,9 @@ class Usage:
 class Gauge:
     """Looks now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_local: bool) -> None:
+        """``is_local``: this machine is the pool's only node."""
+        self._is_local = is_local
         self.machine: dict[str, float] = {}
         """This one."""
         self.nodes: dict[str, NodeUse] = {}
@@ -68,11 +70,8 @@ class Gauge:
             "cores": float(psutil.cpu_count() or 1),
             "memory_bytes": float(psutil.virtual_memory().total),
         }
-        # A pool of this machine has one node; on a cluster we may be on none of them.
-        self.nodes = {}
+        self.nodes = {node.name: here for node in nodes} if self._is_local else {}
         self.usage = self._measure(alive)
-        if not any(is_elsewhere(stand.run_dir) for stand in alive.values()) and len(nodes) == 1:
-            self.nodes = {nodes[0].name: here}
         return self._find_lies(alive, nodes)
 
     def _measure(self, alive: Mapping[str, Stand]) -> dict[str, Usage]:

@@ -257,12 +257,16 @@ def _mode_of(demand: Demand, nodes: Sequence[Node]) -> Mode:
 def _on_both(speed: Speed) -> Speed:
     """A speed that is the same on spot machines of a type as on others."""
     if isinstance(speed, FittedSpeed):
-        more = {f"{name}{SPOT}": told for name, told in speed.throughputs.items()}
-        return replace(speed, throughputs={**speed.throughputs, **more})
+        return _fitted_on_both(speed)
     if isinstance(speed, MixedSpeed):
-        more = {f"{name}{SPOT}": _on_both(told) for name, told in speed.by_type.items()}
+        more = {f"{name}{SPOT}": _fitted_on_both(told) for name, told in speed.by_type.items()}
         return replace(speed, by_type={**speed.by_type, **more})
     return _OnBoth(speed)
+
+
+def _fitted_on_both(speed: FittedSpeed) -> FittedSpeed:
+    more = {f"{name}{SPOT}": told for name, told in speed.throughputs.items()}
+    return replace(speed, throughputs={**speed.throughputs, **more})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from yunlu.core.errors import YunluError
 from yunlu.pool.allocation.staying import stay_near
 from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason
 from yunlu.pool.executors.executor import name_kind
+from yunlu.pool.executors.finding import LOCAL, scheme_of
 from yunlu.steward import markets
 from yunlu.steward.clock import SteadyClock
 from yunlu.steward.deeds import Deeds
@@ -87,7 +88,7 @@ class Steward:
         )
         self._teams = journal.read_teams()
         self._kept_at = self._charged_at = self.clock.now()
-        self._gauge = Gauge()
+        self._gauge = Gauge(is_local=scheme_of(settings.executor) == LOCAL)
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:

@@ -63,7 +63,7 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
         use = LeaseUse(at=1.0, node=lease.node, cores=0.75, memory_bytes=100.0, machine=machine)
         write_use(run, lease.name, use)
     assert dict(read_uses(run, [lead.name]))[lead.name].cores == 0.75
-    gauge, stands = Gauge(), {"run": FakeStand(run)}
+    gauge, stands = Gauge(is_local=False), {"run": FakeStand(run)}
     nodes = [Node(name="n1", devices=2), Node(name="n2", devices=2)]
     assert gauge.look(stands, nodes) == {}
     assert gauge.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)

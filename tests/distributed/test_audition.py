@@ -53,7 +53,7 @@ class Ways(Recorder):
 
 
 def _try(
-    rank: int, path: str, seconds: list[tuple[float, float]], deterministic: bool
+    rank: int, path: str, seconds: list[tuple[float, float]], way: str
 ) -> tuple[list[float], list[int], list[bool], list[Any]]:
     world = form_world(
         Layout(dp=2), rank, dist.FileStore(path, 2), device=CPU, host=f"127.0.0.{rank + 1}"
@@ -74,7 +74,7 @@ def _try(
         patch.setattr(audition, "STEPS", EACH)
         patch.setattr(audition, "_COUNTED", EACH - 2)
         patch.setattr(audition, "perf_counter", clock)
-        engine = build(world, "auto", tell=tell, deterministic=deterministic)
+        engine = build(world, way, tell=tell)
         clock.engine = engine
         seen = Ways(engine)
         loop.run(engine, seen)
@@ -92,7 +92,7 @@ OURS_WIN = [(3.0, 1.0), (1.5, 2.0)]
 def test_the_faster_of_two_stays_and_all_train_as_one_process(
     tmp_path: Path, seconds: list[tuple[float, float]], torch_wins: bool
 ) -> None:
-    everyone = run_ranks(_try, 2, str(tmp_path / "store"), seconds, False)
+    everyone = run_ranks(_try, 2, str(tmp_path / "store"), seconds, "auto")
     first = everyone[0][2][0]
     for losses, digests, ways, _ in everyone:
         assert losses == pytest.approx(alone(), abs=1e-5)
@@ -107,7 +107,7 @@ def test_the_faster_of_two_stays_and_all_train_as_one_process(
     assert "a step" in told[-1][2]
 
 
-def test_what_is_to_be_the_same_twice_is_not_left_to_the_clock(tmp_path: Path) -> None:
-    for _, _, ways, told in run_ranks(_try, 2, str(tmp_path / "store"), TORCH_WINS, True):
+def test_what_the_job_names_is_not_left_to_the_clock(tmp_path: Path) -> None:
+    for _, _, ways, told in run_ranks(_try, 2, str(tmp_path / "store"), TORCH_WINS, "ring"):
         assert len(set(ways)) == 1
         assert len(told) <= 1

@@ -171,8 +171,6 @@ class Steering:
 
     def _begin_audition(self, decision: Decision, *, steps_done: int) -> None:
         self._audition = None
-        if self._job.train.deterministic:  # what is chosen by the clock is not the same twice
-            return
         rival = find_rival(decision, steps_left=self._plan.steps - steps_done)
         if rival is not None:
             self._audition = Audition(decision.chosen, rival, step=steps_done)

@@ -195,7 +195,10 @@ def _find_error(place: Path) -> str:
     """What the run says went wrong."""
     events = [event for path in (place / "home").glob("*/events.jsonl") for event in _lines(path)]
     told = [str(event["data"].get("message", "")) for event in events if event["kind"] == "error"]
-    return told[-1] if told else ""
+    # Who fails first is heard of a moment later; its own log has it at once.
+    logs = [path.read_text(errors="replace") for path in (place / "home").glob("*/logs/*.log")]
+    told += [text.strip().splitlines()[-1] for text in logs if "Traceback" in text]
+    return told[0] if told else ""
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
@@ -37,15 +38,18 @@ class Catalog:
     devices: tuple[DeviceModel, ...]
     every_offer: tuple[Offer, ...]
     _by_name: dict[str, DeviceModel] = field(init=False, repr=False, compare=False)
+    _by_words: dict[frozenset[str], DeviceModel] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Later devices win: the user's own come last.
         names = {plain(name): device for device in self.devices for name in device.names}
         names |= {plain(device.name): device for device in self.devices}
         object.__setattr__(self, "_by_name", names)
+        words = {_words(name): device for device in self.devices for name in device.names}
+        object.__setattr__(self, "_by_words", words)
 
     def device(self, name: str, *, field: str = "gpu") -> DeviceModel:
-        """The device of that name or alias; case, spaces, dashes and underscores do not matter."""
+        """The device of that name or alias; case, signs and the order of words do not matter."""
         found = self._find(name)
         if found is None:
             known = [device.name for device in self.devices]
@@ -129,7 +133,8 @@ class Catalog:
     def _find(self, name: str) -> DeviceModel | None:
         # What stands in brackets is the machine it was in: Ascend-910B(Atlas 800T A2).
         bare, _, _ = name.partition("(")
-        return self._by_name.get(plain(name)) or self._by_name.get(plain(bare))
+        found = self._by_name.get(plain(name)) or self._by_name.get(plain(bare))
+        return found or self._by_words.get(_words(bare))
 
     def _cloud(self, name: str) -> str:
         wanted = name.lower()
@@ -185,6 +190,14 @@ def plain(name: str) -> str:
     for maker in _MAKERS:
         letters = letters.removeprefix(maker)
     return letters
+
+
+def _words(name: str) -> frozenset[str]:
+    """Those that tell devices apart, in any order: the socket and the kind of memory do not."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return frozenset(
+        word for word in words if word not in _MAKERS and not re.fullmatch(r"sxm\d?|hbm\w*", word)
+    )
 
 
 @lru_cache(maxsize=1)

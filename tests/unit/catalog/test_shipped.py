@@ -170,6 +170,20 @@ def test_no_name_means_two_devices(catalog: Catalog) -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("A100-40GB-SXM4", "A100-40GB"),
+        ("H100-80GB-PCIe", "H100-PCIe"),
+        ("NVIDIA H200-141GB-SXM", "H200"),
+        ("V100-32GB-SXM2", "V100-32GB"),
+    ],
+)
+def test_words_of_a_name_have_no_order(catalog: Catalog, told: str, name: str) -> None:
+    assert catalog.device(told).name == name
+    assert not catalog.has_device("A100-64GB")
+
+
 def test_an_unknown_device_is_refused_with_the_nearest_and_all_names(catalog: Catalog) -> None:
     with pytest.raises(CatalogError, match=r"gpu: .*'h10O'; did you mean 'H100'.*A10G.*V100-32GB"):
         catalog.device("h10O")

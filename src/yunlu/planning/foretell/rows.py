@@ -16,6 +16,14 @@ from yunlu.planning.foretell.geometry import UnreadableRowError, number, read_sh
 from yunlu.planning.foretell.intervals import spread_factors
 from yunlu.planning.foretell.memory import fits, peak_memory, reported_memory
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE, Column, Points
+from yunlu.planning.foretell.spelling import (
+    cuts_sequence,
+    network_of,
+    precision_of,
+    recompute_of,
+    sharding_of,
+    stack_of,
+)
 from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.models.arithmetic import columns_of, parameters
 
@@ -42,30 +50,10 @@ class Reading:
     """For rows without a point: what is missing."""
 
 
-STACK_OF_SOURCE = {
-    "vtrain": "megatron-deepspeed",
-    "llm_foundry": "llm-foundry",
-    "megatron_bridge": "megatron-bridge",
-    "nemo": "megatron-bridge",
-    "torchtitan": "torchtitan",
-    "fms_fsdp": "fms-fsdp",
-    "fms_acceleration": "transformers",
-    "ascend": "mindspeed",
-    "nanotron": "nanotron",
-    "maxtext": "maxtext",
-    "tpu_recipes": "maxtext",
-    "aws_neuron": "neuron",
-    "yunlu": "yunlu",
-    "megatron": "megatron-deepspeed",
-    "sc21": "megatron-deepspeed",
-    "korthikanti": "megatron-deepspeed",
-}
-"""By how ``source_id`` begins; any other source is run by a stack unknown to us."""
-
 _SEQUENCE_STACKS = {"megatron-bridge", "torchtitan", "nanotron", "maxtext", "neuron"}
 _WATTS = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
-_NODE_GIGABITS = {"vtrain_multi": 800.0}
-"""Network of a node where a source documents it elsewhere than in its rows (vTrain's configurations)."""
+_NODE_GIGABITS = {"vtrain_multi": 800.0, "internevo": 400.0}
+"""Network of a node where a source documents it elsewhere than in its rows (configurations, tables)."""
 _REPLICAS_OF_CORES = re.compile(r"\[(\d+)xNC\(DP\)\]")
 """How Neuron's tables write that each core of a node is a replica."""
 _SAME_CHIP = {"H100-96GB": 0.803, "GB300": 0.786}
@@ -149,20 +137,6 @@ def measured_tokens_per_s(rows: Iterable[Row]) -> Column:
     return np.array([_measured(row) for row in rows], dtype=float)
 
 
-def stack_of(row: Row) -> str:
-    """Whose software ran the row; ``unknown`` where we cannot tell."""
-    source = row.get("source_id") or ""
-    stack = row.get("stack") or ""
-    if stack in STACKS:
-        return stack
-    found = next(
-        (name for key, name in STACK_OF_SOURCE.items() if source.startswith(key)), "unknown"
-    )
-    fused = any(name in (row.get("gpu_type") or "") for name in ("H100", "H200", "B200", "B300"))
-    # From the H100 on, Megatron runs the fused kernels of its Transformer Engine.
-    return "megatron-bridge" if found == "megatron-deepspeed" and fused else found
-
-
 def _measured(row: Row) -> float:
     tokens = number(row, "tokens_per_s_per_gpu")
     if tokens is not None:
@@ -181,7 +155,8 @@ def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
     if not seq:
         raise UnreadableRowError("seq_len is empty")
     device = _device(row, catalog)
-    precision = precision_of(row.get("precision") or "")
+    precision = _supported(precision_of(row.get("precision") or ""), device)
+    again = recompute_of(row.get("act_ckpt") or "")
     split = _read_split(row, device, _devices_needed(shape, device))
     work = _read_work(row, split, seq)
     return {
@@ -191,7 +166,11 @@ def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
         **_hardware(device, precision, split["cores"], row),
         "seq": seq,
         # The least fleet that holds the states has no room for activations.
-        "recompute": float(_recompute(row, is_full=_is_guessed(row) and split["devices"] > 1)),
+        "recompute": float(
+            RECOMPUTE.index("full" if _is_guessed(row) and split["devices"] > 1 else "none")
+            if again is None
+            else again
+        ),
         "precision": float(PRECISIONS.index(precision)),
         "stack": float(STACKS.index(stack_of(row))),
     }
@@ -255,7 +234,10 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
         "dp": replicas / sharded,
         "fsdp": sharded,
         "zero": float(zero),
-        "sequence": float(tp > 1 and _cuts_sequence(row)),
+        "sequence": float(
+            tp > 1
+            and cuts_sequence(row.get("notes") or "", usual=stack_of(row) in _SEQUENCE_STACKS)
+        ),
     }
 
 
@@ -274,32 +256,17 @@ def _cut_by_need(row: Row, devices: float) -> float | None:
 
 def _sharding(row: Row, replicas: float, tp: float, device: DeviceModel) -> tuple[int, float]:
     """What is shared out, and in how many shards of its own kind (1 unless fully sharded)."""
-    text = (row.get("sharding") or "").lower()
-    if not text and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
-        text = "zero0"
-    if not text:
+    said = sharding_of(row.get("sharding") or "")
+    if said is None and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
+        said = (0, "")
+    if said is None:
         layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp"))
-        text = "zero1" if layout_is_told and device.kind != "tpu" else "fsdp"
-    if match := re.search(r"zero-?([0-3])", text):
-        zero = int(match.group(1))
-        return zero, replicas if zero == 3 else 1.0
-    if "hsdp" in text or "hybrid" in text:
-        inside = max(1.0, min(replicas, device.node_devices / tp))
-        return 3, inside if replicas % inside == 0 else replicas
-    if "grad_op" in text:
-        return 2, 1.0
-    if "fsdp" in text or "full_shard" in text:
-        return 3, replicas
-    return 0, 1.0
-
-
-def _cuts_sequence(row: Row) -> bool:
-    notes = (row.get("notes") or "").lower()
-    if "sp=false" in notes:
-        return False
-    return stack_of(row) in _SEQUENCE_STACKS or bool(
-        re.search(r"sp=true|sequence.?parallel", notes)
-    )
+        said = (1 if layout_is_told and device.kind != "tpu" else 3, "")
+    zero, where = said
+    if zero < 3:
+        return zero, 1.0
+    inside = max(1.0, min(replicas, device.node_devices / tp))
+    return 3, inside if where == "node" and replicas % inside == 0 else replicas
 
 
 def _read_work(row: Row, split: Mapping[str, float], seq: float) -> dict[str, float]:
@@ -308,7 +275,9 @@ def _read_work(row: Row, split: Mapping[str, float], seq: float) -> dict[str, fl
     micro = number(row, "micro_batch")
     if micro is None:
         fair = (batch or replicas) / replicas
-        micro = max(1.0, min(fair, np.floor(_TOKENS_OF_A_GUESSED_MICRO_BATCH / seq)))
+        # Under a pipeline the least is most often the fastest (Hagemann et al. 2023).
+        most = 1.0 if split["pp"] > 1 else np.floor(_TOKENS_OF_A_GUESSED_MICRO_BATCH / seq)
+        micro = max(1.0, min(fair, most))
     if "pipeline batch" in (row.get("notes") or "") and split["pp"] > 1:
         micro = max(1.0, micro / (split["pp"] * split["virtual"]))
     return {"batch": batch or micro * replicas, "micro_batch": micro}
@@ -351,45 +320,22 @@ def _power_share(row: Row) -> float:
 
 
 def _told_network(row: Row) -> float | None:
-    """Bytes/s of a node's network where the notes say it, as ``400Gbps (A100) / 800Gbps (H100)``."""
-    notes = row.get("notes") or ""
-    kind = re.split(r"[-_ ]", row.get("gpu_type") or "")[0]
-    match = re.search(rf"(\d+) ?Gbps \({re.escape(kind)}\)", notes) if kind else None
-    match = match or re.search(r"interconnect (\d+) ?Gbps per node", notes)
-    gigabits = float(match.group(1)) if match else _NODE_GIGABITS.get(row.get("source_id") or "")
+    """Bytes/s of a node's network where the row or its source's documentation says it."""
+    gigabits = network_of(row.get("notes") or "", row.get("gpu_type") or "")
+    gigabits = gigabits or _NODE_GIGABITS.get(row.get("source_id") or "")
     return gigabits / 8 * 1e9 if gigabits else None
 
 
+def _supported(precision: str, device: DeviceModel) -> str:
+    """The precision itself, or the next wider one where a device has no units for so few bits."""
+    for fewer, wider in (("fp4", "fp8"), ("fp8", "bf16")):
+        if precision == fewer and fewer not in device.peak_flops:
+            precision = wider
+    return precision
+
+
 def _nearest_peak(device: DeviceModel, precision: str) -> float:
-    for other in {"fp4": ("fp8", "bf16", "fp16"), "fp8": ("bf16", "fp16")}.get(
-        precision, ("bf16", "fp16", "tf32", "fp32")
-    ):
+    for other in ("bf16", "fp16", "tf32", "fp32"):
         if device.peak_flops.get(other):
             return device.peak_flops[other]
     raise UnreadableRowError(f"no peak FLOP/s is known for precision {precision!r}")
-
-
-def precision_of(text: str) -> str:
-    """The name in ``PRECISIONS`` of what a table calls its precision; bf16 where it is silent."""
-    text = text.lower()
-    if "fp4" in text:
-        return "fp4"
-    if "fp8" in text or "float8" in text:
-        return "fp8"
-    if "bf" in text or not text:
-        return "bf16"
-    if "16" in text:
-        return "fp16"
-    if "tf32" in text:
-        return "tf32"
-    if "32" in text:
-        return "fp32"
-    raise UnreadableRowError(f"precision {text!r} is not one of {', '.join(PRECISIONS)}")
-
-
-def _recompute(row: Row, *, is_full: bool) -> int:
-    text = (row.get("act_ckpt") or "").strip().lower()
-    if text in RECOMPUTE:
-        return RECOMPUTE.index(text)
-    told = text in {"1", "true", "yes", "on", "block"}
-    return RECOMPUTE.index("full") if told or (not text and is_full) else 0

@@ -81,9 +81,11 @@ def _step_time(points: Points, constants: Constants) -> StepTime:
     c = constants.columns(points.stack)
     micros = points.micros
     tokens = points.tokens / points.cp
-    layer_s, head_s = _compute(points, c, tokens)
-    tensor_s = _tensor(points, c, tokens)
-    block_s = layer_s + tensor_s + _context(points, c, tokens)
+    own_s, launch_s, head_s = _compute(points, c, tokens)
+    layer_s = _no_less_than(own_s, launch_s)
+    # While the processor launches, messages travel too.
+    block_s = _no_less_than(own_s + _tensor(points, c, tokens), launch_s)
+    block_s = block_s + _context(points, c, tokens)
     if np.any(points.experts > 1.0):
         block_s = block_s + _exchange(points, c, tokens)
     depth = points.layers / points.pp
@@ -120,8 +122,13 @@ def _step_time(points: Points, constants: Constants) -> StepTime:
     )
 
 
-def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column, Column]:
-    """Seconds of one block and of the head, forward and backward, for one micro-batch."""
+def _no_less_than(busy_s: Column, launch_s: Column) -> Column:
+    """What a block takes whose operators must also be launched, one after another."""
+    return np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
+
+
+def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column, Column, Column]:
+    """Seconds of one block, of launching it, and of the head: both passes of one micro-batch."""
     p = points
     layers = np.maximum(p.layers, 1.0)
     width = np.maximum(p.hidden, 1.0)
@@ -173,7 +180,8 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
     wide = 1.0 + p.ffn / (4.0 * width)
     # Activations of four bytes where products are not in 16 bits or fewer.
     size = np.where(p.precision <= _TF32, 2.0, 1.0) * c["eager_bytes"]
-    plain_s = tokens * width * cut * wide * size / p.memory_bytes_per_s
+    norms = c["written_norms"] / np.where(p.sequence > 0, p.tp, 1.0)
+    plain_s = tokens * width * (cut * wide * size + norms) / p.memory_bytes_per_s
     again = np.where(p.recompute == _FULL, 1.0 / passes, 0.0)
     some = np.where(p.recompute == _SELECTIVE, 1.0 / passes, 0.0)
     products = c["selective_products"]
@@ -184,7 +192,6 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
         + (attention_s + score_s) * (1.0 + inner)
     )
     launch_s = c["launch_s"] * (1.0 + again) * np.where(routed, c["expert_launches"], 1.0)
-    layer_s = np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
     logits = share * p.vocab
     # The head stays at 16 bits too.
     plain_speed = peak16 * c["gemm_share"] / slow
@@ -192,7 +199,7 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
         2.0 * passes * width * (1.0 + c["gemm_tokens"] / tokens) / plain_speed
         + c["logit_bytes"] / p.memory_bytes_per_s
     )
-    return layer_s, head_s
+    return busy_s, launch_s, head_s
 
 
 def _inside(points: Points, closer: Column, members: Column) -> Column:

@@ -10,9 +10,7 @@ from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE
 from yunlu.planning.foretell.rows import (
     foretell_rows,
     measured_tokens_per_s,
-    precision_of,
     read_rows,
-    stack_of,
 )
 
 CATALOG = load_catalog()
@@ -143,24 +141,23 @@ def test_a_batch_of_the_whole_pipeline_is_no_micro_batch() -> None:
     assert read(gpus="64", dp="8", pp="8", global_batch="16", notes=notes).reasons == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("amp_bf16", "bf16"),
-        ("", "bf16"),
-        ("mxfp8", "fp8"),
-        ("nvfp4", "fp4"),
-        ("float16", "fp16"),
-        ("FP32", "fp32"),
-    ],
-)
-def test_names_of_precisions(text: str, name: str) -> None:
-    assert precision_of(text) == name
-    assert name in PRECISIONS
+def test_a_device_without_units_for_few_bits_computes_in_more() -> None:
+    narrow, usual = read(precision="fp8").points, read(precision="bf16").points
+    assert narrow.precision[0] == usual.precision[0]
+    assert read(precision="fp8", gpu_type="H100").points.precision[0] == PRECISIONS.index("fp8")
 
 
-def test_an_unknown_source_has_the_shared_constants() -> None:
-    assert stack_of({"source_id": "somebody"}) == "unknown"
+def test_a_micro_batch_that_nobody_told_is_the_least_under_a_pipeline() -> None:
+    assert read(micro_batch="", dp="8", pp="8").points.micro_batch[0] == 1
+    assert read(micro_batch="", dp="8", tp="8").points.micro_batch[0] == 4
+
+
+def test_a_cut_sequence_is_as_the_notes_say() -> None:
+    told = {
+        notes: read(tp="8", dp="8", notes=notes).points.sequence[0]
+        for notes in ("sequence_parallel=False", "sequence_parallel=True", "")
+    }
+    assert list(told.values()) == [0, 1, 0]
 
 
 def test_cores_of_a_chip_are_devices_of_the_layout() -> None:
@@ -204,6 +201,11 @@ def test_the_least_fleet_has_no_room_for_activations() -> None:
 def test_the_network_of_a_documented_cluster() -> None:
     assert read().points.network_bytes_per_s[0] == 12.5e9
     assert read(source_id="somebody").points.network_bytes_per_s[0] == 25e9
+
+
+def test_the_network_that_the_notes_tell() -> None:
+    points = read(source_id="somebody", notes="inter-node 4 * 100Gb RoCE").points
+    assert points.network_bytes_per_s[0] == 4 * 12.5e9 / 8
 
 
 def test_a_power_cap_lowers_the_peak() -> None:

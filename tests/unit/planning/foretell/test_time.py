@@ -92,12 +92,28 @@ def seconds(stack: str, **columns: object) -> float:
 
 
 def test_traits_tell_stacks_apart_before_any_measurement() -> None:
-    usual = seconds("unknown", seq=32768.0)
+    usual = seconds("fms-fsdp", seq=32768.0)
     assert seconds("llm-foundry", seq=32768.0) > usual  # eager, the first flash kernel
     assert seconds("yunlu", seq=32768.0) > usual  # eager, but a kernel of today
     assert seconds("yunlu", seq=32768.0) < seconds("llm-foundry", seq=32768.0)
     hopper = {"peak_flops": 989e12, "seq": 32768.0}
-    assert seconds("megatron-bridge", **hopper) < seconds("unknown", **hopper)
+    assert seconds("megatron-bridge", **hopper) < seconds("fms-fsdp", **hopper)
+
+
+def test_software_that_is_unknown_runs_operator_by_operator() -> None:
+    order = [
+        seconds(stack, seq=8192.0)
+        for stack in ("fms-fsdp", "unknown", "unknown-flash-1", "unknown-scores")
+    ]
+    assert order == sorted(order)
+    assert order[0] < order[1]
+    assert seconds("unknown") < seconds("unknown-norms")
+
+
+def test_messages_travel_while_operators_are_launched() -> None:
+    slow = make_constants({"launch_s": 10.0}, {})
+    alone, cut = (float(step_time(points(tp=ways), slow).total_s[0]) for ways in (1.0, 2.0))
+    assert cut == pytest.approx(alone, rel=1e-3)
 
 
 def test_selective_recomputation_repeats_what_the_stack_says() -> None:

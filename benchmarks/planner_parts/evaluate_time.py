@@ -17,15 +17,17 @@ from benchmarks.planner_parts.fit_experts import SOURCE as ROUTED_SOURCE
 from benchmarks.planner_parts.fit_experts import fit_experts, routed_errors
 from benchmarks.planner_parts.fit_time import Fit, fit, fit_model, foretell
 from benchmarks.planner_parts.protocols import SCALE_SOURCES, Fold
-from yunlu.planning.foretell.intervals import Spread, make_spread, spread_factors
+from yunlu.planning.foretell.constants import STACKS
+from yunlu.planning.foretell.intervals import Spread, make_spread, spread_factors, widening
+from yunlu.planning.foretell.step_time import step_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from benchmarks.planner_parts.evidence import Evidence
 
 WORKERS = os.cpu_count() or 1
-MEDIAN_SOURCES = ("nanotron_playbook",)
+MEDIAN_SOURCES = ("nanotron_playbook", "nanotron")
 COVER = (0.75, 0.85)
 
 
@@ -96,15 +98,31 @@ def evaluate(evidence: Evidence, say: Callable[[Figure], None]) -> list[Figure]:
         add(Figure("cold start", source, len(errors), mean, median))
     middle = float(np.nanmedian(cold))
     add(judge(Figure("cold start", "median over sources", len(cold), middle, middle), 12.0))
+    unknown = unknown_errors(evidence)
+    for figure in _of_unknown(unknown):
+        add(figure)
     for source in SCALE_SOURCES:
         folds = protocols.scale_out(evidence, source)
         add(score_folds(evidence, folds, "scale-out", source))
     routed = 100 * np.abs(np.expm1(-routed_model_errors(evidence, fit(evidence, evidence.timed))))
     middle = float(np.median(routed))
     add(Figure("LOMO, experts", ROUTED_SOURCE, len(routed), float(routed.mean()), middle))
-    for figure in coverage(evidence, *out_of_fold_errors(evidence), cold_quantiles(apart)):
+    ends = cold_quantiles(apart), unknown_quantiles(unknown)
+    for figure in coverage(evidence, *out_of_fold_errors(evidence), *ends):
         add(figure)
     return found
+
+
+def _of_unknown(apart: dict[str, np.ndarray]) -> Iterator[Figure]:
+    """Errors of each stack as if nothing were known of it; those of most of them lie in the middle."""
+    told: list[float] = []
+    for stack, errors in apart.items():
+        misses = 100 * np.abs(np.expm1(-errors))
+        mean, median = float(misses.mean()), float(np.median(misses))
+        told.append(median if stack in MEDIAN_SOURCES else mean)
+        yield Figure("stack unknown", stack, len(errors), mean, median)
+    middle = float(np.median(told))
+    yield Figure("stack unknown", "median over stacks", len(told), middle, middle)
 
 
 def out_of_fold_errors(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
@@ -133,6 +151,27 @@ def cold_errors(evidence: Evidence) -> dict[str, np.ndarray]:
     return {fold.name.partition(":")[0]: error for fold, error in fold_errors(evidence, folds)}
 
 
+def unknown_errors(evidence: Evidence) -> dict[str, np.ndarray]:
+    """For each stack: logs of measured over foretold, the stack unseen and nothing known of it."""
+    every: dict[str, np.ndarray] = {}
+    for fold in protocols.leave_stack_out(evidence):
+        points = evidence.points.take(np.flatnonzero(fold.test)).with_columns(
+            stack=STACKS.index("unknown")
+        )
+        with np.errstate(all="ignore"):
+            total_s = step_time(points, fit(evidence, fold.fit).constants).total_s
+        pace = points.batch * points.seq / (total_s * points.devices) * evidence.cores[fold.test]
+        every[fold.name] = np.log(evidence.measured[fold.test] / pace)
+    return every
+
+
+def unknown_quantiles(errors: dict[str, np.ndarray]) -> tuple[float, float]:
+    """The same of stacks of which nothing is known: wider, for there are few to tell from."""
+    low, high = cold_quantiles(errors)
+    middle, half = (low + high) / 2, (high - low) / 2 * widening(len(errors))
+    return middle - half, middle + half
+
+
 def cold_quantiles(errors: dict[str, np.ndarray]) -> tuple[float, float]:
     """10 % and 90 % of the log errors of sources never seen, every source with one voice."""
     every = np.concatenate(
@@ -146,14 +185,19 @@ def cold_quantiles(errors: dict[str, np.ndarray]) -> tuple[float, float]:
 
 
 def coverage(
-    evidence: Evidence, errors: np.ndarray, folds: np.ndarray, cold: tuple[float, float]
+    evidence: Evidence,
+    errors: np.ndarray,
+    folds: np.ndarray,
+    cold: tuple[float, float],
+    unknown: tuple[float, float],
 ) -> list[Figure]:
     """Share of rows inside the interval that all other folds' errors give."""
     inside = np.zeros(len(evidence), dtype=bool)
     for place in sorted(set(folds[folds >= 0])):
         others, mine = (folds >= 0) & (folds != place), np.flatnonzero(folds == place)
         points = evidence.points
-        spread: Spread = make_spread(errors[others], points.take(np.flatnonzero(others)), cold)
+        seen = points.take(np.flatnonzero(others))
+        spread: Spread = make_spread(errors[others], seen, cold, unknown)
         low, high = spread_factors(points.take(mine), spread)
         inside[mine] = (errors[mine] >= np.log(low)) & (errors[mine] <= np.log(high))
     figures = []

@@ -61,6 +61,14 @@ GIVEN: dict[str, dict[str, float]] = {
     },
     "transformers": {"weight_bytes": 2.0, "gradient_bytes": 2.0, "optimizer_bytes": 4.0},
     "megatron-deepspeed": {"score_bytes": 5.0},
+    # Gradients are as wide as their weights unless a stack's documentation says otherwise.
+    "unknown": {"gradient_bytes": 2.0},
+    "unknown-flash-1": {"gradient_bytes": 2.0},
+    "unknown-scores": {"gradient_bytes": 2.0, "score_bytes": 5.0},
+    # Written out, each norm keeps its result and a 32-bit copy of its input.
+    "unknown-norms": {"gradient_bytes": 2.0, "norm_bytes": 22.0},
+    "unknown-flash-1-norms": {"gradient_bytes": 2.0, "norm_bytes": 22.0},
+    "unknown-scores-norms": {"gradient_bytes": 2.0, "score_bytes": 5.0, "norm_bytes": 22.0},
 }
 FIXED = {
     "whole_share": 0.0,

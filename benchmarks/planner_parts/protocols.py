@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from yunlu.planning.foretell.constants import STACKS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -50,6 +52,13 @@ def cold_start(evidence: Evidence, source: str) -> Iterator[Fold]:
     """The source is foretold from other sources only."""
     own = evidence.timed & (evidence.source == source)
     yield Fold(f"{source}:cold", evidence.timed & ~own, own)
+
+
+def leave_stack_out(evidence: Evidence) -> Iterator[Fold]:
+    """All sources of one stack are foretold from other stacks, as if nothing were known of it."""
+    for stack in sorted(set(evidence.points.stack[evidence.timed].astype(int))):
+        own = evidence.timed & (evidence.points.stack == stack)
+        yield Fold(STACKS[stack], evidence.timed & ~own, own)
 
 
 def scale_out(evidence: Evidence, source: str) -> Iterator[Fold]:

@@ -14,6 +14,8 @@ from benchmarks.planner_parts.evaluate_time import (
     cold_quantiles,
     out_of_fold_errors,
     routed_model_errors,
+    unknown_errors,
+    unknown_quantiles,
 )
 from benchmarks.planner_parts.fit_experts import fit_experts
 from benchmarks.planner_parts.fit_time import fit_model
@@ -42,6 +44,7 @@ def ship(evidence: Evidence, target: Path = SHIPPED) -> None:
         errors[seen],
         evidence.points.take(np.flatnonzero(seen)),
         cold_quantiles(cold_errors(evidence)),
+        unknown=unknown_quantiles(unknown_errors(evidence)),
     )
     spread = replace(spread, experts=(float(routed[0]), float(routed[1])))
     data = {

@@ -27,6 +27,8 @@ _ROWS_OF_THE_POOL = 4.0
 """As how many rows of a stack the quantiles of a cold start count."""
 _MODELS_OF_THE_POOL = 2
 """The same of its models."""
+_ENOUGH_MODELS = 3
+"""Fewer tell nothing of how a further one differs: their interval is no less than that of a cold start."""
 _NORMAL_90 = 1.2816
 
 
@@ -57,9 +59,17 @@ def spread_factors(points: Points, spread: Spread | None = None) -> tuple[Column
     return np.exp(low * wider), np.exp(high * wider)
 
 
-def make_spread(errors: Column, points: Points, cold: tuple[float, float]) -> Spread:
-    """From out-of-sample log errors (measured over foretold) of points, and the cold quantiles."""
-    low, high = np.full((len(STACKS), 2), cold[0]), np.full((len(STACKS), 2), cold[1])
+def make_spread(
+    errors: Column,
+    points: Points,
+    cold: tuple[float, float],
+    unknown: tuple[float, float] | None = None,
+) -> Spread:
+    """From out-of-sample log errors (measured over foretold) of points, and the cold quantiles.
+
+    ``unknown`` are those of stacks of which no row was seen; the cold ones unless given.
+    """
+    low, high = (np.full((len(STACKS), 2), end) for end in unknown or cold)
     most = np.full(len(STACKS), 512.0)
     wide = is_wide(points).astype(int)
     for index in sorted({int(value) for value in points.stack}):
@@ -73,8 +83,11 @@ def make_spread(errors: Column, points: Points, cold: tuple[float, float]) -> Sp
             told = np.quantile(errors[mine], (0.1, 0.9), method="weibull")
             ends = (1.0 - few) * told + few * np.array(cold)
             # Rows of one model err alike: how much models differ is known from as many as there are.
-            half = 0.5 * (ends[1] - ends[0]) * widening(_models(points, mine))
-            low[index, place], high[index, place] = ends.mean() - half, ends.mean() + half
+            models = _models(points, mine)
+            half = 0.5 * (ends[1] - ends[0]) * widening(models)
+            lowest, highest = cold if models < _ENOUGH_MODELS else (0.0, 0.0)
+            low[index, place] = min(ends.mean() - half, lowest)
+            high[index, place] = max(ends.mean() + half, highest)
     return Spread(np.minimum(low, -0.01), np.maximum(high, 0.01), most)
 
 

@@ -51,6 +51,21 @@ def test_few_rows_are_drawn_towards_a_cold_start() -> None:
     assert few.low[place, 0] < many.low[place, 0] < 0 < many.high[place, 0] < few.high[place, 0]
 
 
+def test_one_or_two_models_say_no_more_than_a_cold_start() -> None:
+    errors = np.random.default_rng(0).normal(0.0, 0.01, 600)
+    place = STACKS.index("yunlu")
+    two, three = (spread_of(errors, models=count) for count in (2, 3))
+    assert (two.low[place, 0], two.high[place, 0]) == COLD
+    assert COLD[0] < three.low[place, 0] < three.high[place, 0] < COLD[1]
+
+
+def test_stacks_without_rows_have_quantiles_of_their_own() -> None:
+    asked = points(20, stack=STACKS.index("yunlu"))
+    spread = make_spread(np.linspace(-0.1, 0.1, 20), asked, COLD, unknown=(-0.9, 0.8))
+    place = STACKS.index("unknown")
+    assert (spread.low[place, 1], spread.high[place, 1]) == (-0.9, 0.8)
+
+
 def test_few_models_tell_less_however_many_their_rows() -> None:
     errors = np.random.default_rng(0).normal(0.0, 0.1, 600)
     place = STACKS.index("yunlu")

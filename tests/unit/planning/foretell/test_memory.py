@@ -40,10 +40,14 @@ def total(**changes: Any) -> float:
     return float(peak_memory(point(**changes)).total[0])
 
 
-def test_states_of_mixed_precision_are_about_eighteen_bytes_per_weight() -> None:
-    memory = peak_memory(point())
+@pytest.mark.parametrize(
+    ("stack", "each"),
+    [("megatron-bridge", 18), ("unknown", 16)],  # gradients are kept wide, or as the weights
+)
+def test_states_of_mixed_precision_take_so_many_bytes_per_weight(stack: str, each: int) -> None:
+    memory = peak_memory(point(stack=STACKS.index(stack)))
     states = memory.weights + memory.gradients + memory.optimizer
-    assert states[0] / 8.03e9 == pytest.approx(18, rel=0.1)
+    assert states[0] / 8.03e9 == pytest.approx(each, rel=0.05)
 
 
 def test_full_precision_takes_sixteen_bytes_per_weight_and_twice_the_activations() -> None:
@@ -189,7 +193,7 @@ def test_parts_are_never_negative_and_splitting_never_needs_more(  # noqa: PLR09
     assert all(getattr(memory, name)[0] >= 0 for name in parts)
     assert memory.low[0] < memory.total[0] < memory.high[0]
     assert total(**{**layout, "tp": 2 * tp}) <= total(**layout) + 1e9
-    assert total(**{**layout, "micro_batch": 2 * micro}) >= total(**layout)
+    assert total(**{**layout, "micro_batch": 2 * micro}) >= total(**layout) * (1 - 1e-12)
 
 
 def test_chunks_and_mixed_stacks_change_nothing() -> None:

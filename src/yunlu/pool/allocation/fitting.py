@@ -1,9 +1,10 @@
 """Learns a job's throughput model from the steps it has made, or jobs like it have.
 
 The loss and the optimism about what was never seen are those of Pollux (OSDI 2021, section 4.1):
-a term without evidence is taken as free, so that the job is tried there. Two things are added:
-timings of other jobs of the same program count as its own (no ramp from one device up for a model
-that the pool knows), and a shape that was measured is believed more than the formula.
+a term without evidence is taken as free, so that the job is tried there. Three things differ: a
+job begins on a few devices at once and leaps further (each step up costs a restart), timings of other
+jobs of the same program count as its own (no ramp at all for a model that the pool knows), and a
+shape that was measured is believed more than the formula.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _MOST_PER_SHAPE = 6
 class Fitter:
     """Makes models of what was seen: an :class:`~...observations.Estimator`."""
 
-    leap: int = 2
+    leap: int = 4
     """How many times the largest size seen so far a job may be tried with."""
-    first_devices: int = 1
+    first_devices: int = 4
     """The largest size for a program that nobody has seen."""
 
     def __call__(self, seen: Observations, before: Model | None) -> FittedSpeed:

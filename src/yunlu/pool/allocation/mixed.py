@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.entitlement import Allowance, Manners
     from yunlu.pool.allocation.lengths import Lengths
+    from yunlu.pool.allocation.mixed_worth import MixedTaste
     from yunlu.pool.allocation.values import Demand, PoolState
-    from yunlu.pool.allocation.worth import Taste
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -50,7 +50,7 @@ class MixedRound:
         self,
         state: PoolState,
         *,
-        taste: Taste,
+        taste: MixedTaste,
         manners: Manners,
         lengths: Lengths | None,
         waiting_since: Mapping[str, float],
@@ -207,7 +207,7 @@ class MixedRound:
         return {job: at for job, at in ends.items() if np.isfinite(at)}
 
 
-def _settle(taste: Taste, state: PoolState) -> Taste:
+def _settle(taste: MixedTaste, state: PoolState) -> MixedTaste:
     """What is given lasts the longer, the longer nobody new has come."""
     quiet_s = state.now - max((job.submitted_at for job in state.jobs), default=state.now)
     return replace(taste, dwell_s=max(taste.dwell_s, taste.calm * quiet_s))

@@ -104,7 +104,8 @@ class MixedFitter:
 
     types: tuple[str, ...]
     known: Foreknowledge = field(default_factory=NoForeknowledge)
-    fitter: Fitter = field(default_factory=Fitter)
+    fitter: Fitter = field(default_factory=lambda: Fitter(leap=2, first_devices=1))
+    """Carefully: a wrong guess is told on to the other types."""
 
     def __call__(self, seen: Observations, before: Model | None) -> MixedSpeed:
         """The model of a job, from its own timings and those of its program."""

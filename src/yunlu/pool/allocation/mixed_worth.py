@@ -1,8 +1,9 @@
 """What each shape on each kind would be worth to each job: the table that the choice is made from.
 
-The same taste as for one type of device (see ``worth.py``): a job with ``T`` seconds left in a
-shape counts ``T ** -power`` there, and a change costs the time of its restart. Speeds on different
-types are compared in the job's own useful samples, so nothing else is needed to mix them.
+A job with ``T`` seconds left in a shape counts ``T ** -power`` there: between fairness (0: everyone
+the same share of its own best) and the shortest first (1). A change costs the time of its restart.
+Speeds on different types are compared in the job's own useful samples, so nothing else is needed to
+mix them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import numpy as np
 
 from yunlu.pool.allocation.mixed_shapes import allow
 from yunlu.pool.allocation.mixed_speed import MixedSpeed, tell_goodput_table
-from yunlu.pool.allocation.worth import Taste
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,26 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-MIXED_TASTE = Taste(length_power=0.15, gain_power=0.35, long_s=7200.0, dwell_s=250.0)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTaste:
+    """How a pool of several types weighs jobs against each other."""
+
+    length_power: float = 0.15
+    """How much less a long job counts: 0 not at all, 1 as in shortest first."""
+    gain_power: float = 0.35
+    """How much a job's speed counts once it runs: near 0 everybody gets alike, 1 the fastest all."""
+    long_s: float = 7200.0
+    """Device-seconds beyond which a job is not counted as any longer: nobody starves."""
+    dwell_s: float = 250.0
+    """How long a shape is expected to last at least: what a restart has to pay for itself in."""
+    calm: float = 0.5
+    """How much longer for every second since the last job came."""
+    inertia: float = 1.0
+    """How much dearer a change is than its restart."""
+
+
+MIXED_TASTE = MixedTaste()
 """Tuned on Sia's workloads philly 6 and saturn 1; the others were held out."""
 _LEAST_LEFT_S = 10.0
 _UNKNOWN_WORK_S = 3600.0
@@ -59,7 +78,7 @@ def tell_mixed_outlook(
     shapes: Shapes,
     *,
     now: float,
-    taste: Taste,
+    taste: MixedTaste,
     lengths: Lengths | None,
     weights: Floats,
 ) -> MixedOutlook:

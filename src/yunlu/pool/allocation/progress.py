@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from yunlu.pool.allocation.entitlement import Manners
 from yunlu.pool.allocation.lengths import Lengths
 from yunlu.pool.allocation.mixed import MixedRound
-from yunlu.pool.allocation.mixed_worth import MIXED_TASTE
+from yunlu.pool.allocation.mixed_worth import MIXED_TASTE, MixedTaste
 from yunlu.pool.allocation.uniform import UniformRound
+from yunlu.pool.allocation.urgency import Taste
 from yunlu.pool.allocation.values import Decision
-from yunlu.pool.allocation.worth import Taste
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Demand, PoolState
 
 
-TASTE = Taste(length_power=0.3, gain_power=0.25, dwell_s=300.0, growth=2.5, calm=0.5)
+TASTE = Taste(guard=0.3, company=1.0, growth=2.5)
 """Numbers chosen on one public workload (Pollux's sixth, as it is and with its jobs shuffled)."""
 
 
@@ -30,7 +30,7 @@ class ProgressOptions:
 
     taste: Taste = TASTE
     """For pools with one type of device."""
-    mixed_taste: Taste = MIXED_TASTE
+    mixed_taste: MixedTaste = MIXED_TASTE
     """For pools with several."""
     manners: Manners = field(default_factory=Manners)
     learns_from_programs: bool = True
@@ -82,14 +82,14 @@ _EVENING_S = 3600.0
 
 
 def _settle(taste: Taste, state: PoolState) -> Taste:
-    """What is given lasts the longer, the longer nobody new has come; the rest should end together."""
+    """What is given lasts the longer, the longer nobody new has come; then nobody is expected."""
     quiet_s = max(state.now - max(job.submitted_at for job in state.jobs), 0.0)
-    late = taste.length_power if taste.late_power is None else taste.late_power
     share = min(quiet_s / _EVENING_S, 1.0)
     return replace(
         taste,
         dwell_s=max(taste.dwell_s, taste.calm * quiet_s),
-        length_power=taste.length_power + (late - taste.length_power) * share,
+        refill=taste.refill + (taste.late_refill - taste.refill) * share,
+        company=taste.company * (1.0 - share),
     )
 
 

@@ -25,7 +25,7 @@ from yunlu.pool.allocation.knapsack import IDLE, Choice, choose, choose_grouped
 from yunlu.pool.allocation.placing import Placed, Want, place
 from yunlu.pool.allocation.sizes import Sizes, find_sizes
 from yunlu.pool.allocation.values import Decision, PoolState
-from yunlu.pool.allocation.worth import Outlook, Taste, tell_outlook
+from yunlu.pool.allocation.worth import Outlook, tell_outlook
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.entitlement import Manners
     from yunlu.pool.allocation.lengths import Lengths
+    from yunlu.pool.allocation.urgency import Taste
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]

@@ -1,9 +1,6 @@
 """What each size would be worth to each job: the table that the knapsack fills the pool from.
 
-A job with ``T`` seconds left at a size is worth ``T ** -power`` there. That is between fairness
-(0: everyone the same share of its own best) and the shortest first (1), and follows what is known
-to be best for jobs that profit less and less from more devices (heSRPT: Berg, Vesilo and
-Harchol-Balter, Performance 2020): everybody gets some devices, who is nearly done gets more.
+A size is worth the work that it does in a second, times how urgent that work is (``urgency.py``).
 Being moved or resized costs a job the time of its restart, so it happens only where it pays.
 """
 
@@ -16,6 +13,7 @@ import numpy as np
 
 from yunlu.pool.allocation.goodput import FittedSpeed, tell_goodputs
 from yunlu.pool.allocation.sizes import may_take
+from yunlu.pool.allocation.urgency import tell_urgency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.lengths import Lengths
     from yunlu.pool.allocation.sizes import Sizes
+    from yunlu.pool.allocation.urgency import Taste
     from yunlu.pool.allocation.values import Demand
 
     Floats = NDArray[np.float64]
@@ -34,29 +33,6 @@ _LEAST_LEFT_S = 10.0
 _MEETS_DEADLINE = 1e3
 """What a size in time is worth beyond all speed, in jobs."""
 _DEADLINE_MARGIN = 0.95
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taste:
-    """How the pool weighs jobs against each other."""
-
-    length_power: float = 0.2
-    """How much less a long job counts: 0 not at all, 1 as in shortest first."""
-    gain_power: float = 0.25
-    """How much a job's speed counts once it runs: near 0 everybody gets alike, 1 the fastest all."""
-    long_s: float = 1e9
-    """Device-seconds beyond which a job is not counted as any longer: nobody starves."""
-    dwell_s: float = 300.0
-    """How long a size is expected to last at least: what a restart has to pay for itself in."""
-    calm: float = 0.5
-    """How much longer for every second since the last job came."""
-    late_power: float | None = None
-    """What ``length_power`` becomes in the hour after the last job came; negative: long ones first,
-    so that those who are left end together. Without a word it stays."""
-    inertia: float = 1.0
-    """How much dearer a change is than its restart."""
-    growth: float = 1.0
-    """How much dearer still it is to grow: what is given will be taken back, with another restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +81,9 @@ def tell_outlook(
     work_s, is_known = _tell_work(jobs, slowest, lengths)
     with np.errstate(divide="ignore"):
         left_s = (work_s * slowest)[:, None] / goodputs
+    # Told without restarts: what a job holds does not make it more or less urgent than others.
+    speedups = goodputs / slowest[:, None]
+    urgency = tell_urgency(work_s, speedups, sizes.devices, sizes.capacity, taste)
     restart_s = np.array([job.restart_s for job in jobs])
     dwell_s = _tell_dwell(jobs, now, taste)
     grows = (held[:, None] >= 0) & (np.arange(len(sizes.devices)) > held[:, None])
@@ -118,7 +97,8 @@ def tell_outlook(
     repacks[has] &= stay_s[has] > in_all_s[at]
     in_all_s[at] = np.where(repacks[has], in_all_s[at], stay_s[has])
     left_s[at] = np.where(repacks[has], left_s[at], stay_s[has])
-    values = _value(work_s, in_all_s, taste) * weights[:, None]
+    values = (urgency * work_s * weights)[:, None] / in_all_s
+    values = np.where(np.isfinite(in_all_s), values, -np.inf)
     _add_deadlines(values, jobs, in_all_s, now=now, unit=weights.max(initial=1.0))
     _cut_budgets(values, jobs, left_s, sizes, dollars_per_device_hour)
     return Outlook(
@@ -214,15 +194,6 @@ def _tell_work(
 def _is_seen(job: Demand) -> bool:
     """Whether anything is known about its speed."""
     return not isinstance(job.speed, FittedSpeed) or bool(job.speed.throughputs)
-
-
-def _value(work_s: Floats, in_all_s: Floats, taste: Taste) -> Floats:
-    """The gain of each size; minus infinity where the job cannot run."""
-    counted = np.minimum(work_s, taste.long_s)[:, None]
-    speedup = work_s[:, None] / in_all_s
-    with np.errstate(divide="ignore"):
-        worth = (counted / 3600.0) ** -taste.length_power * speedup**taste.gain_power
-    return np.where(np.isfinite(in_all_s), worth, -np.inf)
 
 
 def _add_deadlines(

@@ -73,12 +73,12 @@ def test_what_was_never_seen_is_tried() -> None:
     assert two.network_s >= 1.1 * two.link_s > 0
 
 
-def test_a_job_may_try_twice_what_was_seen() -> None:
+def test_a_job_may_try_four_times_what_was_seen() -> None:
     fit = Fitter()
     unknown = fit(Observations(signature="a", limits=LIMITS), None)
-    assert unknown.max_devices == 1
+    assert unknown.max_devices == 4
     seen = Observations(signature="a", limits=LIMITS, timings=(observe(1, 4, 64),))
-    assert fit(seen, unknown).max_devices == 8
+    assert fit(seen, unknown).max_devices == 16
 
 
 def test_timings_of_the_same_program_spare_the_ramp() -> None:
@@ -92,7 +92,7 @@ def test_timings_of_the_same_program_spare_the_ramp() -> None:
         ),
     )
     model = Fitter()(shared, None)
-    assert model.max_devices == 32
+    assert model.max_devices == 64
     assert model.noise == Noise(1.0, 2.0)
     assert model.throughputs["t4"] == fit_throughput(ALL)
 

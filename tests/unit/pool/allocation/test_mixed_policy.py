@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from yunlu.pool.allocation.entitlement import Manners
 from yunlu.pool.allocation.mixed import MixedRound
 from yunlu.pool.allocation.mixed_shapes import allow, group_kinds, lay_out
+from yunlu.pool.allocation.mixed_worth import MixedTaste
 from yunlu.pool.allocation.sia import Sia
 from yunlu.pool.allocation.values import (
     NOTHING,
@@ -24,7 +25,6 @@ from yunlu.pool.allocation.values import (
     PoolState,
     Team,
 )
-from yunlu.pool.allocation.worth import Taste
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,7 +68,7 @@ def make_job(name: str, **known: object) -> Demand:
 
 def decide(state: PoolState) -> Decision:
     return MixedRound(
-        state, taste=Taste(), manners=Manners(), lengths=None, waiting_since={}
+        state, taste=MixedTaste(), manners=Manners(), lengths=None, waiting_since={}
     ).decide()
 
 

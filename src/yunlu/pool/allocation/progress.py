@@ -87,7 +87,7 @@ def _settle(taste: Taste, state: PoolState) -> Taste:
     share = min(quiet_s / _EVENING_S, 1.0)
     return replace(
         taste,
-        dwell_s=max(taste.dwell_s, taste.calm * quiet_s),
+        dwell_s=max(taste.dwell_s, min(taste.calm * quiet_s, taste.calmest_s)),
         refill=taste.refill + (taste.late_refill - taste.refill) * share,
         company=taste.company * (1.0 - share),
     )

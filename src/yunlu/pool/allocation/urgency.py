@@ -47,6 +47,8 @@ class Taste:
     """How long a size is expected to last at least: what a restart has to pay for itself in."""
     calm: float = 0.5
     """How much longer for every second since the last job came."""
+    calmest_s: float = 600.0
+    """But never longer than this: jobs that are nearly as urgent would take turns."""
     inertia: float = 1.0
     """How much dearer a change is than its restart."""
     growth: float = 1.0

@@ -90,6 +90,7 @@ class World:
         assert record is not None
         record = replay(run_dir, record)
         worker, process = recorded_worker(run_dir), self.process_of(run_dir)
+        taken = tuple(_most(process.shares, process.wanted).items()) if process else ()
         is_known = process is not None and process.is_known
         has_begun = worker is not None and worker.detached
         is_kept = worker is not None and (worker.pid == 0 or worker == this_process())
@@ -100,7 +101,8 @@ class World:
             state=record.state,
             is_alive=process is not None and (is_known or process.has_begun),
             has_begun=has_begun,
-            devices=sum(_most(process.shares, process.wanted).values()) if process else 0,
+            devices=sum(count for _, count in taken),
+            shares=taken if len(self.machines) > 1 else (),
             is_resizable=process is not None and process.has_begun and not process.is_stopping,
             node=next(iter(process.shares)) if process else "",
             step=record.step or 0,
@@ -325,4 +327,5 @@ def _last_step(run_dir: RunDir) -> int:
 
 
 def _most(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {*one, *other}}
+    """In the order of the first: where a run is led from stays first."""
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one | other}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -54,10 +55,10 @@ def open_estimator(least: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     from yunlu.pool.allocation.fitting import Fitter  # noqa: PLC0415 (arrays: slow to import)
 
     # Sizes are tried step by step, but never below what the run can start on.
-    fitter = Fitter(first_devices=least)
     if len(types) <= 1:
-        return fitter
+        return Fitter(first_devices=least)
     from yunlu.pool.allocation.mixed_speed import MixedFitter  # noqa: PLC0415 (as above)
     from yunlu.steward.speed import catalog_speeds  # noqa: PLC0415 (as above)
 
-    return MixedFitter(types=types, known=catalog_speeds(), fitter=fitter)
+    mixed = MixedFitter(types=types, known=catalog_speeds())
+    return replace(mixed, fitter=replace(mixed.fitter, first_devices=least))

@@ -73,7 +73,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, default=4, help="shares of this machine (4)")
     parser.add_argument("--trials", type=int, default=9, help="settings that begin (9)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a rung (40)")
+    parser.add_argument("--steps", type=int, default=160, help="steps of a rung (160)")
     parser.add_argument("--seed", type=int, default=0, help="decides the settings")
     parser.add_argument("--repeat", type=int, default=1, help="how often, in turns (1)")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)

@@ -21,8 +21,9 @@ import yaml
 
 from tests.integration.conftest import ROOT, Answer
 from tests.integration.toy_study import toy_job
-from tests.integration.toy_tune import find_toys
+from tests.integration.toy_tune import find_toys, refuse_plan
 from yunlu.cli.main import main
+from yunlu.tuning import forecast
 from yunlu.tuning.conducting import places
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -51,6 +52,7 @@ def tune(
     """The command in this process, which has imported it already; its trials are toys."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(places, "find_places", find_toys)
+    monkeypatch.setattr(forecast, "plan_alone", refuse_plan)
 
     def call(*words: str | Path) -> Answer:
         capsys.readouterr()
@@ -81,7 +83,9 @@ def test_a_search_ends_with_a_setting_a_command_and_a_page(
     assert answer.code == 0, answer.err
     for words in ("forecast", "trials", "begins", "rung 4/4", "done", "best  loss", "foretold"):
         assert words in answer.out
-    assert f"yunlu train {job} --set train.seed=7" in " ".join(answer.out.split())
+    assert f"yunlu train {job} --set train.seed=7" in " ".join(
+        answer.out.replace("\\\n", "").split()
+    )
     assert (own_home / "studies" / "toys" / "report.html").is_file()
     told = document(capsys, "study", "show", "toys")
     assert [each["state"] for each in told["trials"]] == ["done"] * 3

@@ -22,6 +22,7 @@ from tests.integration import toy_study
 from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
 from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
 from yunlu.core.rundir import EventKind, RunDir
+from yunlu.pool.local import recorded_worker
 from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError
@@ -274,6 +275,21 @@ def test_time_and_money_end_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
     view = optimize(Study(toy_job(deadline="2s", args={"step_s": 0.05}), name="late"))
     assert (view.state, view.reason) == ("finished", "the time is over")
     assert not [facts for facts in view.trials if facts.state is TrialState.RUNNING]
+
+
+@pytest.mark.slow
+def test_a_held_trial_that_was_finished_by_hand_is_taken_in(own_home: Path) -> None:
+    study = Study(toy_job(trials=3, stop="asha"), name="helped")
+    held = [facts for facts in optimize(study).trials if facts.state is TrialState.HELD]
+    run = RunDir(own_home / (held[0].run or ""))
+    ToyPlaces().start(run, 1)  # as ``yunlu resume`` does
+    while (worker := recorded_worker(run)) is not None and worker.is_alive():
+        time.sleep(0.02)
+    study.optimize(places=ToyPlaces(), elastic=False, trials=4)
+    facts = study.trials[held[0].number]
+    assert facts.state is TrialState.DONE
+    assert [rung for rung, _ in facts.curve] == [1, 2, 3, 4]
+    assert steps_of(run) == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from typing import Any
 
 from tests.integration.toy_study import ToyPlaces
 from yunlu.cli.main import main
+from yunlu.tuning import forecast
 from yunlu.tuning.conducting import places
+from yunlu.tuning.study_dir import StudyError
 
 
 def find_toys(**_asked: Any) -> ToyPlaces:
@@ -15,6 +17,12 @@ def find_toys(**_asked: Any) -> ToyPlaces:
     return ToyPlaces()
 
 
+def refuse_plan(_job: Any) -> Any:
+    """Nobody knows how long toys take."""
+    raise StudyError("toys are not planned")
+
+
 if __name__ == "__main__":
     places.find_places = find_toys
+    forecast.plan_alone = refuse_plan
     sys.exit(main(sys.argv[1:]))

@@ -41,18 +41,31 @@ def list_all(*, json: bool = False) -> int:
     Args:
         json: Print one JSON line for each study.
     """
-    views = [look(name) for name in list_studies()]
+    views, damages = _look_at_all()
     if json:
         for view in views:
             told = dump_study(view)
             print(to_json({**told, "trials": len(view.trials)}))
         return 0
     console = make_console()
-    if not views:
+    if views:
+        print_block(console, studies_table(views, now=time.time()))
+    elif not damages:
         console.print(f"no studies in {studies_home()}; start one: yunlu tune JOB")
-        return 0
-    print_block(console, studies_table(views, now=time.time()))
+    for damage in damages:
+        console.print(f" {damage.message}", style="yellow", soft_wrap=True)
     return 0
+
+
+def _look_at_all() -> tuple[list[StudyView], list[StudyError]]:
+    """Those that can be read, and what is wrong with the others."""
+    views, damages = list[StudyView](), list[StudyError]()
+    for name in list_studies():
+        try:
+            views.append(look(name))
+        except StudyError as error:
+            damages.append(error)
+    return views, damages
 
 
 @study.command
@@ -74,7 +87,10 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
     for line in failure_lines(view):
         print_block(console, line)
     if view.state == "stopped":
-        console.print(f" go on with: yunlu tune --resume {view.name}", style="yellow")
+        way = f"yunlu tune --resume {view.name}"
+        if view.is_told:
+            way = f"yunlu.Study(name={view.name!r}), in the program that tells of its trials"
+        console.print(f" go on with: {way}", style="yellow")
     return 0
 
 

@@ -143,6 +143,8 @@ def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list
             f"{short.get(key, key)}={show_param(value)}" for key, value in facts.params.items()
         )
         news.append(f"begins      {'  '.join(setting)}")
+    if before is not None and before.state is TrialState.HELD is not facts.state:
+        news.append(f"goes on     from rung {before.trial.rung}")
     known = len(before.points) if before is not None else 0
     of = f"/{view.rungs}" if view.rungs else ""
     for rung, values in facts.curve[known:]:
@@ -157,5 +159,16 @@ def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list
         news.append(f"devices     {before.devices} → {facts.devices}")
     changed = before is None or before.state is not facts.state
     if changed and facts.state not in {TrialState.RUNNING, TrialState.WAITING}:
-        news.append(trial_words(facts) + f"  ({show_duration(facts.device_seconds)})")
+        took = f"  ({show_duration(facts.device_seconds)})" if facts.device_seconds else ""
+        news.append(_how_it_rests(view, facts) + took)
     return news
+
+
+def _how_it_rests(view: StudyView, facts: TrialFacts) -> str:
+    """An error that another trial met before is not told again."""
+    if facts.state is not TrialState.FAILED:
+        return trial_words(facts)
+    alike = [each for each in view.trials if each.error == facts.error and each.ended_at]
+    first = min(alike, key=lambda each: each.ended_at or 0.0, default=facts)
+    is_first = first.number == facts.number
+    return trial_words(facts) if is_first else f"{facts.state.value:<10}  as trial {first.number}"

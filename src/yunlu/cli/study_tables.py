@@ -47,6 +47,8 @@ STATES = {
     "failed": ("✘", "bold red"),
 }
 _CURVE = 12
+_LONG = 66
+"""Characters of a command that fit beside its name on most screens."""
 _RULER = Console(width=10_000)
 """Measures tables; never prints."""
 _QUANTITIES = {"trials": "trials", "seconds": "time", "dollars": "cost"}
@@ -252,25 +254,32 @@ def answer_block(view: StudyView, *, now: float) -> RenderableType:
     )
     setting = Table.grid(padding=(0, 2, 0, 0))
     for name, value in best.params.items():
-        more = name if short[name] != name else ""
-        setting.add_row(
-            Text(short[name]), Text(show_param(value), style="bold"), Text(more, style="dim")
-        )
+        row = [Text(short[name]), Text(show_param(value), style="bold")]
+        # An empty column is measured too narrow, and the others pay for it.
+        more = [Text(name, style="dim")] if any(short[each] != each for each in short) else []
+        setting.add_row(*row, *more)
     parts: list[RenderableType] = [head, indented(setting), Text("")]
     if len(view.metrics) > 1:
         parts += [front_table(view), Text("")]
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
-    rows.add_row(Text("train", style="dim"), Text(train_command(view, best)))
+    rows.add_row(Text("train", style="dim"), Text(_fold(train_command(view, best))))
     if (model := model_path(view, best)) is not None:
         rows.add_row(Text("model", style="dim"), Text(str(model)))
     elif (run := run_path(view, best)) is not None:
         rows.add_row(Text("run", style="dim"), Text(str(run)))
+        if best.state is TrialState.HELD and view.state != "running":
+            rows.add_row(Text("finish", style="dim"), Text(f"yunlu resume {best.run}"))
     rows.add_row(Text("report", style="dim"), Text(f"yunlu study report {view.name} --open"))
     parts.append(rows)
     compared = comparison_block(view, now=now) if view.state != "running" else None
     return Group(*parts, *([Text(""), compared] if compared is not None else []))
+
+
+def _fold(command: str) -> str:
+    """A long command over several lines, as a shell takes them: it can be copied as it stands."""
+    return command if len(command) < _LONG else command.replace(" --set ", " \\\n  --set ")
 
 
 def front_table(view: StudyView) -> RenderableType:
@@ -299,7 +308,7 @@ def failure_lines(view: StudyView) -> list[Text]:
 
 def trial_words(facts: TrialFacts) -> str:
     """How a trial ended, and why, in one line."""
-    why = (facts.error or facts.reason).splitlines()
+    why = (facts.error or facts.reason).removeprefix(f"{facts.state.value} ").splitlines()
     told = f"{facts.state.value:<10}"
     return f"{told}  {why[0]}" if why else told
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -53,6 +53,7 @@ def tune(
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
     proxy: bool = False,
     resume: Word = None,
+    plan: bool = False,
     json: bool = False,
 ) -> int:
     """Search for good settings of a job: many trials, each trained as far as it is worth.
@@ -73,12 +74,13 @@ def tune(
         overrides: Change the job: --set train.epochs=3; may be repeated.
         proxy: Search on a narrow copy of the model, and carry the best over (µP).
         resume: Go on with the study of this name, instead of a job.
+        plan: Tell what the study would take, and start nothing.
         json: Print one JSON document at the end, and nothing else.
     """
     limits = {"trials": trials, "budget": budget, "deadline": deadline, "parallel": parallel}
     fields = {"devices": devices, "method": method, "stop": stop, "metric": metric}
     if resume is not None:
-        if job is not None or overrides or proxy or name or method or stop or metric:
+        if job is not None or overrides or proxy or name or method or stop or metric or plan:
             raise JobError(
                 "--resume names a study that has its job and its search already.",
                 hint="with it go only --trials, --budget, --deadline, --parallel, --devices, --json",
@@ -88,20 +90,26 @@ def tune(
         raise JobError("There is nothing to tune.", hint="name a job file: yunlu tune job.yaml")
     else:
         asked = _read_job(job, overrides, {**limits, **fields, "proxy": proxy or None})
+        if plan:
+            return _only_foretell(asked, name, json=json)
         study = _open(asked, job, name, overrides)
     return _search(study, json=json)
 
 
 def _read_job(job: str, overrides: tuple[str, ...], options: dict[str, Any]) -> Job:
-    asked = validate(job, overrides=overrides)
     said = [f"search.{key}={_word(value)}" for key, value in options.items() if value is not None]
-    if asked.search is None:
+    # In this order: --set search={...} --stop median --set search.stop.trials=3.
+    whole = [each for each in overrides if each.startswith("search=")]
+    inside = [each for each in overrides if each.startswith("search.")]
+    plain = validate(job, overrides=[each for each in overrides if each not in inside])
+    if plain.search is None and not inside:
         raise JobError(
             f"{job} has no search section: nothing in it varies.",
             hint="add one, such as: search: {space: {train.optimizer.lr: 1e-4 .. 1e-1 log}}",
         )
+    others = [each for each in overrides if each not in whole]
     try:
-        asked = validate(job, overrides=(*overrides, *said))
+        asked = validate(job, overrides=[*whole, *said, *others])
     except JobError as error:
         raise _in_own_words(error, options) from None
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", getattr(source_of(job), "stem", "")).strip("-._")
@@ -111,7 +119,7 @@ def _read_job(job: str, overrides: tuple[str, ...], options: dict[str, Any]) -> 
 def _in_own_words(error: JobError, options: dict[str, Any]) -> JobError:
     """The fault of an option is told by the option's name."""
     message = error.message
-    for key in options:
+    for key in (key for key, value in options.items() if value is not None):
         message = message.replace(f"--set search.{key}:", f"--{key}:")
     return JobError(message, hint=error.hint)
 
@@ -138,10 +146,10 @@ def _reopen(name: str, limits: dict[str, Any], devices: int | None) -> Study:
     said = {
         key: value for key, value in {**limits, "devices": devices}.items() if value is not None
     }
-    if asked.job is None or asked.job.search is None:
+    if asked.job is None or asked.job.search is None or view.is_told:
         raise StudyError(
-            f"{view.name} calls a function of its own program, which goes on with it",
-            hint=f"in that program: yunlu.Study(name={view.name!r}).optimize(function)",
+            f"the trials of {view.name} are carried out by a program of your own",
+            hint=f"in that program yunlu.Study(name={view.name!r}) goes on: ask, or optimize(function)",
         )
     if view.state == "finished" and not said:
         raise StudyError(
@@ -161,7 +169,9 @@ def _search(study: Study, *, json: bool) -> int:
 
     console = make_console()
     places = find_places(devices=study.records.asked.devices)
-    _foretell(study, places)
+    if not study.trials:
+        with _measuring(console, json=json):
+            study.foretell(places=places)
     if not json:
         _print_head(console, study.view(), places)
         _print_doubts(console, study)
@@ -181,32 +191,43 @@ def _search(study: Study, *, json: bool) -> int:
     return _conclude(study.view(), None if json else console, asked=bool(presses))
 
 
-def _foretell(study: Study, places: Places) -> None:
-    """What the study will take, told once: before it begins."""
-    asked = study.records.asked
-    if asked.forecast is not None or asked.job is None or asked.job.search is None:
-        return
-    from yunlu.tuning.forecast import foretell  # noqa: PLC0415 (arrays are slow to import)
+def _only_foretell(job: Job, name: str | None, *, json: bool) -> int:
+    from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 (as above)
+    from yunlu.tuning.forecast import foretell_study  # noqa: PLC0415 (as above)
+    from yunlu.tuning.founding import prepare_study  # noqa: PLC0415 (as above)
 
-    told = foretell(
-        asked.job,
-        asked.job.search,
-        rungs=max(asked.rungs, 1),
-        devices=places.devices,
-        parallel=asked.parallel,
-    )
-    study.records.change(forecast=told.model_dump(mode="json"))
+    console = make_console()
+    with _measuring(console, json=json):
+        asked = prepare_study(job, name=name)
+        places = find_places(devices=asked.devices)
+        told = foretell_study(asked, devices=places.devices).model_dump(mode="json")
+    if json:
+        print(to_json({"study": asked.name, "rungs": asked.rungs, "forecast": told}))
+        return 0
+    _print_title(console, asked.name, len(asked.fields), places)
+    print_block(console, forecast_block(told))
+    return 0
+
+
+def _measuring(console: Console, *, json: bool) -> AbstractContextManager[object]:
+    """Where nothing is known of the machine or the model, a worker measures them: that takes a moment."""
+    is_seen = console.is_terminal and not json
+    return console.status("looking at one training") if is_seen else nullcontext()
 
 
 def _print_head(console: Console, view: StudyView, places: Places) -> None:
-    count = places.devices
-    about = f"{len(view.dimensions)} dimensions, {count} device{'s' if count != 1 else ''}"
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{view.name}[/]  [dim]{about}[/]\n")
+    _print_title(console, view.name, len(view.dimensions), places)
     if view.trials:
         console.print(f" goes on after {len(view.trials)} trials", style="dim")
     elif view.forecast:
         print_block(console, forecast_block(view.forecast))
     console.print()
+
+
+def _print_title(console: Console, name: str, dimensions: int, places: Places) -> None:
+    counts = {"dimension": dimensions, "device": places.devices}
+    about = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{name}[/]  [dim]{about}[/]\n")
 
 
 def _print_doubts(console: Console, study: Study) -> None:

@@ -29,7 +29,7 @@ StopName = Literal["none", "median", "asha", "hyperband", "patience", "pbt"]
 Direction = Literal["minimize", "maximize"]
 
 COSTS = ("cost", "seconds")
-"""Objectives that every trial has besides its metrics: dollars, and seconds of training."""
+"""Objectives that every trial has besides its metrics: dollars, and seconds of its devices."""
 _SEVERAL = ("grid", "random", "sobol", "tpe", "gp", "nsga2")
 _BLIND = ("grid", "random", "sobol")
 """Methods that do not learn from what was tried."""
@@ -227,7 +227,7 @@ class StopSpec(Value):
     every: Count = 1
     """``pbt``: evaluations from one comparison to the next."""
     share: Annotated[float, Field(gt=0, le=0.5), Checked] = 0.25
-    """``pbt``: the worst of this share go on as copies of the best."""
+    """``pbt``: the worst of this share, at least one, go on as copies of the best."""
 
     def __str__(self) -> str:
         """As it could be written."""

@@ -82,6 +82,8 @@ def _unknown_field(job: Job, name: str) -> Iterator[Finding]:
     path = _path_of(name)
     if path[0] == "search":
         yield Finding(at, "a search cannot vary itself", at_key=True)
+    elif path == ("name",):
+        yield Finding(at, "trials are named after their study", at_key=True)
     elif schema_at(path) is None or not _has_item(job, path):
         yield Finding(at, f"unknown field; {_guess(name)}", at_key=True)
 
@@ -119,8 +121,8 @@ def _bad_when(search: SearchSpec, name: str) -> Iterator[Finding]:
         at: Path = ("search", "space", name, "when", parent)
         above = search.space.get(parent)
         if above is None:
-            known = [other for other in search.space if other != name]
-            hint = did_you_mean(parent, known) if known else "there is no other"
+            guess = nearest(parent, [other for other in search.space if other != name])
+            hint = f"did you mean {guess!r}?" if guess else "add it to the space, or leave this out"
             yield Finding(at, f"depends on {parent}, which does not vary; {hint}", at_key=True)
             continue
         if above.choice is None and not above.is_int and above.step is None:

@@ -123,6 +123,8 @@ class StudyView:
     """That it may use in all; 0: not begun."""
     began_at: float | None = None
     ended_at: float | None = None
+    rested_s: float = 0.0
+    """Between them, while nobody conducted it."""
     spent_s: float = 0.0
     """Device-seconds of all trials."""
     spent_dollars: float | None = None
@@ -142,6 +144,11 @@ class StudyView:
     def direction(self) -> Direction:
         """Of the first objective."""
         return self.directions[0]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its trials are carried out by the user's own program, which asks and tells."""
+        return bool(self.trials) and all(facts.run is None for facts in self.trials)
 
     def count(self, state: TrialState) -> int:
         """How many trials are in this state."""

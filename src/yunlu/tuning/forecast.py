@@ -15,7 +15,8 @@ from yunlu.core.value import Value
 from yunlu.planning.choice.options import Interval
 from yunlu.pool.local import count_gpus
 from yunlu.spec.goal import read_span_s
-from yunlu.tuning.stages import count_grid, count_population, expect, find_stop, makespan_s
+from yunlu.tuning.rungs import plan_alone
+from yunlu.tuning.stages import count_population, count_space, expect, find_stop, makespan_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.spec.search import SearchSpec
     from yunlu.tuning.stages import Course
+    from yunlu.tuning.study_dir import StudyAsked
 
     _Cost = Callable[[int], float]
 
@@ -43,7 +45,7 @@ _VARIED = 0.4
 """Deviation of the logarithm of a trial's time where the search varies the model or the batch."""
 _MOST_TRIALS = 1_000_000
 
-Bound = Literal["trials", "budget", "deadline", "grid", "population", "nothing"]
+Bound = Literal["trials", "budget", "deadline", "space", "population", "nothing"]
 
 
 class TrialTime(Value):
@@ -119,6 +121,21 @@ def foretell(
     return teller.tell()
 
 
+def foretell_study(asked: StudyAsked, *, devices: int) -> StudyForecast:
+    """The same of a study as it was asked for; what nobody knows of a training, a worker measures."""
+    job = asked.job
+    assert job is not None
+    assert job.search is not None
+    return foretell(
+        job,
+        _with_limits(job.search, asked),
+        rungs=max(asked.rungs, 1),
+        devices=devices,
+        parallel=asked.parallel,
+        trial=find_trial_time(job, devices=devices) or _measure(job, asked.plan, devices=devices),
+    )
+
+
 def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     """A whole training on one device of this machine, from its probe and earlier runs of the same work."""
     from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
@@ -135,12 +152,31 @@ def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     except YunluError:
         return None  # nothing is known of the model
     start_s = option.total_parts.get("start_up", _START_S)
-    # Without GPUs, a device is a share of the processor, which was foretold as a whole.
+    # Without GPUs, a device is a share of the processor, which was foretold as a whole; but a start is
+    # the work of one core.
     slower = 1 if count_gpus() else devices
+    whole = option.total_s
+    seconds = max(whole.value - start_s, 0.0) * slower + start_s
     return TrialTime(
-        seconds=option.total_s.times(slower),
-        start_s=start_s * slower,
+        seconds=whole.times(seconds / whole.value),
+        start_s=start_s,
         source="this machine's probe and earlier runs",
+    )
+
+
+def _measure(job: Job, plan: Plan | None, *, devices: int) -> TrialTime | None:
+    try:
+        return trial_time_of(plan or plan_alone(job), devices=devices)
+    except YunluError:
+        return None  # the job alone does not work; settings of it may
+
+
+def _with_limits(search: SearchSpec, asked: StudyAsked) -> SearchSpec:
+    """Limits may have been said since the search was written."""
+    limit_s = asked.deadline_s
+    deadline = None if limit_s is None else f"{limit_s:.3f}s"
+    return search.model_copy(
+        update={"trials": asked.trials, "budget": asked.dollars, "deadline": deadline}
     )
 
 
@@ -210,8 +246,8 @@ class _Teller:
         found: list[tuple[Interval, Bound]] = []
         if self.search.trials is not None:
             found.append((_exact(self.search.trials), "trials"))
-        if (grid := count_grid(self.search)) is not None:
-            found.append((_exact(grid), "grid"))
+        if (settings := count_space(self.search)) is not None:
+            found.append((_exact(settings), "space"))
         if (population := count_population(self.search, self.rungs)) is not None:
             found.append((_exact(population), "population"))
         if self.trial is not None:
@@ -286,6 +322,8 @@ class _Teller:
             )
         if self._varies_work():
             notes.append("the search varies what a step costs: trials will differ in length")
+        if bound == "space":
+            notes.append(f"the space has {trials} setting{'s' * (trials != 1)}, each is tried once")
         if bound == "nothing":
             notes.append(f"nothing bounds the study: told of {trials} trials")
         if self.search.budget is not None and not self.price:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.settings import read_settings
-from yunlu.jobs.service import make_plan
 from yunlu.spec.goal import read_span_s
 from yunlu.spec.search import SearchSpec, direction_of
+from yunlu.tuning.conducting.places import refuse_crumbs
 from yunlu.tuning.records import Records, create_records
+from yunlu.tuning.rungs import look_at_training
 from yunlu.tuning.study_dir import (
     StudyAsked,
     StudyDir,
@@ -66,7 +66,20 @@ def create_study(
     said: tuple[str, ...] = (),
     probes: bool = True,
 ) -> Records:
-    """A new study of a job with a ``search``; refuses what cannot work before anything runs."""
+    """A new study of a job with a ``search``."""
+    asked = prepare_study(job, name=name, source=source, said=said, probes=probes)
+    return create_records(StudyDir(studies_home() / asked.name), asked)
+
+
+def prepare_study(
+    job: Job,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    said: tuple[str, ...] = (),
+    probes: bool = True,
+) -> StudyAsked:
+    """What a study of this job would be; refuses what cannot work. Leaves nothing behind."""
     from yunlu.tuning.methods.making import name_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import find_dimensions  # noqa: PLC0415 - as above
 
@@ -87,10 +100,13 @@ def create_study(
             hint="set YUNLU_DOLLARS_PER_HOUR to what this machine costs an hour, "
             "or limit it by --trials or --deadline",
         )
-    metrics, rungs = _find_course(job, search, probes=probes)
+    training = look_at_training(job, search, probes=probes)
+    # Without a price the cost of a trial is the time of its devices, and is called so.
+    unpriced = {"cost": "seconds"} if price is None else {}
+    metrics = tuple(dict.fromkeys(unpriced.get(each, each) for each in training.metrics))
     directions = tuple(direction_of(metric, search.direction) for metric in metrics)
     method, stop = name_method(search, len(metrics))
-    return found(
+    return ask_study(
         job=job,
         target=target,
         name=_free_name(name, target or job),
@@ -98,7 +114,8 @@ def create_study(
         said=tuple(said),
         metrics=metrics,
         directions=directions,
-        rungs=rungs,
+        rungs=training.rungs,
+        plan=training.plan,
         dimensions=dimensions,
         method=method,
         stop_rule="" if stop.name in {"auto", "none"} else stop.name,
@@ -108,8 +125,8 @@ def create_study(
     )
 
 
-def found(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> Records:
-    """Make the directory of a study; ``fields`` are those of ``StudyAsked``."""
+def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> StudyAsked:
+    """A study as it is asked for now; ``fields`` are those of ``StudyAsked``."""
     asked = StudyAsked(
         id=uuid.uuid4().hex,
         name=check_name(name),
@@ -119,7 +136,7 @@ def found(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> Rec
     )
     if asked.job is not None and asked.job.search is not None:
         make_method_of(asked)  # what the method refuses leaves no study behind
-    return create_records(StudyDir(studies_home() / name), asked)
+    return asked
 
 
 def make_method_of(asked: StudyAsked) -> Method:
@@ -146,8 +163,9 @@ def make_method_of(asked: StudyAsked) -> Method:
 
 
 def find_limits(search: SearchSpec) -> dict[str, Any]:
-    """How long a study may go on, in the words of ``StudyAsked``."""
+    """How long a study may go on and on what, in the words of ``StudyAsked``."""
     deadline = search.deadline
+    refuse_crumbs(None if search.devices == "auto" else search.devices)
     return {
         "trials": search.trials,
         "dollars": search.budget,
@@ -196,31 +214,6 @@ def _refuse_silence(job: Job) -> None:
             "the job holds out no validation data: settings cannot be compared",
             hint="name data.validation, or hold out a share (data.split.validation)",
         )
-
-
-def _find_course(job: Job, search: SearchSpec, *, probes: bool) -> tuple[tuple[str, ...], int]:
-    """The metrics by name, and the evaluations of a whole training."""
-    rungs, metrics = _count_rungs(job), search.aims
-    if (rungs is not None and "auto" not in metrics) or not probes:
-        return tuple("loss" if name == "auto" else name for name in metrics), rungs or 1
-    plan = make_plan(job.model_copy(update={"search": None, "devices": 1}))
-    if not plan.evaluate_every:
-        raise StudyError(
-            "the job has no validation data: settings cannot be compared",
-            hint="name data.validation, or hold out a share (data.split.validation)",
-        )
-    metrics = tuple(plan.best_metric if name == "auto" else name for name in metrics)
-    return metrics, rungs or math.ceil(plan.steps / plan.evaluate_every - 1e-9)
-
-
-def _count_rungs(job: Job) -> int | None:
-    """Evaluations of a training, where the job says so much without its data."""
-    train = job.train
-    if train.evaluate == "epoch" and train.steps is None:
-        return math.ceil((train.epochs or 10.0) - 1e-9)
-    if isinstance(train.evaluate, int) and train.steps is not None:
-        return math.ceil(train.steps / train.evaluate)
-    return None
 
 
 def _find_same(job: Job, name: str | None) -> Records | None:

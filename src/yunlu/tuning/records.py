@@ -24,6 +24,7 @@ try:
     from optuna.trial import FrozenTrial
     from optuna.trial import TrialState as OptunaState
     from sqlalchemy import event
+    from sqlalchemy.exc import DatabaseError
 except ImportError as error:
     raise missing_part("optuna", "tune", "A study") from error
 
@@ -52,9 +53,12 @@ class Records:
         self.dir = directory
         self.asked = directory.read_asked()
         self._lock = threading.RLock()
-        self._storage = _open_storage(directory)
         name = self.asked.name
-        known = {study.study_name for study in self._storage.get_all_studies()}
+        try:
+            self._storage = _open_storage(directory)
+            known = {study.study_name for study in self._storage.get_all_studies()}
+        except DatabaseError as error:
+            raise directory.damaged(directory.database) from error
         if name in known:
             self._study = self._storage.get_study_id_from_name(name)
         else:
@@ -120,6 +124,7 @@ class Records:
             devices=status.devices,
             began_at=status.began_at,
             ended_at=status.ended_at,
+            rested_s=status.rested_s,
             spent_s=sum(each.device_seconds for each in facts),
             spent_dollars=sum(dollars) if dollars else None,
             trials_limit=asked.trials,

@@ -7,6 +7,8 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from yunlu.tuning.conducting.sharing import USUAL_POWER
+from yunlu.tuning.methods.listed import list_settings
+from yunlu.tuning.space import list_values, make_dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,9 @@ trial took 0.2 to 0.37 of one in all, and six in ten went on once they were held
 _FRONTIER_SPREAD = 0.4
 _HALVING = 0.2
 """Deviation of the logarithm where the counts are the method's own: promotions come early or late."""
+
+_FEW = 20_000
+"""Settings that can be listed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,8 @@ def count_population(search: SearchSpec, rungs: int) -> int | None:
     stop = search.stop
     if stop.name != "pbt":
         return None
-    return stop.population + int(stop.share * stop.population) * ((rungs - 1) // stop.every)
+    copies = max(int(stop.share * stop.population), 1)
+    return stop.population + copies * ((rungs - 1) // stop.every)
 
 
 def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage, ...]:
@@ -97,21 +103,16 @@ def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage,
     )
 
 
-def count_grid(search: SearchSpec) -> int | None:
-    """The settings of a grid; None where it is none, or where it takes as many of a range as it likes."""
-    if search.method != "grid":
-        return None
-    counts: list[int] = []
-    for each in search.space.values():
-        if each.choice is not None:
-            counts.append(len(each.choice))
-        elif each.count is not None:
-            counts.append(each.count)
-        elif each.step is not None and each.low is not None and each.high is not None:
-            counts.append(int((each.high - each.low) / each.step + 1e-9) + 1)
-        else:
-            return None
-    return prod(counts)
+def count_space(search: SearchSpec) -> int | None:
+    """The settings of a space at most; None where one field may be any number."""
+    points = {name: each.count for name, each in search.space.items() if each.count}
+    points = points if search.method == "grid" else {}
+    dimensions = make_dimensions(search)
+    counts = [len(list_values(each, points=points.get(each.name))) for each in dimensions]
+    whole = prod(counts)
+    if 0 < whole <= _FEW and any(each.when for each in dimensions):
+        return sum(1 for _ in list_settings(dimensions, points))
+    return whole or None
 
 
 def makespan_s(

@@ -23,6 +23,7 @@ from yunlu.tuning.founding import (
     open_or_create,
     with_search,
 )
+from yunlu.tuning.own_trials import error_words, read_numbers, refuse_function
 from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import Begin, End, Point, Stand, TrialState
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.tuning.conducting.hosting import Elastic
     from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.facts import StudyView, TrialFacts
+    from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
+    from yunlu.tuning.forecast import StudyForecast
     from yunlu.tuning.records import Records
     from yunlu.tuning.values import Method, Move, Params
 
@@ -135,9 +137,24 @@ class Study:
         """All that is known of it."""
         return self._records.view()
 
+    def foretell(self, *, places: Places | None = None) -> StudyForecast:
+        """What it will take, told once, before it begins: trials, time, cost; of runs of the job."""
+        from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 - looks for a pool
+        from yunlu.tuning.forecast import StudyForecast, foretell_study  # noqa: PLC0415 - slow
+
+        asked = self._records.asked
+        if asked.forecast is not None:
+            return StudyForecast.model_validate(asked.forecast)
+        places = places or find_places(devices=asked.devices)
+        told = foretell_study(asked, devices=places.devices)
+        self._records.change(forecast=told.model_dump(mode="json"))
+        return told
+
     def close(self) -> None:
         """Let another process have it."""
         with self._lock:
+            if self._is_held and self._records.dir.read_status().state == "running":
+                self._note("stopped", ended_at=time.time())
             self._held.close()
             self._is_held = False
 
@@ -156,9 +173,20 @@ class Study:
                 if not self._records.trial(number).state.is_over:
                     return self._lend(number)
             move = self._choose()
-            if not isinstance(move, Begin):
-                return None
-            return self._lend(self._records.begin(move.params, until=1))
+            if isinstance(move, Begin):
+                return self._lend(self._records.begin(move.params, until=1))
+            if isinstance(move, End):
+                self._end(move.reason)
+            return None
+
+    def _end(self, reason: str) -> None:
+        if all(facts.state.is_over for facts in self._records.facts()):
+            self._note("finished", reason, ended_at=time.time())
+
+    def _note(self, state: StudyState, reason: str = "", **updates: Any) -> None:
+        status = self._records.dir.read_status()
+        about = {"state": state, "reason": reason, **updates}
+        self._records.dir.write_status(status.model_copy(update=about))
 
     def _lend(self, number: int) -> Asked:
         asked, params = self._records.asked, dict(self._records.trial(number).params)
@@ -219,6 +247,8 @@ class Study:
             on_change: Shown the study while it goes on.
             is_asked_to_stop: Looked at often; ends the search so that it can go on later.
         """
+        if function is not None:
+            refuse_function(function, budget or self._records.asked.dollars)
         self._limit(trials=trials, budget=budget, deadline=deadline, parallel=parallel)
         if function is not None:
             self._call(function, is_asked_to_stop)
@@ -238,22 +268,15 @@ class Study:
 
     def _limit(self, **said: Any) -> None:
         job = self._records.asked.job
-        search = None if job is None else job.search
-        wanted = {key: value for key, value in said.items() if value is not None}
-        if search is not None and wanted:
-            mapping = search.model_dump(mode="json", exclude_unset=True) | wanted
-            limits = find_limits(type(search).model_validate(mapping))
-            self._records.change(
-                **{key: value for key, value in limits.items() if value is not None}
-            )
+        if job is None or all(value is None for value in said.values()):
+            return
+        search = with_search(job, None, said).search
+        assert search is not None
+        limits = find_limits(search)
+        self._records.change(**{key: value for key, value in limits.items() if value is not None})
 
     def _call(self, function: Callable[[Asked], Any], is_asked_to_stop: Callable[[], bool]) -> None:
         limits = self._records.asked
-        if limits.dollars is not None:
-            raise StudyError(
-                "a budget is of runs: what a function of your own costs is not known",
-                hint="limit it by trials or deadline",
-            )
         parallel = limits.parallel or 1
         ends_at = math.inf if limits.deadline_s is None else time.monotonic() + limits.deadline_s
         with ThreadPoolExecutor(parallel) as pool:
@@ -267,18 +290,28 @@ class Study:
                     break
                 _, running = wait(running, return_when=FIRST_COMPLETED)
                 self._refuse_failures()
+        if time.monotonic() >= ends_at:
+            self._end("the time is over")
 
     def _refuse_failures(self) -> None:
         facts = self._records.facts()
         failed = [each for each in facts if each.state is TrialState.FAILED]
-        if failed:
+        if not failed:
+            return
+        try:
             refuse_failures(facts, failed[-1].error or "")
+        except StudyError as error:
+            self._note("failed", error.message, ended_at=time.time())
+            raise
 
     def _carry_out(self, function: Callable[[Asked], Any], asked: Asked) -> None:
         try:
-            self.tell(asked, function(asked))
+            value = function(asked)
+            if value is None:
+                raise StudyError("the function returned nothing, where a value was expected")
+            self.tell(asked, value)
         except Exception as error:  # noqa: BLE001 - the study goes on without this trial
-            self.tell(asked, state="failed", error=_words(error))
+            self.tell(asked, state="failed", error=error_words(error))
 
     def _choose(self) -> Move:
         asked, trials = self._records.asked, self._records.trials()
@@ -305,17 +338,22 @@ class Study:
             self._is_held = True
             self._records.refresh()
             known = self._records.facts()
+            if self._records.asked.rungs != 1 and not any(facts.run for facts in known):
+                self._records.change(rungs=1)  # a value that is told is that of a whole trial
+            status, now = self._records.dir.read_status(), time.time()
+            began_at, rested_s = status.began_at or now, status.after_rest(now)
+            self._note("running", began_at=began_at, rested_s=rested_s, ended_at=None)
             self._abandoned = [
                 each.number for each in known if not each.state.is_over and each.run is None
             ]
 
     def _point(self, value: float | Sequence[float]) -> Point:
         directions = self._records.asked.directions
-        values = _read_numbers(value)
+        values = read_numbers(value)
         if len(values) != len(directions):
-            raise StudyError(
-                f"{self.name} has {len(directions)} objectives, {len(values)} were told"
-            )
+            words = "1 objective" if len(directions) == 1 else f"{len(directions)} objectives"
+            were = "was" if len(values) == 1 else "were"
+            raise StudyError(f"{self.name} has {words}, and {len(values)} {were} told")
         return Point(1, turn_values(values, directions), 0.0)
 
 
@@ -331,22 +369,6 @@ def tune(
 ) -> Study:
     """Search for good settings of a job, and return the study; arguments as of ``Study``."""
     study = Study(job, minimize=minimize, maximize=maximize, name=name, search=search, **options)
+    if function is None and not study.trials:
+        study.foretell()  # for its page
     return study.optimize(function)
-
-
-def _read_numbers(value: Any) -> list[float]:
-    """One number or several, be they Python's, an array's or a tensor's."""
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        has_parts = hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0
-        return [float(each) for each in value] if has_parts else [float(value)]
-    except (TypeError, ValueError):
-        raise StudyError(
-            f"a trial was told to have the value {value!r}, which is not a number",
-            hint="tell a number, or a list of them where there are several objectives",
-        ) from None
-
-
-def _words(error: Exception) -> str:
-    return error.message if isinstance(error, StudyError) else f"{type(error).__name__}: {error}"

@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import ValidationError
+
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
+from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job
 from yunlu.tuning.values import Dimension
 
@@ -53,6 +56,8 @@ class StudyAsked(Value):
     directions: tuple[Literal["minimize", "maximize"], ...]
     rungs: int = 0
     """Evaluations of a whole training; 0: not known yet."""
+    plan: Plan | None = None
+    """Of the job itself, where a worker was asked for one."""
     fields: tuple[dict[str, Any], ...] = ()
     """The dimensions, as ``dump_dimension`` writes them."""
     method: str = ""
@@ -100,6 +105,12 @@ class StudyStatus(Value):
     devices: int = 0
     clock_at: float | None = None
     """Since when the deadline counts."""
+    rested_s: float = 0.0
+    """From its beginning on, while nobody conducted it."""
+
+    def after_rest(self, now: float) -> float:
+        """What ``rested_s`` is where it goes on now; when one that was killed ended, nobody knows."""
+        return self.rested_s + (0.0 if self.ended_at is None else max(now - self.ended_at, 0.0))
 
 
 class StudyDir:
@@ -125,7 +136,17 @@ class StudyDir:
 
     def read_asked(self) -> StudyAsked:
         """What was asked for."""
-        return StudyAsked.model_validate_json(self.asked.read_bytes())
+        try:
+            return StudyAsked.model_validate_json(self.asked.read_bytes())
+        except ValidationError as error:
+            raise self.damaged(self.asked) from error
+
+    def damaged(self, file: Path) -> StudyError:
+        """Nobody can read this file of it."""
+        return StudyError(
+            f"the study {self.name} is damaged: {file} cannot be read",
+            hint=f"bring the file back, or move the directory {self.path} away",
+        )
 
     def write_asked(self, asked: StudyAsked) -> None:
         """Note what is asked for from now on."""
@@ -193,9 +214,15 @@ def check_name(name: str) -> str:
 
 def list_studies() -> list[str]:
     """Names of all studies, newest first."""
-    found = [path.parent for path in studies_home().glob("*/study.json")]
-    dated = [(json.loads((path / "study.json").read_bytes())["created_at"], path) for path in found]
+    dated = [(_created_at(path), path.parent) for path in studies_home().glob("*/study.json")]
     return [path.name for _, path in sorted(dated, reverse=True)]
+
+
+def _created_at(asked: Path) -> float:
+    try:
+        return float(json.loads(asked.read_bytes())["created_at"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return 0.0  # damaged: it says so when it is opened
 
 
 def find_study(name: str) -> StudyDir:

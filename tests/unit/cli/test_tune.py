@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -24,7 +26,12 @@ from yunlu.cli.study_tables import (
     studies_table,
     study_page,
 )
+from yunlu.planning.choice.options import Interval
+from yunlu.tuning import forecast
+from yunlu.tuning.forecast import TrialTime
 from yunlu.tuning.showing.dump import dump_study
+from yunlu.tuning.showing.naming import train_command
+from yunlu.tuning.showing.telling import show_dollars
 from yunlu.tuning.values import Point, TrialState
 
 HOME = Path("home/studies/digits-search")
@@ -98,13 +105,16 @@ def test_the_answer_is_a_setting_a_command_and_what_was_foretold(tmp_path: Path)
     view = make_study(home)
     assert view.best is not None
     assert view.best.run is not None
+    answer = told(answer_block(view, now=BEGAN_AT), 80)
+    shown = answer[answer.index("yunlu train") : answer.index(" run ")]
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(train_command(view, view.best))
     answer = told(answer_block(view, now=BEGAN_AT), 400)
-    assert (
-        f"yunlu train examples/tune_digits.yaml --set train.optimizer.lr={view.best.params['train.optimizer.lr']}"
-        in answer
-    )
     assert f"run     {tmp_path / view.best.run}" in answer
     assert "foretold" in answer
+    assert "yunlu resume" not in answer
+    held = replace(view.best, trial=replace(view.best.trial, state=TrialState.HELD))
+    unfinished = told(answer_block(replace(view, best=held), now=BEGAN_AT))
+    assert f"finish  yunlu resume {view.best.run}\n" in unfinished
     (tmp_path / view.best.run / "model").mkdir(parents=True)
     assert f"model   {tmp_path / view.best.run / 'model'}" in told(answer_block(view, now=0), 400)
 
@@ -170,6 +180,58 @@ def test_lines_tell_what_happened_and_only_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("dollars", "shown"),
+    [
+        (1234.4, "$1,234"),
+        (2.5, "$2.50"),
+        (0.0, "$0.00"),
+        (0.03, "$0.030"),
+        (0.0058, "$0.0058"),
+        (2e-5, "< $0.0001"),
+    ],
+)
+def test_small_costs_keep_two_digits(dollars: float, shown: str) -> None:
+    assert show_dollars(dollars) == shown
+
+
+def test_a_setting_of_short_names_is_not_cut() -> None:
+    view = make_study(HOME)
+    assert view.best is not None
+    trial = replace(view.best.trial, params={"task": "image-classification"})
+    shown = told(answer_block(replace(view, best=replace(view.best, trial=trial)), now=BEGAN_AT))
+    assert "  task  image-classification\n" in shown
+
+
+def test_an_error_is_told_once_and_who_goes_on_is_told_of() -> None:
+    out = io.StringIO()
+    watch = PlainStudy(Console(file=out, width=140, highlight=False))
+    view = make_living(HOME)
+    held, other, third = view.trials[:3]
+    held = replace(held, trial=replace(held.trial, state=TrialState.HELD))
+    watch.show(replace(view, trials=(held, other, third)))
+    before = len(out.getvalue().splitlines())
+    failed = [
+        replace(
+            facts,
+            trial=replace(facts.trial, state=TrialState.FAILED),
+            error="no such file: x.csv",
+            ended_at=BEGAN_AT + at,
+        )
+        for facts, at in ((other, 9), (third, 5))
+    ]
+    running = replace(held, trial=replace(held.trial, state=TrialState.RUNNING))
+    watch.show(replace(view, trials=(running, *failed)))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()[before:]]
+    assert lines[0] == f"trial 0 goes on from rung {held.trial.rung}"
+    assert lines[1].startswith("trial 1 failed as trial 2")
+    assert lines[2].startswith("trial 2 failed no such file: x.csv")
+    free = replace(failed[1], device_seconds=0.0)
+    watch = PlainStudy(Console(file=out, width=140, highlight=False))
+    watch.show(replace(view, trials=(free,)))
+    assert out.getvalue().endswith("failed      no such file: x.csv\n")
+
+
 def test_a_study_that_goes_on_does_not_tell_again_what_was_told() -> None:
     out = io.StringIO()
     view = make_living(HOME)
@@ -220,6 +282,7 @@ def test_the_dump_is_strict_json_whatever_came() -> None:
         (["tune", "{job}", "--set", "search.space.train.batch=8 .. 2"], "below low", ""),
         (["tune", "{job}", "--name", "../x"], "cannot name a study", "letters"),
         (["tune", "{job}", "--budget", "5"], "no price is known", "YUNLU_DOLLARS_PER_HOUR"),
+        (["tune", "{job}", "--devices", "100000"], "would be shares of", "or fewer"),
         (["tune", "--resume", "nope"], "there are no studies", "yunlu tune"),
         (["tune", "{job}", "--resume", "nope"], "has its job and its search already", "--trials"),
         (["study", "show"], "there are no studies", "yunlu tune"),
@@ -245,10 +308,36 @@ def test_a_job_without_a_search_says_how_one_looks(
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
+    assert main(["tune", str(path), "--trials", "5", "--set", "search=null"]) == 1
+    assert "has no search section" in capsys.readouterr().err
     assert main(["tune", str(path), "--trials", "5"]) == 1
     error = capsys.readouterr().err
     assert "has no search section" in error
     assert "train.optimizer.lr: 1e-4 .. 1e-1 log" in error
+
+
+def test_a_plan_tells_what_the_study_takes_and_leaves_nothing_behind(
+    job: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    day = Interval(value=86400.0, low=70000.0, high=90000.0)
+
+    def tell(*_: Any, **__: Any) -> TrialTime:
+        return TrialTime(seconds=day, source="a test")
+
+    monkeypatch.setattr(forecast, "find_trial_time", tell)
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3.6")
+    words = ["tune", str(job), "--plan", "--metric", "loss", "--budget", "500", "--devices", "1"]
+    words += ["--stop", "median", "--set", "search.stop.trials=3"]  # one after the other
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for each in ("1 dimension, 1 device", "forecast", "trials", "time", "cost", "$"):
+        assert each in shown
+    assert "dimensions" not in shown
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rungs"], told["forecast"]["bound"]) == (10, "budget")
+    assert told["forecast"]["trials"]["value"] > 5
+    assert not (own_home / "studies").exists()
 
 
 def test_no_studies_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:

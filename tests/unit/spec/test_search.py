@@ -210,11 +210,15 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
         ],
     ),
     (
+        {"space": {"name": ["a", "b"]}},
+        ["search.space.name: trials are named after their study"],
+    ),
+    (
         space(train__optimizer__momentum={"low": 0.1, "high": 0.9, "when": {"train.l2": 1}}),
         [
             (
                 "search.space.train.optimizer.momentum.when.train.l2: depends on train.l2, "
-                "which does not vary; there is no other"
+                "which does not vary; add it to the space, or leave this out"
             )
         ],
     ),

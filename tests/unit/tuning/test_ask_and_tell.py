@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.integration.toy_study import toy_job
+from yunlu.cli.main import main
 from yunlu.core.errors import YunluError
+from yunlu.tuning.showing.telling import wall_s
 from yunlu.tuning.study import Asked, Study
 from yunlu.tuning.study_dir import StudyError, list_studies
 from yunlu.tuning.values import TrialState
+from yunlu.tuning.view import look
 
 
 def ask(study: Study, **options: Any) -> Asked:
@@ -65,7 +68,7 @@ def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
     refused: list[tuple[Any, Any, str]] = [
         ("0.5", "done", "'0.5', which is not a number"),
         (object, "done", "which is not a number"),
-        ([1.0, 2.0], "done", "has 1 objectives, 2 were told"),
+        ([1.0, 2.0], "done", "has 1 objective, and 2 were told"),
         (None, "done", "no value was told"),
         (1.0, "ended", "cannot be told to be 'ended'"),
     ]
@@ -77,7 +80,7 @@ def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
 
 
 def test_a_function_that_returns_nothing_ends_the_study_with_the_reason() -> None:
-    with pytest.raises(StudyError, match="failed alike: trial 0 is done, but no value was told"):
+    with pytest.raises(StudyError, match="failed alike: the function returned nothing"):
         Study(toy_job(), name="nothing").optimize(lambda _: None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(StudyError, match="failed alike: it never came to a number"):
         Study(toy_job(), name="endless").optimize(lambda _: float("inf"))
@@ -98,6 +101,69 @@ def test_a_function_of_ones_own_ends_by_the_clock_and_knows_no_budget(
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "1")
     with pytest.raises(StudyError, match="a budget is of runs"):
         Study(toy_job(), name="priced").optimize(trial, budget=1.0)
+
+
+def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
+    study = Study(toy_job(trials=2), name="told")
+    trial = ask(study)
+    assert study.view().state == "running"
+    study.tell(trial, 1.0)
+    study.close()
+    rested = look("told")
+    assert (rested.state, rested.rungs, rested.is_told) == ("stopped", 1, True)
+    status = study.records.dir.read_status()
+    assert status.ended_at is not None
+    earlier = {"began_at": status.ended_at - 3600 - 60, "ended_at": status.ended_at - 3600}
+    study.records.dir.write_status(status.model_copy(update=earlier))  # it rested for an hour
+    rested = look("told")
+    study.optimize(lambda _: 2.0)
+    ended = look("told")
+    assert ended.rested_s >= 3600
+    assert (ended.state, ended.reason) == ("finished", "all trials were begun")
+    assert ended.began_at == rested.began_at
+    assert ended.ended_at is not None
+    assert ended.began_at is not None
+    assert wall_s(ended, 0.0) == ended.ended_at - ended.began_at - ended.rested_s
+    study.close()
+    assert look("told").state == "finished"
+
+
+def test_a_study_whose_function_always_fails_has_failed() -> None:
+    def fail(_: Asked) -> float:
+        raise ValueError("no good")
+
+    study = Study(toy_job(trials=9), name="doomed")
+    with pytest.raises(StudyError, match="failed alike: ValueError: no good"):
+        study.optimize(fail)
+    assert study.view().state == "failed"
+    assert main(["tune", "--resume", "doomed"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"trials": 0}, "search.trials: expected a whole number above 0, got 0"),
+        ({"deadline": "soon"}, "search.deadline: expected a time"),
+        ({"parallel": 0}, "search.parallel: expected a whole number above 0"),
+        ({"budget": 5.0}, "a budget is of runs"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused_and_forgotten(
+    limits: dict[str, Any], words: str
+) -> None:
+    study = Study(toy_job(trials=2), name="limited")
+    with pytest.raises(YunluError, match=words):
+        study.optimize(lambda _: 1.0, **limits)
+    study.optimize(lambda _: 1.0)
+    assert len(study.trials) == 2
+
+
+def test_what_is_no_job_and_what_is_no_function_are_named() -> None:
+    job: Any = 3
+    with pytest.raises(YunluError, match="3 is no job"):
+        Study(job)
+    with pytest.raises(YunluError, match="and 3 is none"):
+        Study(toy_job(trials=2), name="uncalled").optimize(job)
 
 
 def test_the_same_job_goes_on_with_its_newest_study_that_is_not_finished() -> None:

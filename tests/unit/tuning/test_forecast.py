@@ -10,16 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.choice.options import Interval
+from yunlu.planning.plan import Plan, Prediction
 from yunlu.spec.job import Job
 from yunlu.spec.search import SearchSpec
+from yunlu.tuning import forecast
 from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
     StudyForecast,
     TrialTime,
     find_trial_time,
     foretell,
+    foretell_study,
 )
-from yunlu.tuning.stages import Stage, count_grid, expect, find_stop, makespan_s
+from yunlu.tuning.founding import ask_study
+from yunlu.tuning.stages import Stage, count_space, expect, find_stop, makespan_s
+from yunlu.tuning.study_dir import StudyError
 
 LR = {"train.optimizer.lr": "1e-4 .. 1e-1 log"}
 
@@ -112,13 +117,71 @@ def test_a_machine_that_nobody_measured_tells_no_time(
     assert "first trials will tell" in " ".join(found.lines())
 
 
-def test_a_grid_is_counted() -> None:
-    asked = search(
-        method="grid", space={"train.batch": [16, 32, 64], "train.optimizer.lr": {"low": 0.1, "high": 0.4, "step": 0.1}}
+def know_nothing(*_: Any, **__: Any) -> None:
+    """A machine that nobody probed."""
+
+
+def test_where_nobody_measured_a_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks: list[Job] = []
+    plan = Plan(
+        device="cuda", threads=1, micro_batch=8, batch=8, accumulation=1, steps=90,
+        steps_per_epoch=10, warmup_steps=0, lr=0.1, weight_decay=0.0, evaluate_every=10,
+        checkpoint_every=100, best_metric="loss", stopping_metric="loss", workers=0, choices=(),
+        prediction=Prediction(memory_bytes=0, step_s=1, samples_per_s=8, total_s=100, dollars=None),
     )  # fmt: skip
-    assert count_grid(asked) == 12
-    assert told(asked).bound == "grid"
-    assert count_grid(search()) is None
+    asked = ask_study(
+        name="some", dimensions=(), job=job().model_copy(update={"search": search(trials=50)}),
+        metrics=("loss",), directions=("minimize",), rungs=9, trials=8, deadline_s=250.0,
+    )  # fmt: skip
+
+    def make_plan(job: Job) -> Plan:
+        asks.append(job)
+        return plan
+
+    monkeypatch.setattr(forecast, "plan_alone", make_plan)
+    monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
+    found = foretell_study(asked, devices=1)
+    assert found.trial_s is not None
+    assert found.trial_s.value == 100.0
+    # What was said last bounds it: 250 seconds, not the trials of the job's own search.
+    assert (found.trials.value, found.bound) == (2.0, "deadline")
+    assert len(asks) == 1
+    again = foretell_study(asked.model_copy(update={"plan": plan}), devices=1)
+    assert (again, len(asks)) == (found, 1)
+
+
+def test_a_job_that_no_worker_can_plan_leaves_the_time_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_job: Job) -> Plan:
+        raise StudyError("no such model")
+
+    asked = ask_study(
+        name="some", dimensions=(), job=job().model_copy(update={"search": search()}),
+        metrics=("loss",), directions=("minimize",), rungs=9, trials=8,
+    )  # fmt: skip
+    monkeypatch.setattr(forecast, "plan_alone", refuse)
+    monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
+    found = foretell_study(asked, devices=2)
+    assert (found.seconds, found.trials.value) == (None, 8.0)
+
+
+def test_a_space_with_an_end_is_counted() -> None:
+    space = {"train.batch": [16, 32, 64], "model.args.layers": "1 .. 4"}
+    asked = search(method="grid", space=space)
+    assert count_space(asked) == 12
+    found = told(asked)
+    assert (found.bound, found.trials.value) == ("space", 12.0)
+    assert any("12 settings" in note for note in found.notes)
+    assert told(search(space=space, trials=50)).trials.value == 12.0
+    assert told(search(space=space, trials=5)).bound == "trials"
+    assert count_space(search()) is None
+    rates = {"train.optimizer.lr": "1e-4 .. 1e-1 log count 4"}
+    assert count_space(search(method="grid", space=rates)) == 4
+    assert count_space(search(space=rates)) is None
+    momentum = {"choice": [0.5, 0.9], "when": {"train.optimizer.name": "momentum"}}
+    names = {"train.optimizer.name": ["adamw", "momentum"], "train.optimizer.momentum": momentum}
+    assert count_space(search(space=names)) == 3
 
 
 def test_a_population_is_as_large_as_its_rule_says() -> None:

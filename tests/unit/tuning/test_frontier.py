@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from yunlu.spec.search import SearchSpec
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.frontier import Frontier
+from yunlu.tuning.methods.making import make_method
 from yunlu.tuning.replay import replay
+from yunlu.tuning.space import key_of
 from yunlu.tuning.values import (
     Begin,
     Dimension,
@@ -87,6 +90,17 @@ def test_the_unit_of_the_metric_makes_no_difference() -> None:
     )
     assert [t.params for t in small.trials] == [t.params for t in large.trials]
     assert [t.rung for t in small.trials] == [t.rung for t in large.trials]
+
+
+def test_of_a_space_with_an_end_every_setting_is_tried_once_and_the_best_to_its_end() -> None:
+    space = (replace(RATE, choices=(1e-4, 1e-3, 1e-2)), replace(DROP, choices=(0.0, 0.3, 0.9)))
+    search = SearchSpec.model_validate({"space": {each.name: [1, 2] for each in space}})
+    method = make_method(search, space, seed=0)
+    trace = replay(method, Bowl(dimensions=space), workers=2, budget_s=10_000.0)
+    assert len(trace.trials) == len({key_of(each.params) for each in trace.trials}) == 9
+    best = min(trace.trials, key=lambda trial: trial.points[-1].value)
+    assert best.rung == RUNGS
+    assert trace.reason == "every setting was tried"
 
 
 def test_a_value_that_is_not_a_number_ends_the_trial() -> None:

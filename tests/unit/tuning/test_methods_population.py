@@ -128,7 +128,7 @@ def test_a_population_stays_as_large_and_ends_trained(
     assert stage.play() == f"the population of {population} is trained"
     done = [trial for trial in stage.trials if trial.state is TrialState.DONE]
     assert len(done) == population
-    copies = population // 4 * len(range(every, RUNGS, every))
+    copies = max(population // 4, 1) * len(range(every, RUNGS, every))
     assert len(stage.trials) == population + copies
     by_name = {dimension.name: dimension for dimension in dimensions}
     for trial in stage.trials:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.toy_study import toy_job
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.states import RunState
 from yunlu.jobs import service
@@ -17,8 +18,10 @@ from yunlu.spec.job import Job
 from yunlu.steward.journal import Journal
 from yunlu.steward.notes import Notes, write_notes
 from yunlu.steward.queue import Entry, read_entry, scan
+from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces, find_places
+from yunlu.tuning.founding import create_study, make_method_of
 from yunlu.tuning.values import Point, Trial, TrialState
 
 
@@ -148,3 +151,41 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
     assert paces.claim(seen, held=2).resize_s == 3.0
     assert 0.7 < claim.power < 0.95  # 1.67 times as fast on two
     assert paces.claim(new, held=0).work_s != before_s  # as long as the others
+
+
+class Shares:
+    """Two devices; notes who was started on how many."""
+
+    devices = 2
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+
+    def held(self, run_dir: RunDir) -> int:
+        del run_dir
+        return 0
+
+    def start(self, run_dir: RunDir, devices: int, **more: Any) -> None:
+        del run_dir, more
+        self.started.append(devices)
+
+
+@pytest.mark.parametrize(("start_s", "elastic", "devices"), [
+    (5.0, "auto", 2), (1000.0, "auto", 1), (1000.0, True, 2),
+])  # fmt: skip
+def test_a_short_way_is_not_worth_the_start_of_several_workers(
+    start_s: float, elastic: Any, devices: int
+) -> None:
+    job = toy_job(trials=4)
+    records = create_study(job, name="short")
+    told, fresh = (records.begin({"train.optimizer.lr": rate}, until=1) for rate in (0.1, 0.2))
+    records.add_point(told, Point(1, (0.5,), 1.0), at=0.0)
+    records.end(told, TrialState.DONE)
+    places: Any = Shares()
+    hosting = Hosting(records, make_method_of(records.asked), places, elastic=elastic)
+    hosting._paces.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
+    run_dir = service.submit(job)
+    hosting.enqueue(fresh, run_dir)
+    hosting.share([])
+    assert [number for number, _ in hosting.start_queued([])] == [fresh]
+    assert places.started == [devices]

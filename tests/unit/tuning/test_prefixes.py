@@ -7,11 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.integration.toy_study import ToyPlaces, toy_job
 from yunlu.planning.schedule import rate
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.prefixes import find_course, may_share, shared_rung, shared_steps
+from yunlu.tuning.conducting.starting import Starter
 from yunlu.tuning.conducting.story import Evaluated, Story
+from yunlu.tuning.founding import create_study
 from yunlu.tuning.values import Dimension
 
 SAMPLES, BATCH = 640, 32
@@ -124,3 +127,13 @@ def test_a_space_shares_where_something_acts_late_and_the_rest_can_agree() -> No
     assert not may_share([warmup])
     assert not may_share([listed])
     assert not may_share([late, ranged])
+
+
+def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() -> None:
+    space = {"train.epochs": [2, 6], "train.optimizer.lr": [0.1, 0.2]}
+    records = create_study(toy_job(space=space, method="grid"), name="long")
+    assert records.asked.rungs == 6
+    number = records.begin({"train.epochs": 6, "train.optimizer.lr": 0.1}, until=6)
+    run_dir = Starter(records, ToyPlaces()).make_run(number)
+    job = Job.model_validate_json(run_dir.job.read_bytes())
+    assert job.train.checkpoint.keep_last >= 6

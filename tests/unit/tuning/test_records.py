@@ -12,9 +12,18 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from yunlu.tuning.founding import found
-from yunlu.tuning.records import Records, open_study
-from yunlu.tuning.study_dir import StudyError, check_name, find_study, list_studies
+from yunlu.cli.main import main
+from yunlu.tuning import records as records_module
+from yunlu.tuning.founding import ask_study
+from yunlu.tuning.records import Records, create_records, open_study
+from yunlu.tuning.study_dir import (
+    StudyDir,
+    StudyError,
+    check_name,
+    find_study,
+    list_studies,
+    studies_home,
+)
 from yunlu.tuning.values import Dimension, Params, Point, Trial, TrialState
 from yunlu.tuning.view import look
 
@@ -41,11 +50,12 @@ OVER = (TrialState.PRUNED, TrialState.DONE, TrialState.FAILED)
 
 
 def make_records(
-    name: str = "some", *, metrics: tuple[str, ...] = ("loss",), **asked: Any
+    name: str = "some", *, metrics: tuple[str, ...] = ("loss",), **more: Any
 ) -> Records:
     directions = tuple("maximize" if metric == "accuracy" else "minimize" for metric in metrics)
-    fields: dict[str, Any] = {"metrics": metrics, "directions": directions, "rungs": 9, **asked}
-    return found(name=name, dimensions=DIMENSIONS, **fields)
+    fields: dict[str, Any] = {"metrics": metrics, "directions": directions, "rungs": 9, **more}
+    asked = ask_study(name=name, dimensions=DIMENSIONS, **fields)
+    return create_records(StudyDir(studies_home() / name), asked)
 
 
 def same(one: Trial, other: Trial) -> bool:
@@ -184,3 +194,20 @@ def test_a_conductor_that_vanished_leaves_a_stopped_study() -> None:
         with pytest.raises(StudyError, match="another process"), records.dir.conducting():
             pass
     assert look("some").state == "stopped"
+
+
+@pytest.mark.parametrize("file", ["study.json", "study.sqlite3"])
+def test_a_damaged_study_says_so_and_leaves_the_others_alone(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_records("whole")
+    broken = make_records("broken").dir.path / file
+    broken.write_text("garbage")
+    records_module._opened.clear()  # pyright: ignore[reportPrivateUsage] (as another program)
+    with pytest.raises(StudyError, match=f"broken is damaged: .*{file}"):
+        look("broken")
+    assert look("whole").name == "whole"
+    assert main(["study"]) == 0
+    shown = capsys.readouterr().out
+    assert "whole" in shown
+    assert "broken is damaged" in shown

@@ -152,9 +152,21 @@ def test_rows_link_to_the_reports_of_their_runs_from_wherever_the_page_lies(plac
     run = place.parent.parent / "digits-001"
     run.mkdir()
     (run / "report.html").write_text("")
-    assert 'href="../../digits-001/report.html"' in render(view)
+    assert '<a href="../../digits-001/report.html">1</a>' in render(view)  # seen without scrolling
     assert 'href="digits-001/report.html"' in render(view, beside=place.parent.parent / "page.html")
     assert "digits-002/report.html" not in render(view)
+
+
+def test_trials_that_were_meant_to_be_shorter_save_nothing(place: Path) -> None:
+    view = make_study(place)
+    assert "Evaluations saved" in render(view)
+    short = [
+        replace(each, trial=replace(each.trial, state=TrialState.DONE, points=each.points[:1]))
+        for each in view.trials
+        if each.points
+    ]
+    short = [replace(each, times=each.times[:1]) for each in short]
+    assert "Evaluations saved" not in render(replace(view, trials=tuple(short)))
 
 
 def test_two_objectives_have_a_front(place: Path) -> None:

@@ -16,20 +16,33 @@ def tell(story: Story, at: float, kind: EventKind, **data: Any) -> None:
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:
-    story = Story(devices=2)
+    story = Story(devices=3)  # as many as it has now: other lives had others
     assert story.device_seconds(100.0) == 0
-    tell(story, 10.0, EventKind.LIFE, began_at=8.0)
+    tell(story, 10.0, EventKind.LIFE, began_at=8.0, devices=2)
     assert story.device_seconds(10.0) == 4
     tell(story, 12.0, EventKind.CREW, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
     tell(story, 15.0, EventKind.STATE, state="stopped", reason="held at rung 1")
     assert story.device_seconds(1e9) == 8 + 12
     assert (story.state, story.reason) == (RunState.STOPPED, "held at rung 1")
     tell(story, 50.0, EventKind.STATE, state="pending")
-    story.devices = 1
     tell(story, 60.0, EventKind.LIFE, began_at=60.0)
     assert story.reason == ""
     assert story.device_seconds(65.0) == 25
     assert story.lives == 2
+
+
+def test_one_that_was_stopped_before_it_lived_says_so() -> None:
+    story = Story()
+    tell(story, 0.0, EventKind.STATE, state="pending")
+    tell(story, 1.0, EventKind.STATE, state="stopped", reason="the worker was ended by SIGTERM")
+    assert (story.reason, story.device_seconds(9.0)) == ("it had just been started", 0.0)
+
+
+def test_nobody_pays_for_the_night_after_a_kill() -> None:
+    story = Story()
+    tell(story, 10.0, EventKind.LIFE, began_at=10.0)
+    tell(story, 30_000.0, EventKind.STATE, state="lost", reason="vanished", seen_at=25.0)
+    assert story.device_seconds(40_000.0) == 15
 
 
 def test_evaluations_are_counted_by_rung_and_made_again_once() -> None:

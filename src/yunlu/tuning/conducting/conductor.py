@@ -20,7 +20,7 @@ from yunlu.tuning.conducting.live import Live
 from yunlu.tuning.conducting.objectives import find_values, refuse_silence
 from yunlu.tuning.conducting.resting import Rests
 from yunlu.tuning.conducting.starting import Starter
-from yunlu.tuning.conducting.story import Story
+from yunlu.tuning.conducting.story import Story, has_finished
 from yunlu.tuning.conducting.trial_runs import (
     find_run,
     read_verdict,
@@ -129,7 +129,9 @@ class Conductor:
         """Beat until the study is over."""
         clock_at = self._find_clock()
         began_at = self._status.began_at or clock_at
-        self._note("running", "", began_at=began_at, clock_at=clock_at, ended_at=None)
+        rested_s = self._status.after_rest(time.time())
+        about = {"began_at": began_at, "clock_at": clock_at, "rested_s": rested_s}
+        self._note("running", "", ended_at=None, **about)
         try:
             self._adopt()
             while self._end is None:
@@ -196,7 +198,7 @@ class Conductor:
                     self._hosting.enqueue(trial.number, self._starter.make_run(trial.number))
                 continue
             is_cut_off = trial.state is TrialState.HELD and trial.rung < trial.until
-            if trial.state is TrialState.HELD and not is_cut_off:
+            if trial.state is TrialState.HELD and not (is_cut_off or has_finished(run_dir)):
                 continue
             live = self._watch(trial.number, run_dir)
             before = trial.rung

@@ -101,7 +101,7 @@ class Hosting:
         started: list[tuple[int, RunDir]] = []
         free = self._places.devices - self._taken(lives)
         for number, run_dir in [*self.queue.items()]:
-            devices = max(self._shares.get(number, 0), self._least)
+            devices = self._find_size(number)
             if devices > free and self._leaving:
                 break  # a moment later it can have what it is meant to
             devices = devices if devices <= free else self._least
@@ -113,6 +113,13 @@ class Hosting:
             del self.queue[number]
             started.append((number, run_dir))
         return started
+
+    def _find_size(self, number: int) -> int:
+        """As it was shared out; several workers start for longer than one, which a short way does not repay."""
+        trial, share = self._records.trial(number), self._shares.get(number, 0)
+        left_s = self._paces.rung_s(number) * (trial.until - trial.rung)
+        is_short = self._is_measured() and left_s < self._paces.start_s
+        return self._least if self._elastic == "auto" and is_short else max(share, self._least)
 
     def _start(self, number: int, run_dir: RunDir, devices: int) -> bool:
         trial = self._records.trial(number)
@@ -196,8 +203,10 @@ class Hosting:
         if self._elastic is True:
             return True
         whole_s = self._paces.rung_s(number) * max(self._records.asked.rungs, 1)
-        is_measured = any(facts.points for facts in self._records.facts())
-        return is_measured and whole_s > _WORTH * self._paces.start_s
+        return self._is_measured() and whole_s > _WORTH * self._paces.start_s
+
+    def _is_measured(self) -> bool:
+        return any(facts.points for facts in self._records.facts())
 
     def _promise(self, number: int) -> float:
         return find_promises(self._records.trials())[number] if self._is_elastic() else 0.5

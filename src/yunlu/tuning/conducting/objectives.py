@@ -27,9 +27,9 @@ def find_values(
     """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
     figures = found.metrics | {
         "seconds": found.device_seconds,
-        "cost": found.device_seconds if dollars is None else dollars,
         "parameters": float(story.parameters),
     }
+    figures |= {} if dollars is None else {"cost": dollars}
     for metric in asked.metrics:
         if metric not in figures:
             raise StudyError(

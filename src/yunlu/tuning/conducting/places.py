@@ -31,6 +31,7 @@ from yunlu.steward.journal import Journal
 from yunlu.steward.needs import find_needs
 from yunlu.steward.notes import read_notes
 from yunlu.steward.queue import QUEUE, Entry, change_entry, put_back, read_entry, sign
+from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 PROMISING = 0.5
 """A trial that is better than half of those at its rung keeps the study's priority in the pool."""
 
-
+_SHARES_PER_CORE = 4
 _AGAIN_S = 60.0
 _CALM_S = 1.5
 
@@ -102,6 +103,19 @@ def find_places(*, devices: int | None = None, priority: int = 0, team: str = ""
     if find_service(service.home()) is not None:
         return PoolPlaces(devices=devices, priority=priority, team=team)
     return LocalPlaces(devices)
+
+
+def refuse_crumbs(devices: int | None) -> None:
+    """Each share of a processor may become a process: too many would end the machine, not the study."""
+    cores = len(os.sched_getaffinity(0))
+    if devices is None or devices <= _SHARES_PER_CORE * cores:
+        return
+    if not count_gpus() and find_service(service.home()) is None:
+        raise StudyError(
+            f"{devices} devices would be shares of {cores} core{'s' * (cores != 1)} of this machine",
+            hint=f"ask for {_SHARES_PER_CORE * cores} or fewer; --parallel says how many trials train "
+            "at once",
+        )
 
 
 class LocalPlaces:

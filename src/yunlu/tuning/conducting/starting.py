@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from yunlu.tuning.records import Records
     from yunlu.tuning.values import Begin, Params
 
+_ALL = 10_000
+"""Checkpoints: more than a trial has rungs."""
+
 
 class Starter:
     """Makes the runs of trials, each once."""
@@ -62,7 +65,8 @@ class Starter:
     def make_run(self, number: int) -> RunDir:
         """The run of a recorded trial; made once, whoever was killed meanwhile."""
         asked, trial = self._records.asked, self._records.trial(number)
-        keep = max(asked.rungs, 1) if self._shares else 3 if self.saves else 1
+        # Others may begin from any of its rungs; a population goes on from its newest.
+        keep = _ALL if self._shares else 3 if self.saves else 1
         job = make_job(asked, number, trial.params, keep=keep)
         is_copy = trial.copied_from is not None
         run_dir = make_run(

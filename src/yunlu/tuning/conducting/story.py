@@ -72,6 +72,7 @@ class Story:
             case EventKind.LIFE:
                 self.lives += 1
                 self._since = min(data.get("began_at") or at, at)
+                self.devices = data.get("devices") or 1  # a worker alone does not say how many
             case EventKind.CREW:
                 self.resize(max(len(data.get("ranks") or ()), 1), at)
             case EventKind.PLAN:
@@ -111,8 +112,11 @@ class Story:
         if state is RunState.PENDING:  # another life
             self.error, self.reason = None, ""
         self.reason = data.get("reason") or self.reason
+        if self._since is None and state is RunState.STOPPED:
+            self.reason = "it had just been started"  # and had no last words of its own
         if not state.is_active and self._since is not None:
-            self.resize(self.devices, at)
+            # One that vanished cost nothing from its last sign until somebody looked for it.
+            self.resize(self.devices, max(min(data.get("seen_at") or at, at), self._since))
             self._since = None
         self.state = state
 
@@ -124,6 +128,11 @@ def read_story(run_dir: RunDir, *, devices: int = 1) -> Story:
         story.take(event)
         story.offset = offset
     return story
+
+
+def has_finished(run_dir: RunDir) -> bool:
+    """Whether a run was trained to its end: somebody may have gone on with a held trial by hand."""
+    return read_story(run_dir).state is RunState.FINISHED
 
 
 def _number(value: Any) -> float:

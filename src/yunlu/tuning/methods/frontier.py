@@ -209,6 +209,8 @@ class Frontier:
         return self._fitted[1]
 
 
+_NOTHING_LEFT = "nothing more can be tried in what is left"
+_ALL_MADE = "all trials were made, and none is worth more"
 _NOTHING_ALLOWED = "no setting was found that the constraints allow"
 
 
@@ -263,7 +265,7 @@ class _Search:
         elif self._running.any():
             move = Wait()
         else:
-            move = End("nothing more can be tried in what is left")
+            move = End(_NOTHING_LEFT if may_begin else _ALL_MADE)
         return _Decision(move, is_hopeless=hope < -_HOPELESS)
 
     def _grope(self, *, may_begin: bool) -> Move:

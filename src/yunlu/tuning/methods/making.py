@@ -11,7 +11,7 @@ from yunlu.tuning.methods.listed import Listed
 from yunlu.tuning.methods.population import Population
 from yunlu.tuning.methods.samplers import CmaEs, Draws, Random, Sobol, mix_seed
 from yunlu.tuning.methods.stopping import Composed, Halving, Median, Patience, Whole
-from yunlu.tuning.values import Begin
+from yunlu.tuning.values import Begin, End
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,9 @@ def make_method(
         from yunlu.tuning.methods.frontier import Frontier  # noqa: PLC0415 - of this method alone
 
         method: Method = Frontier(dimensions, seed=seed, allowed=allowed, past=past)
-        return _with_first(search, method, Draws(dimensions, allowed), seed)
+        draws = Draws(dimensions, allowed)
+        method = Once(method, draws, seed=seed) if draws.is_finite else method
+        return _with_first(search, method, draws, seed)
     draws = Draws(dimensions, allowed)
     sampler = _make_sampler(name, search, draws, seed=seed, objectives=objectives, past=past)
     if stop.name == "pbt":
@@ -138,6 +140,37 @@ def _make_stopping(stop: StopSpec) -> Stopping:
             return Patience(patience=stop.patience, min_delta=stop.min_delta)
         case _:
             return Whole()
+
+
+class Once:
+    """Of a space with an end, no setting comes twice: another one instead, until none is left."""
+
+    def __init__(self, method: Method, draws: Draws, *, seed: int) -> None:
+        """``method`` thinks of settings as if there were always another one."""
+        self._method = method
+        self._draws = draws
+        self._seed = seed
+
+    def choose(self, stand: Stand) -> Move:
+        """What the method would do, with a setting that is new."""
+        left = self._find_left(stand)
+        if left is None:
+            move = self._method.choose(replace(stand, trials_left=0))
+            return End("every setting was tried") if isinstance(move, End) else move
+        move = self._method.choose(stand)
+        if not isinstance(move, Begin):
+            return move
+        is_new = self._draws.accepts(move.params, self._draws.taken(stand.trials))
+        return move if is_new else replace(move, params=left)
+
+    def judge(self, number: int, stand: Stand) -> Judged:
+        """By the method; where nothing new is left, nobody has to make room for it."""
+        has_new = self._find_left(stand) is not None
+        return self._method.judge(number, stand if has_new else replace(stand, trials_left=0))
+
+    def _find_left(self, stand: Stand) -> Params | None:
+        seed = mix_seed(self._seed, len(stand.trials))
+        return self._draws.draw(seed, self._draws.taken(stand.trials))
 
 
 class First:

@@ -96,7 +96,7 @@ class Population:
             (t for t in members if t.rung >= level and t.state is not TrialState.FAILED),
             key=lambda trial: (value_at(trial, level), trial.number),
         )
-        count = math.floor(self._share * len(ranked))
+        count = max(math.floor(self._share * len(ranked)), min(len(ranked) - 1, 1))
         copies = [t for t in stand.trials if t.copied_from and t.copied_from[1] == level]
         has_begun = any(trial.rung > level or trial.until > level for trial in ranked)
         # A model that has trained on may have lost the checkpoint that a copy would begin from.

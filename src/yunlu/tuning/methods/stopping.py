@@ -137,7 +137,9 @@ class Patience(Whole):
                 waited += 1
         if waited < self._patience:
             return super().judge(trial, stand)
-        return Judged(Verdict.PRUNE, reason=f"no better for {waited} evaluations")
+        return Judged(
+            Verdict.PRUNE, reason=f"no better for {waited} evaluation{'s' * (waited != 1)}"
+        )
 
 
 class Halving:

@@ -184,7 +184,12 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
             remark = words("card.cost_of", limit=show_dollars(view.dollars_limit))
         yield words("card.cost"), show_dollars(view.spent_dollars), remark
     done = sum(facts.trial.rung for facts in view.trials)
-    whole = view.rungs * len([facts for facts in view.trials if facts.points])
+    # Where the length varies, one that is done was trained to its own end.
+    whole = sum(
+        facts.trial.rung if facts.state is TrialState.DONE else view.rungs
+        for facts in view.trials
+        if facts.points
+    )
     if view.state != "running" and whole > done > 0:
         remark = words("card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
         yield words("card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark

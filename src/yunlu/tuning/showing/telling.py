@@ -28,9 +28,9 @@ def show_param(value: ParamValue) -> str:
 
 
 def show_value(metric: str, value: float | None) -> str:
-    """A metric as people say it; cost in dollars."""
-    if value is not None and metric == "cost":
-        return show_dollars(value)
+    """A metric as people say it; cost in dollars, time in its units."""
+    if value is not None and metric in {"cost", "seconds"}:
+        return show_dollars(value) if metric == "cost" else show_duration(value)
     return show_metric(metric, value)
 
 
@@ -38,7 +38,9 @@ def show_dollars(dollars: float) -> str:
     """Cents where they matter, and less where there is less."""
     if dollars >= 100:
         return f"${dollars:,.0f}"
-    return f"${dollars:.2f}" if dollars >= 0.1 or dollars == 0 else f"${dollars:.2g}"
+    if dollars >= 0.1 or dollars == 0:
+        return f"${dollars:.2f}"
+    return f"${dollars:#.2g}" if dollars >= 0.0001 else "< $0.0001"
 
 
 def show_range(dimension: Dimension) -> str:
@@ -60,10 +62,10 @@ def show_amount(quantity: str, amount: float) -> str:
 
 
 def wall_s(view: StudyView, now: float) -> float | None:
-    """Seconds from the study's beginning to its end, or until now."""
+    """Seconds from the study's beginning to its end, or until now; while it rested do not count."""
     if view.began_at is None:
         return None
-    return max(0.0, (view.ended_at or now) - view.began_at)
+    return max(0.0, (view.ended_at or now) - view.began_at - view.rested_s)
 
 
 def rank_trials(trials: Sequence[TrialFacts], *, best: TrialFacts | None) -> list[TrialFacts]:

@@ -1,0 +1,84 @@
+"""What a training of the job is like, before any was begun: what it reports, and how often."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import DataError
+from yunlu.jobs.amounts import LANGUAGE_MODELING, count_amounts
+from yunlu.jobs.service import make_plan
+from yunlu.planning.planner import DEFAULT_EPOCHS, choose_batch, count_steps
+from yunlu.tuning.study_dir import StudyError
+
+if TYPE_CHECKING:
+    from yunlu.planning.plan import Plan
+    from yunlu.spec.job import Job
+    from yunlu.spec.search import SearchSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A whole training of the job."""
+
+    metrics: tuple[str, ...]
+    """What is sought, by name."""
+    rungs: int
+    """Its evaluations."""
+    plan: Plan | None = None
+    """Where a worker had to be asked."""
+
+
+def look_at_training(job: Job, search: SearchSpec, *, probes: bool) -> Training:
+    """The metrics by name and the evaluations; ``probes``: whether a worker may be started to tell."""
+    rungs, metrics = count_rungs(_longest(job, search)), search.aims
+    if (rungs is not None and "auto" not in metrics) or not probes:
+        named = tuple("loss" if name == "auto" else name for name in metrics)
+        return Training(metrics=named, rungs=rungs or 1)
+    plan = plan_alone(job)
+    if not plan.evaluate_every:
+        raise StudyError(
+            "the job has no validation data: settings cannot be compared",
+            hint="name data.validation, or hold out a share (data.split.validation)",
+        )
+    named = tuple(plan.best_metric if name == "auto" else name for name in metrics)
+    told = math.ceil(plan.steps / plan.evaluate_every - 1e-9)
+    return Training(metrics=named, rungs=rungs or told, plan=plan)
+
+
+def _longest(job: Job, search: SearchSpec) -> Job:
+    """The job as long as the search may make it, and in the smallest batches."""
+    changes: dict[str, Any] = {}
+    for field, choose in (("epochs", max), ("steps", max), ("batch", min)):
+        spec = search.space.get(f"train.{field}")
+        if spec is None:
+            continue
+        values = [*(spec.choice or ()), spec.low, spec.high]
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if numbers:
+            changes[field] = choose(numbers)
+    return job.model_copy(update={"train": job.train.model_copy(update=changes)})
+
+
+def plan_alone(job: Job) -> Plan:
+    """What a worker with one device makes of the job; nothing is trained."""
+    return make_plan(job.model_copy(update={"search": None, "devices": 1}))
+
+
+def count_rungs(job: Job) -> int | None:
+    """Evaluations of a training, where that can be told without loading its data."""
+    train = job.train
+    if train.evaluate == "epoch" and train.steps is None:
+        return math.ceil((train.epochs or DEFAULT_EPOCHS) - 1e-9)
+    if isinstance(train.evaluate, int) and train.steps is not None:
+        return math.ceil(train.steps / train.evaluate)
+    if train.evaluate == "never" or job.task == LANGUAGE_MODELING:
+        return None  # how many blocks a text has depends on its tokens
+    try:
+        samples = count_amounts(job, seq=1).train
+        batch = choose_batch(job, samples)
+    except DataError:
+        return None
+    every = math.ceil(samples / batch) if train.evaluate == "epoch" else train.evaluate
+    return math.ceil(count_steps(job, samples=samples, batch=batch) / every)

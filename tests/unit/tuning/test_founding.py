@@ -1,0 +1,20 @@
+"""What a study is asked for, from its job and its surroundings."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.toy_study import toy_job
+from yunlu.tuning.founding import prepare_study
+
+
+@pytest.mark.parametrize(
+    ("price", "metrics"), [("3.6", ("loss", "cost")), ("", ("loss", "seconds"))]
+)
+def test_without_a_price_the_cost_is_the_time_of_devices(
+    price: str, metrics: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", price)
+    job = toy_job(metric="auto", objectives=["loss", "cost"], method="tpe")
+    asked = prepare_study(job, name="front")
+    assert (asked.metrics, asked.directions) == (metrics, ("minimize", "minimize"))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 def _live(_rank: int, directory: Path, what: str) -> Any:
     """In a process of its own: who forks must not have threads."""
-    fleet = Fleet(RunDir(directory))
+    fleet = Fleet(RunDir(directory), is_ending=lambda: what == "sent away")
     tries = directory / "tries"
     tries.touch()
 
@@ -29,6 +29,8 @@ def _live(_rank: int, directory: Path, what: str) -> Any:
         count = tries.stat().st_size
         if what == "killed once" and count == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "sent away" and count == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         if what == "bad data":
             raise DataError("There is no such column.", hint="Name another.")
         if what == "broken":
@@ -60,6 +62,12 @@ def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
     (fault,) = [event.data for event, _ in RunDir(tmp_path).read_events()]
     assert (fault["what"], fault["member"]) == ("killed", 0)
     assert fault["detail"] == "ended by SIGKILL"
+
+
+def test_who_is_sent_away_with_everyone_is_no_fault(tmp_path: Path):
+    ((_, tries),) = run_ranks(_live, 1, tmp_path, "sent away")
+    assert tries == 2  # what it had in hand is done
+    assert list(RunDir(tmp_path).read_events()) == []
 
 
 def test_what_the_user_must_mend_is_not_tried_again(tmp_path: Path):

@@ -42,8 +42,10 @@ train:
   checkpoint: {{{{every: 10, keep_best: 0}}}}
 """
 TASKS = """
-import os, resource, threading, time
+import json, os, resource, threading, time
 from pathlib import Path
+import psutil
+import torch
 import torch.distributed as dist
 from yunlu.training.tasks.language_modeling import LanguageModeling
 
@@ -75,6 +77,30 @@ class Slow(LanguageModeling):
             Path("trains").touch()
             time.sleep(0.1)
         return super().loss(model, batch)
+
+class OneIsSlow(LanguageModeling):
+    def build(self, job):
+        from yunlu.planning.communication import forecast
+        forecast.ASYNCHRONOUS_S = 0.01
+        if os.environ["SLURM_PROCID"] == "1":
+            product = torch.mm
+            torch.mm = lambda *given, **more: (time.sleep(0.02), product(*given, **more))[1]
+        return super().build(job)
+
+class LateAtTheEnd(LanguageModeling):
+    # Rank 1 comes to the last meeting when whoever shows the run has ended rank 0.
+    def build(self, job):
+        if os.environ["SLURM_PROCID"] == "1":
+            barrier, (run,) = dist.barrier, Path("home").glob("*-*")
+            def late():
+                events = [json.loads(line) for line in (run / "events.jsonl").open()]
+                if events[-1]["data"].get("state") == "finished":
+                    (leader,) = [e["data"]["pid"] for e in events if e["kind"] == "life"]
+                    while psutil.pid_exists(leader):
+                        time.sleep(0.01)
+                barrier()
+            dist.barrier = late
+        return super().build(job)
 """
 SCRIPT = """
 import sys, yunlu
@@ -241,6 +267,43 @@ def test_a_script_under_srun_gets_the_same_run_in_each_task(
     (crew,) = events(run, EventKind.CREW)
     assert [each["rank"] for each in crew["ranks"]] == [0, 1]
     assert not bench.left()
+
+
+@pytest.mark.long
+def test_asynchronous_workers_can_be_launched_and_come_to_their_end(bench: Bench) -> None:
+    job = bench.directory / "job.yaml"
+    job.write_text(job.read_text() + "communication: {method: asynchronous, staleness: 2}\n")
+    for process in bench.srun("-m", "yunlu.cli.main", "train", "job.yaml"):
+        finish(process)
+    run = bench.run()
+    assert states(run) == ["pending", "planning", "running", "finished"]
+    ranks = events(run, EventKind.CREW)[-1]["ranks"]
+    assert [each["member"] for each in ranks] == [0, "rank-1.0"]
+    assert sorted(losses(run)) == [*range(1, STEPS + 1)]
+    check_ledger(run)
+    assert not bench.left()
+
+
+@pytest.mark.long
+def test_those_who_were_launched_give_way_to_asynchronous_workers(bench: Bench) -> None:
+    bench.write_job("tasks_of_test:OneIsSlow")
+    job = bench.directory / "job.yaml"
+    job.write_text(job.read_text() + "communication: relaxed\n")
+    for process in bench.srun("-m", "yunlu.cli.main", "train", "job.yaml"):
+        finish(process)
+    run = bench.run()
+    assert states(run) == ["pending", "planning", "running", "finished"]
+    assert len(events(run, EventKind.LIFE)) == 1
+    assert events(run, EventKind.COMMUNICATION)[-1]["setting"]["method"] == "asynchronous"
+    check_ledger(run)
+
+
+@pytest.mark.long
+def test_who_comes_last_to_the_end_has_not_failed(bench: Bench) -> None:
+    bench.write_job("tasks_of_test:LateAtTheEnd")
+    for process in bench.srun("-m", "yunlu.cli.main", "train", "job.yaml"):
+        finish(process)
+    assert states(bench.run())[-1] == "finished"
 
 
 def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -> None:

@@ -34,7 +34,7 @@ def _train(world: World, micros: int) -> tuple[float, float, float]:
     model = build("cnn")
     optimizer = adam(list(model.parameters()))
     gradients = GradientSum(list(model.parameters()), summation_of(world))
-    synchronise_batch_norm(model, world.group("dp"))
+    synchronise_batch_norm(model, world.adding("dp"))
     losses: list[float] = []
     first: list[torch.Tensor | None] = []
     for step in range(20):
@@ -81,7 +81,7 @@ def _one_layer(world: World, kind: str, options: dict[str, Any], counts: list[in
     module = copy.deepcopy(single)
     allow_single_samples(single)
     allow_single_samples(module)
-    synchronise_batch_norm(module, world.group("dp"))
+    synchronise_batch_norm(module, world.adding("dp"))
     values = torch.randn(2, sum(counts), 4, *shape, dtype=torch.float64) + 50
     slopes = torch.randn_like(values)
     start = sum(counts[: world.rank])
@@ -132,7 +132,7 @@ def _apart(world: World) -> bool:
     module = nn.BatchNorm1d(3)
     values = torch.randn(4, 3)
     plain = copy.deepcopy(module)
-    synchronise_batch_norm(module, world.group("dp"))
+    synchronise_batch_norm(module, world.adding("dp"))
     average = copy.deepcopy(module)
     is_same = torch.equal(average(values), plain(values))
     average.running_mean = torch.full((3,), 7.0)
@@ -153,7 +153,7 @@ def _low_precision(world: World) -> float:
     module = nn.BatchNorm2d(3)
     values = torch.randn(4, 3, 5, 5).bfloat16()
     expected = module(values)
-    synchronise_batch_norm(module, world.group("dp"))
+    synchronise_batch_norm(module, world.adding("dp"))
     share = values[2 * world.rank : 2 * world.rank + 2].to(memory_format=torch.channels_last)
     found = module(share.requires_grad_())
     found.float().square().sum().backward()

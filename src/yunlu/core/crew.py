@@ -75,6 +75,13 @@ def read_crew(run_dir: RunDir) -> Crew | None:
         return None
 
 
+def count_workers(crew: Crew) -> int:
+    """Those that train now; of asynchronous ones, which have no ranks, those that are wanted."""
+    if crew.members or not crew.generation:
+        return sum(member.rank is not None for member in crew.members)
+    return crew.target
+
+
 def write_crew(run_dir: RunDir, crew: Crew) -> None:
     """Publish the journal, readable by its owner alone: it holds the token.
 

@@ -31,6 +31,8 @@ def ask_job(
         if not said and not options:
             return asked
         mapping = asked.model_dump(mode="json", exclude_unset=True)
+    elif not hasattr(job, "model_dump") and job is not None:
+        raise JobError(f"{job!r} is no job", hint="name a job file, or hand over a yunlu.Job")
     else:
         mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
         if overrides:

@@ -58,6 +58,8 @@ class HostLinks(Value):
     bytes_per_s: tuple[float | None, ...]
     """To each host, in the order of the hosts; to itself, between two of its workers."""
     latency_s: tuple[float | None, ...]
+    compute_s: float | None = None
+    """A step of its slowest worker, without any exchange."""
 
 
 class Chosen(Value):
@@ -239,7 +241,9 @@ def _candidates(said: object, chosen: str) -> Iterator[Candidate]:
 def _links(said: dict[str, Any]) -> Iterator[HostLinks]:
     hosts = [str(host) for host in _list(said.get("hosts"))]
     names = list(dict.fromkeys(hosts))
+    spans = _row(_list(said.get("compute_s")), len(hosts))
     for place, host in enumerate(names):
+        here = [span for at, span in zip(hosts, spans, strict=True) if at == host and span]
         rates, latencies = (
             _row(_list(_at(said.get(key), place)), len(names))
             for key in ("bytes_per_s", "latency_s")
@@ -251,6 +255,7 @@ def _links(said: dict[str, Any]) -> Iterator[HostLinks]:
             receive_bytes_per_s=_finite(_at(said.get("receive_bytes_per_s"), place)),
             bytes_per_s=rates,
             latency_s=latencies,
+            compute_s=max(here, default=None),
         )
 
 

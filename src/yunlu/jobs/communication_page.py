@@ -155,6 +155,7 @@ def _host(each: HostLinks) -> dict[str, Any]:
     pairs = list(zip(each.bytes_per_s, each.latency_s, strict=True))[:_MOST_HOSTS]
     return {
         "row": each,
+        "computes": _shown(each.compute_s),
         "send": show_rate(each.send_bytes_per_s),
         "receive": show_rate(each.receive_bytes_per_s),
         "to": [{"rate": show_rate(rate), "latency": _shown(latency)} for rate, latency in pairs],

@@ -48,11 +48,6 @@ def find_launch(job: Job | None = None, *, waits: bool = True) -> Launched | Non
             f"the job says devices: {job.devices}, and {place.by} started {place.size} workers",
             hint=f"leave devices out, or start {job.devices}",
         )
-    if job is not None and job.communication.method == "asynchronous":
-        raise JobError(
-            f"communication: asynchronous starts its own workers, and {place.by} has done so",
-            hint=f"run it without {place.by}: yunlu train --devices {place.size}",
-        )
     return place
 
 

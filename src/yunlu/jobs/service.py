@@ -30,6 +30,7 @@ from yunlu.pool.executors.record import read_record as read_leases
 from yunlu.pool.local import (
     WorkerProcess,
     count_gpus,
+    is_asynchronous,
     launch_lock,
     program_for,
     record_worker,
@@ -329,8 +330,8 @@ def _program_of(run_dir: RunDir) -> tuple[str, ...]:
 
     job = Job.model_validate_json(run_dir.job.read_bytes())
     devices = count_devices(job, gpus=count_gpus())
-    is_asynchronous = job.communication.method == "asynchronous"
-    return program_for(devices, spares=job.spares, is_asynchronous=is_asynchronous)
+    is_served = is_asynchronous(run_dir, job.communication.method)
+    return program_for(devices, spares=job.spares, is_asynchronous=is_served)
 
 
 @contextmanager

@@ -69,6 +69,26 @@ class Mate(Protocol):
         ...
 
 
+class Unsupervised:
+    """Stands where a member of a crew stands: nobody listens, and only signals ask for anything."""
+
+    wants_pause = False
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a signal came."""
+        return self._stop.is_set
+
+    def check(self) -> None:
+        """Nobody breaks anything off."""
+
+    def beat(self, **_: Any) -> None:
+        """Nobody listens."""
+
+
 class CrewLog(MetricLog):
     """The log and the ledger of the steps; everyone knows them, the leader writes them."""
 

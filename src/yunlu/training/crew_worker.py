@@ -21,6 +21,7 @@ from yunlu.core.states import RunState
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan
 from yunlu.training import loop
+from yunlu.training.asynchronous.rules import against_serving
 from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.copies import Copy, Keeper, describe, make_blank
 from yunlu.training.crew_watch import CrewLog, CrewWatch
@@ -36,6 +37,7 @@ from yunlu.training.parallel.exchange import (
     exchange,
     gather_json,
     gather_specs,
+    least_of_all,
 )
 from yunlu.training.prepare import build_model
 from yunlu.training.probe import probe_machine
@@ -105,6 +107,7 @@ class Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # who only says "cuda" means this one
         world = self._member.form(assignment, device)
+        world.hindrance = against_serving(self._run, self._loaded.job, workers=world.layout.world)
         self._settle_in(assignment, world)
         self._train()
 
@@ -161,12 +164,13 @@ class Worker:
             self._wait_for_save(watch)
             self.settle()
             return
-        if ask == "stop" and watch.is_to_be_saved():
+        is_left = ask == "serve" and engine.steps_done > 0
+        if is_left or (ask == "stop" and watch.is_to_be_saved()):
             watch.save_and_wait()
-        if ask == "stop" or watch.ruling is not None:
+        if ask in {"stop", "serve"} or watch.ruling is not None:
             watch.checkpoints.wait()
             self._meet_again()
-            self._member.done("stopped", engine.steps_done)
+            self._member.done("changed" if ask == "serve" else "stopped", engine.steps_done)
             return
         watch.checkpoints.wait()
         watch.begin_phase("export")
@@ -225,7 +229,9 @@ class Worker:
             is_here = stays and self._holds(restore.step)
             self._is_whole = self._is_whole and (is_here or not stays)
             self._fetch(engine, watch, held, numbers, restore.step or 0, is_here=is_here)
-        engine.micro_batch = _least(min(engine.micro_batch, self._most_samples or sys.maxsize))
+        engine.micro_batch = least_of_all(
+            min(engine.micro_batch, self._most_samples or sys.maxsize)
+        )
         if before is not None and before is not engine:
             before.close()
         self._engine, self._watch, self._is_whole = engine, watch, True
@@ -389,12 +395,3 @@ def _device(assignment: Assignment, plan: Plan) -> torch.device:
     if plan.device == "cuda":
         return torch.device("cuda", assignment.slot)
     return torch.device(plan.device)
-
-
-def _least(micro_batch: int) -> int:
-    """What the one with the least memory can do, all do: they meet in every micro-batch."""
-    if not dist.is_initialized():
-        return micro_batch
-    number = torch.tensor(micro_batch)
-    dist.all_reduce(number, op=dist.ReduceOp.MIN)
-    return int(number)

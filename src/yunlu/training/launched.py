@@ -31,13 +31,15 @@ from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, resplit
 from yunlu.spec.job import Job
 from yunlu.training import loop
+from yunlu.training.asynchronous.rules import against_serving
 from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.checkpoint.state import seed_everything
-from yunlu.training.crew_watch import CrewLog, CrewWatch
+from yunlu.training.crew_watch import CrewLog, CrewWatch, Unsupervised
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finish import finish
+from yunlu.training.giving_way import give_way
 from yunlu.training.life import RunBusyError, begin_life, move, only_worker, signals_as_stop
 from yunlu.training.memory.shortage import cap_of_worker, memory_capped
 from yunlu.training.muster import Muster, assemble, describe_failure
@@ -98,18 +100,26 @@ def run(path: Path | None, place: Launched, *, turn: int = 0) -> RunState:
 
 
 def _lead(run_dir: RunDir, muster: Muster, stop: StopRequest) -> RunState:
-    with only_worker(run_dir):
+    with only_worker(run_dir) as lock:
+        job = Job.model_validate_json(run_dir.job.read_bytes())
+        # Named by the job, or chosen by those who were launched before us.
+        is_served = job.communication.method == "asynchronous" or run_dir.servers.is_dir()
         is_over = _is_finished(run_dir)
         about = {"path": str(run_dir.path), "directory": str(Path.cwd()), "is_over": is_over}
-        muster.share("run", about)
+        muster.share("run", about | {"is_served": is_served})
         if is_over:  # a restart because of something that came after the end
             muster.meet("end")
             return RunState.FINISHED
+        if is_served:
+            give_way(run_dir, muster, lock, is_new=True)
         muster.watch_for_failure(lambda failure: _tell_failure(run_dir, failure))
         life, began_at = begin_life(run_dir)
         muster.share("life", life)
         move(run_dir, RunState.PLANNING)
-        return _take_part(run_dir, muster, stop, life=life, began_at=began_at)
+        state = _take_part(run_dir, muster, stop, life=life, began_at=began_at)
+        if state is RunState.RUNNING:
+            give_way(run_dir, muster, lock)
+        return state
 
 
 def _follow(muster: Muster, stop: StopRequest) -> RunState:
@@ -128,8 +138,13 @@ def _follow(muster: Muster, stop: StopRequest) -> RunState:
     with suppress(OSError):
         os.chdir(about["directory"])
     _write_to(run_dir.logs / f"member-{muster.place.rank}.log")
+    if about["is_served"]:
+        give_way(run_dir, muster)
     muster.watch_for_failure(lambda _: None)
-    return _take_part(run_dir, muster, stop, life=muster.share("life"), began_at=0.0)
+    state = _take_part(run_dir, muster, stop, life=muster.share("life"), began_at=0.0)
+    if state is RunState.RUNNING:
+        give_way(run_dir, muster)
+    return state
 
 
 def _take_part(
@@ -154,6 +169,7 @@ def _take_part(
     store = PrefixStore("world", muster.store)
     host = muster.address or "127.0.0.1"
     world = form_world(layout, muster.place.rank, store, device=device, host=host)
+    world.hindrance = against_serving(run_dir, job, workers=layout.world)
     try:
         engine = _build(run_dir, job, plan, parts, world)
         return _train(run_dir, engine, muster, stop, life=life, machine=machine, pattern=pattern)
@@ -247,6 +263,8 @@ def _train(
                 move(run_dir, RunState.STOPPING, reason="asked to stop")
             if is_to_be_saved:
                 watch.save_and_wait()
+        if ask == "serve":
+            return _leave_to_servers(engine, watch, trackers)
         if ask == "stop" or watch.ruling is not None:
             watch.checkpoints.wait()
             state = RunState.STOPPED
@@ -265,12 +283,25 @@ def _train(
         raise
 
 
+def _leave_to_servers(engine: Engine, watch: CrewWatch, trackers: TrackerThread) -> RunState:
+    """All have chosen to be asynchronous: the run goes on, and so does this life of it."""
+    if engine.steps_done:
+        watch.save_and_wait()
+    watch.checkpoints.wait()
+    trackers.close()
+    dist.barrier()  # nobody needs the leader's store any more
+    return RunState.RUNNING
+
+
 def _conclude(
     run_dir: RunDir, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
 ) -> RunState:
     trackers.finish(state=state, summary=summary)
     move(run_dir, state)
-    dist.barrier()  # once the others return, the run rests
+    # Once the others return, the run rests. Who is told so has all it came for: whoever shows the run
+    # may have ended the leader by the time that the last of the others is here.
+    with suppress(RuntimeError):
+        dist.barrier()
     return state
 
 
@@ -310,7 +341,7 @@ def _make_watch(
     return CrewWatch(
         engine,
         run_dir,
-        member=_Unsupervised(stop),
+        member=Unsupervised(stop),
         crew=Crew(rank=world.rank, size=world.layout.world, token=f"{life}-{_GENERATION}"),
         log=log,
         trackers=trackers,
@@ -318,25 +349,6 @@ def _make_watch(
         keep=lambda _: None,
         forget_after=lambda _: None,
     )
-
-
-class _Unsupervised:
-    """Stands where a member of a crew stands: nobody listens, and only signals ask for anything."""
-
-    wants_pause = False
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-
-    @property
-    def wants_stop(self) -> bool:
-        return self._stop.is_set
-
-    def check(self) -> None:
-        """Nobody breaks anything off."""
-
-    def beat(self, **_: Any) -> None:
-        """Nobody listens."""
 
 
 def _tell_failure(run_dir: RunDir, failure: dict[str, Any]) -> None:

@@ -33,6 +33,12 @@ def move(directory: RunDir, state: RunState, **data: Any) -> RunState:
     return state
 
 
+def newest_life(directory: RunDir) -> tuple[int, float]:
+    """The number of the life that the run is in, and when it began."""
+    lives = [event for event, _ in directory.read_events() if event.kind is EventKind.LIFE]
+    return len(lives), lives[-1].data["began_at"]
+
+
 def begin_life(directory: RunDir, *, began_at: float | None = None) -> tuple[int, float]:
     """Tell who lives, and since when; the process's own start tells it from a later namesake.
 
@@ -52,9 +58,13 @@ def begin_life(directory: RunDir, *, began_at: float | None = None) -> tuple[int
 
 
 @contextmanager
-def only_worker(directory: RunDir) -> Generator[None]:
-    """Hold the run's lock: two workers on one run would destroy each other's work."""
-    with (directory.path / "worker.lock").open("w") as file:
+def only_worker(directory: RunDir, *, held: int | None = None) -> Generator[int]:
+    """Hold the run's lock, and give it: two workers on one run would destroy each other's work.
+
+    ``held`` is the lock itself, where this process had it as another program.
+    """
+    path = directory.path / "worker.lock"
+    with path.open("w") if held is None else os.fdopen(held, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -63,7 +73,7 @@ def only_worker(directory: RunDir) -> Generator[None]:
             ) from error
         _held_locks.append(file)
         try:
-            yield
+            yield file.fileno()
         finally:
             _held_locks.remove(file)
 

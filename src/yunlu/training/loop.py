@@ -90,9 +90,11 @@ def _take(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
     if engine.guard.passes_over(engine.steps_done):
         engine.pass_over()
         return Step(math.nan, math.nan, Verdict("skip", "passed over"), is_applied=False)
+    began_at = perf_counter()
     accumulated = engine.accumulate(micros, items)
     if accumulated is None:
         return None
+    engine.company.note_computing(perf_counter() - began_at)
     total, gradient_norm = engine.norm(accumulated)
     loss, norm, verdict = engine.judge(total, gradient_norm)
     is_good = verdict.action == "good"

@@ -22,11 +22,11 @@ import xxhash
 from pydantic import TypeAdapter
 
 from yunlu.catalog.machine import Device, Machine
+from yunlu.core.cgroup import Cgroup, read_cgroup
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 from yunlu.planning.probed import read_processor
-from yunlu.training.cgroup import Cgroup, read_cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -29,6 +29,7 @@ LINKS = {
     "bytes_per_s": [[2e9, 12.5e6], [3.1e6, 2e9]],
     "send_bytes_per_s": [12.5e6, 3.1e6],
     "receive_bytes_per_s": [12.4e6, 12.5e6],
+    "compute_s": [0.05, 0.06, 0.2],
 }
 DENSE = {"method": "all-reduce", "codec": "none", "every": 1, "delay_steps": 0, "rank": 4}
 INT4 = DENSE | {"method": "direct", "codec": "int4"}
@@ -167,6 +168,7 @@ def test_links_are_told_by_host(run: RunDir) -> None:
     assert (a.send_bytes_per_s, b.send_bytes_per_s) == (12.5e6, 3.1e6)
     assert b.bytes_per_s == (3.1e6, 2e9)
     assert a.latency_s == (2e-5, 1e-4)
+    assert (a.compute_s, b.compute_s) == (0.06, 0.2)
 
 
 def test_what_was_replaced_before_a_step_is_left_out(tmp_path: Path) -> None:

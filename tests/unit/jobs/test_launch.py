@@ -40,8 +40,6 @@ def test_what_does_not_go_with_a_launch_is_refused() -> None:
         launch.find_launch(Job.model_validate({**JOB, "devices": 3}))
     with pytest.raises(JobError, match="ends its workers"):
         launch.find_launch(Job.model_validate(JOB), waits=False)
-    with pytest.raises(JobError, match="asynchronous starts its own workers"):
-        launch.find_launch(Job.model_validate({**JOB, "communication": "asynchronous"}))
 
 
 def test_one_process_of_its_own_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:

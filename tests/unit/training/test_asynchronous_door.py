@@ -16,7 +16,8 @@ from yunlu.core.errors import StoreError
 from yunlu.core.rundir import WORKERS, EventKind, RunDir
 from yunlu.core.value import Value
 from yunlu.training.asynchronous import door as door_module
-from yunlu.training.asynchronous.door import NODE_MODULE, Door
+from yunlu.training.asynchronous.door import Door
+from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE
 from yunlu.training.elastic.messages import (
     Exited,
     Failed,
@@ -89,7 +90,7 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
 
 
 def test_a_machine_and_its_workers_are_known_until_it_goes(door: Door, crew: Crew, tmp_path: Path):
-    assert (crew.node_module, crew.target, crew.wanted) == (NODE_MODULE, 3, {LOCAL: 3})
+    assert (crew.node_module, crew.target, crew.wanted) == (ASYNCHRONOUS_NODE, 3, {LOCAL: 3})
     machine = Machine(door, crew)
     machine.say(Forked(member=0, pid=77, process_started_at=0))
     machine.say(Forked(member=1, pid=78, process_started_at=0))

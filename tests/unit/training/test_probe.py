@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from yunlu.catalog.machine import Device, Machine
+from yunlu.core.cgroup import Cgroup
 from yunlu.training import probe
-from yunlu.training.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

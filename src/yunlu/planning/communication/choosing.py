@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
+from pydantic import Field
+
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.planning.communication.figures import Work  # noqa: TC001 - pydantic reads it
@@ -26,7 +28,13 @@ _DILOCO_EVERY = 20, 50, 100
 _DELAYS = 0, 1
 _WORTH = 0.9
 """Torch's own sum stays unless something is predicted to take less than this share of its time."""
+_SURE = 0.85
+"""As asynchronous workers, of which there is no way back, unless the next best takes longer by so much."""
+_ALIKE = 1.02
+"""What gains less by being packed travels as it is."""
 _SHOWN_MBITS = 0.05
+_SERVED_CODECS = ("none", "fp16", "bf16", "int8", "int4")
+"""What gradients on their way to servers may be packed into: of the others nobody knows what they do there."""
 
 
 class CommunicationError(YunluError):
@@ -54,6 +62,8 @@ class Question(Figures):
     pinned: Pinned = Pinned()
     available: tuple[str, ...] = tuple(METHODS)
     """Methods that this run can use."""
+    hindrances: dict[str, str] = Field(default_factory=dict)
+    """Why it cannot use others, by their names."""
 
 
 class Refusal(Figures):
@@ -112,7 +122,7 @@ def choose(figures: WireFigures, question: Question) -> Decision:
             f"communication: nothing is left to choose from ({reasons}).",
             hint="Pin less, or allow more with communication.guarantee.",
         )
-    chosen = candidates[0]
+    chosen = _sure(candidates)
     is_free = question.pinned.method is None and question.pinned.codec is None
     dense = best.get("all-reduce none")
     if is_free and dense is not None and chosen.cost_s > _WORTH * dense.cost_s:
@@ -125,6 +135,19 @@ def choose(figures: WireFigures, question: Question) -> Decision:
         refused=refused,
         reason=explain(figures, question.work, chosen, plain),
     )
+
+
+def _sure(candidates: tuple[Forecast, ...]) -> Forecast:
+    """The fastest; asynchronous workers only where they leave no doubt."""
+    chosen = candidates[0]
+    if chosen.setting.method != "asynchronous":
+        return chosen
+    others = [each for each in candidates if each.setting.method != "asynchronous"]
+    if others and chosen.cost_s > _SURE * others[0].cost_s:
+        return others[0]
+    served = [each for each in candidates if each.setting.method == "asynchronous"]
+    plain = next((each for each in served if each.setting.codec == "none"), chosen)
+    return plain if plain.cost_s < _ALIKE * chosen.cost_s else chosen
 
 
 def explain(figures: WireFigures, work: Work, chosen: Forecast, plain: Forecast) -> str:
@@ -147,7 +170,9 @@ def explain(figures: WireFigures, work: Work, chosen: Forecast, plain: Forecast)
     slowest = figures.slowest_compute_s
     if slowest is not None and slowest > 1.3 * sorted(figures.compute_s)[figures.size // 2]:
         late = figures.compute_s.index(slowest)
-        parts.append(f"worker {late} takes {show_duration(slowest)} a step and is waited for")
+        is_waited_for = chosen.setting.method != "asynchronous"
+        words = "is waited for" if is_waited_for else "takes fewer turns than the others"
+        parts.append(f"worker {late} takes {show_duration(slowest)} a step and {words}")
     return "; ".join(parts)
 
 
@@ -200,7 +225,7 @@ def _against_method(figures: WireFigures, question: Question, name: str) -> str 
     method = METHODS[name]
     hosts = len(figures.host_names)
     if name not in question.available:
-        return "this run cannot use it"
+        return question.hindrances.get(name, "this run cannot use it")
     if not keeps(question.guarantee, name, "none"):
         return f"it is {method.guarantee}, {question.guarantee} was asked for"
     if method.needs_whole_model and not question.work.is_replicated:
@@ -251,6 +276,8 @@ def _fits(method: str, codec: str) -> bool:
         return True
     if codec == "powersgd":
         return METHODS[method].kind == "synchronous"
+    if method == "asynchronous":
+        return codec in _SERVED_CODECS
     return method == "direct" or METHODS[method].kind != "synchronous"
 
 

@@ -119,6 +119,8 @@ class Work(Figures):
     """How many are left."""
     is_replicated: bool = True
     """Whether each worker has the whole model."""
+    staleness: int = Field(default=4, ge=0)
+    """Of asynchronous workers: how many steps after the oldest that is not over one may begin."""
     hides: float = Field(default=1.0, ge=0, le=1)
     """How much of an exchange runs beside computing: less than 1 where it takes cores from it."""
     staging_bytes_per_s: float | None = None

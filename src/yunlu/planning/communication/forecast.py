@@ -12,6 +12,7 @@ from yunlu.planning.communication.methods import (
     one_bit_from,
     steps_factor,
 )
+from yunlu.planning.communication.serving import serve
 from yunlu.planning.communication.timing import Clock, Span
 from yunlu.planning.probed import Figures
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 _VALUE_BYTES = 4
 _MANY = 20
 """A run that nobody has told the length of is taken to be long."""
+_LONG_STEPS = 20_000
+ASYNCHRONOUS_S = 10.0
+"""Servers and workers are other processes than those of a crew: they start, and load everything anew."""
 
 
 class Setting(Figures):
@@ -66,11 +70,13 @@ class Forecast(Figures):
     steps_factor: float
     one_exchange_s: float
     """A single one, as it can be timed: of all buckets, or of one averaging."""
+    begin_s: float = 0.0
+    """What it takes to begin, shared out over the steps that are left."""
 
     @property
     def cost_s(self) -> float:
         """What one dense synchronous step's progress takes: by this settings are compared."""
-        return self.step_s * self.steps_factor
+        return self.step_s * self.steps_factor + self.begin_s
 
 
 def forecast(clock: Clock, work: Work, setting: Setting) -> Forecast:
@@ -135,20 +141,17 @@ def _local(clock: Clock, work: Work, setting: Setting) -> Forecast:
 
 def _asynchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
     """Nobody waits for another: what counts is how many steps all of them do together."""
-    figures = clock.figures
-    each_s = figures.compute_s or (work.compute_s,) * figures.size
-    span = _exchange(clock, work, setting, work.bytes)
-    together = sum(1 / max(own + span.seconds, 1e-9) for own in each_s)
-    step_s = figures.size / together
-    return _make(
+    told = serve(clock.figures, work, setting, staleness=work.staleness)
+    forecast = _make(
         clock,
         work,
         setting,
-        compute_s=step_s - span.seconds,
-        exchange_s=span.seconds,
+        compute_s=told.step_s - told.exchange_s,
+        exchange_s=told.exchange_s,
         hidden_s=0.0,
-        sent_bytes=span.sent_bytes,
+        sent_bytes=told.sent_bytes,
     )
+    return forecast.model_copy(update={"begin_s": ASYNCHRONOUS_S / (work.steps or _LONG_STEPS)})
 
 
 def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from yunlu.planning.communication.choosing import choose
-from yunlu.planning.communication.forecast import forecast
+from yunlu.planning.communication.forecast import ASYNCHRONOUS_S, forecast
 from yunlu.planning.communication.methods import METHODS
 from yunlu.planning.communication.timing import Clock
 
@@ -37,7 +37,7 @@ def should_switch(
     figures: WireFigures,
     *,
     steps_left: int | None = None,
-    switch_s: float = SWITCH_S,
+    switch_s: float | None = None,
 ) -> Decision | None:
     """A new decision where it gains at least 15 % and repays the switch in the steps that are left."""
     fresh = choose(figures, decision.question)
@@ -47,6 +47,9 @@ def should_switch(
     gained_s = now.cost_s - fresh.chosen.cost_s
     if gained_s < GAIN * now.cost_s:
         return None
+    if switch_s is None:
+        is_served = METHODS[fresh.setting.method].kind == "asynchronous"
+        switch_s = ASYNCHRONOUS_S if is_served else SWITCH_S
     left = decision.question.work.steps if steps_left is None else steps_left
     if left is not None and gained_s * left < _WORTH * switch_s:
         return None

@@ -110,7 +110,10 @@ class Chief:
         *,
         stop: StopRequest,
         life: int,
+        goes_on: bool = False,
     ) -> None:
+        """``goes_on``: a crew has begun this life, and given way to asynchronous workers."""
+        self._goes_on = goes_on
         self._run, self._job, self._plan, self._stop = run, job, plan, stop
         self._engine = Engine(job, plan, parts, run.emit)
         self._trackers = TrackerThread(open_trackers(["tensorboard", *job.trackers]), warn=run.warn)
@@ -128,7 +131,8 @@ class Chief:
         self._entered = _last_step(run.ledger)
         if not run.servers.exists():
             if resumed_from is not None:
-                run.warn("The servers' directory is gone: their optimiser begins anew.")
+                why = "Servers go on" if goes_on else "The servers' directory is gone"
+                run.warn(f"{why}: their optimiser begins anew.")
             self._logged = self._entered = self._engine.steps_done
             flat = FlatWeights(self._engine.weights)
             rules = make_rules(job, plan, first_step=self._engine.steps_done)
@@ -148,7 +152,8 @@ class Chief:
         resumed_from = self._logged or None
         self._take_in()
         try:
-            self._trackers.start(self._run, self._job, resumed=resumed_from is not None)
+            is_known = resumed_from is not None or self._goes_on
+            self._trackers.start(self._run, self._job, resumed=is_known)
             if not _is_running(self._run):
                 self._tell_start(resumed_from)
             while not self._is_through():
@@ -172,6 +177,9 @@ class Chief:
 
     def _tell_start(self, resumed_from: int | None) -> None:
         spec = self._job.communication
+        was_told = any(
+            event.kind is EventKind.COMMUNICATION for event, _ in self._run.read_events()
+        )
         setting = Setting(method="asynchronous", codec=self._client.rules.codec)
         move(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
         self._run.emit(
@@ -180,7 +188,8 @@ class Chief:
             chosen=setting.name,
             setting=setting.model_dump(),
             guarantee=spec.kept,
-            reason=f"the job names it; {_describe_rules(self._client.rules)}",
+            reason=f"{'as before' if was_told else 'the job names it'};"
+            f" {_describe_rules(self._client.rules)}",
         )
 
     def _is_at_end(self) -> bool:
@@ -280,9 +289,17 @@ class Chief:
             "at": max(each["at"] for each in tickets),
             "evaluate_s": 0.0,
             "checkpoint_s": 0.0,
-            "sent_bytes": _sum(tickets, "sent_bytes"),
         }
-        for key in ("grad_norm", "data_s", "compute_s", "communication_s", "staleness"):
+        # Of one worker: each does one of the tickets, in the mean.
+        averaged = (
+            "grad_norm",
+            "data_s",
+            "compute_s",
+            "communication_s",
+            "staleness",
+            "sent_bytes",
+        )
+        for key in averaged:
             record[key] = _sum(tickets, key) / len(tickets)
         if any("compression_error" in each for each in tickets):
             record["compression_error"] = _sum(tickets, "compression_error") / len(tickets)

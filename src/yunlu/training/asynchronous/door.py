@@ -18,6 +18,7 @@ from yunlu.core.crew import LOCAL, Crew, reachable, write_crew
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import WORKERS, EventKind
 from yunlu.core.settings import bind_address
+from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE
 from yunlu.training.elastic.links import Links
 from yunlu.training.elastic.messages import (
     Answer,
@@ -36,10 +37,10 @@ from yunlu.training.elastic.messages import (
 
 if TYPE_CHECKING:
     from yunlu.core.rundir import RunDir
+    from yunlu.planning.layout import Layout
     from yunlu.training.elastic.links import Link
     from yunlu.training.elastic.messages import Message
 
-NODE_MODULE = "yunlu.training.asynchronous.node"
 _TELL_S = 1.0
 _SILENCE_S = 10.0
 """A machine speaks four times a second: one that says nothing for so long was cut off."""
@@ -74,8 +75,8 @@ class Door:
         self._told_at = 0.0
         self._written: Crew | None = None
 
-    def publish(self, *, workers: int, is_open: bool) -> None:
-        """Say where to knock; ``is_open``: there are servers to work for."""
+    def publish(self, *, workers: int, is_open: bool, layout: Layout | None = None) -> None:
+        """Say where to knock; ``is_open``: there are servers to work for, ``layout``: by how many tickets."""
         process = psutil.Process()
         crew = Crew(
             host=reachable(bind_address()),
@@ -83,9 +84,10 @@ class Door:
             token=self._token,
             pid=os.getpid(),
             process_started_at=process.create_time(),
-            node_module=NODE_MODULE,
+            node_module=ASYNCHRONOUS_NODE,
             generation=int(is_open),
             target=workers + sum(guest.devices for guest in self._guests.values()),
+            layouts={} if layout is None else {layout.world: layout.model_dump()},
             wanted={LOCAL: workers, **{each.name: each.devices for each in self._guests.values()}},
         )
         if crew != self._written:

@@ -78,6 +78,7 @@ class Fleet:
         tell_loss: Told of a death that is made good: who, its pid, exit code, and why in words; else
             it becomes an event.
         rest: What to do for so many seconds while somebody is waited for.
+        is_ending: Whether all are asked to go: a cluster asks everyone at once, and then deaths are no news.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Fleet:
         in_child: Callable[[], None] = lambda: None,
         tell_loss: Callable[[Place, int, int, str], None] | None = None,
         rest: Callable[[float], None] = time.sleep,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._directory = directory
+        self._directory, self._is_ending = directory, is_ending
         self._in_child, self._rest = in_child, rest
         self._tell_loss = tell_loss or self._emit_fault
         self._logbook = Logbook(directory)
@@ -153,7 +155,8 @@ class Fleet:
         words = self._logbook.explain_exit(0, code) if failure is None else failure.message
         if code == _HOPELESS or place.name == "planner":
             raise _as_error(failure, f"The {place.name} {words}.")
-        self._tell_loss(place, pid, code, words)
+        if not (code in {0, -signal.SIGTERM} and self._is_ending()):
+            self._tell_loss(place, pid, code, words)
         is_quick = time.monotonic() - place.started_at < _QUICK_S
         place.quick_deaths = place.quick_deaths + 1 if is_quick else 1
         if place.quick_deaths >= _QUICK_DEATHS:

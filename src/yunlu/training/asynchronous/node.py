@@ -24,11 +24,13 @@ import torch
 
 from yunlu.core.crew import WRONG_TOKEN, read_crew
 from yunlu.core.rundir import RunDir
+from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.fleet import Fleet, Place, describe
 from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.becoming import hear_asks
 from yunlu.training.elastic.contact import Contact, LostError
 from yunlu.training.elastic.messages import (
     Answer,
@@ -62,21 +64,32 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
     asked = parser.parse_args()
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     with signals_as_stop() as stop:
-        return Node(RunDir(asked.run_dir), asked.node, asked.devices, stop).run()
+        hear_asks()
+        here = asked.here or asked.devices
+        return Node(RunDir(asked.run_dir), asked.node, asked.devices, stop, here=here).run()
 
 
 class Node:
     """Single-threaded: whoever forks must not have threads."""
 
-    def __init__(self, run_dir: RunDir, name: str, devices: int, stop: StopRequest) -> None:
+    def __init__(
+        self, run_dir: RunDir, name: str, devices: int, stop: StopRequest, *, here: int
+    ) -> None:
         run_dir.is_quiet = True  # one machine writes the run's log
         self._run, self._name, self._devices, self._stop = run_dir, name, devices, stop
         self._contact = Contact(run_dir, quiet_s=_QUIET_S)
-        self._fleet = Fleet(run_dir, in_child=self._let_go, tell_loss=self._tell_loss)
+        self._fleet = Fleet(
+            run_dir,
+            in_child=self._let_go,
+            tell_loss=self._tell_loss,
+            is_ending=lambda: stop.is_set,
+        )
+        self._here = here
         self._places: list[Place] = []
         self._told: dict[str, int] = {}
         """Workers that the run's program knows of, with their pids."""
@@ -112,7 +125,7 @@ class Node:
             if self._is_over():
                 return
             self._turn()
-        plan = Plan.model_validate_json(self._run.plan.read_bytes())
+        plan = self._read_plan()
         self._places = [self._make_place(n, job, plan, parts) for n in range(self._devices)]
         while not self._is_over():
             self._fleet.keep_alive(*self._places)
@@ -120,6 +133,12 @@ class Node:
             self._turn()
             self._fleet.bury()
         self._tell(Leaving())
+
+    def _read_plan(self) -> Plan:
+        """The run's, with as many shares of a step as its tickets are."""
+        plan, crew = Plan.model_validate_json(self._run.plan.read_bytes()), read_crew(self._run)
+        layouts = [Layout.model_validate(each) for each in crew.layouts.values()] if crew else []
+        return plan.model_copy(update={"layout": layouts[0]}) if layouts else plan
 
     def _is_open(self) -> bool:
         """Whether there are servers to work for."""
@@ -137,7 +156,7 @@ class Node:
 
     def _make_place(self, number: int, job: Job, plan: Plan, parts: Parts) -> Place:
         def body() -> None:
-            own = fit(plan, job, slot=number)
+            own = fit(plan, job, slot=number, here=self._here)
             work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")
 
         return Place(f"worker-{self._name}.{number}", body, number=number)

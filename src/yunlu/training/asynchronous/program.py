@@ -38,12 +38,14 @@ from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.communication.servers.shard import serve
 from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.becoming import hear_asks
 from yunlu.training.elastic.logbook import Logbook
 from yunlu.training.environment import describe_environment
 from yunlu.training.life import (
     RunBusyError,
     begin_life,
     move,
+    newest_life,
     only_worker,
     signals_as_stop,
 )
@@ -63,21 +65,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.program")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
+    parser.add_argument("--shares", type=int, help="tickets of a step; as many as devices")
+    parser.add_argument("--lock", type=int, help="the run's lock, held by whoever became this")
     asked = parser.parse_args()
-    state = run(asked.run_dir, devices=asked.devices)
+    state = run(
+        asked.run_dir,
+        devices=asked.devices,
+        here=asked.here,
+        shares=asked.shares,
+        lock=asked.lock,
+    )
     return 1 if state is RunState.FAILED else 0
 
 
-def run(run_dir: Path, *, devices: int) -> RunState:
-    """Live one life of a run; every way it can end is an event."""
+def run(
+    run_dir: Path,
+    *,
+    devices: int,
+    here: int | None = None,
+    shares: int | None = None,
+    lock: int | None = None,
+) -> RunState:
+    """Live one life of a run, or go on with one; every way it can end is an event.
+
+    Args:
+        run_dir: Of the run.
+        devices: Workers of this program.
+        here: Workers that share this machine, where others do.
+        shares: Tickets of a step, where others than those here take part from the beginning.
+        lock: The run's lock, where a crew has begun this life and leaves the rest of it to us.
+    """
     directory = RunDir(run_dir)
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     try:
-        with only_worker(directory), signals_as_stop() as stop:
-            life, started_at = begin_life(directory)
-            move(directory, RunState.PLANNING)
-            return _live(directory, stop, devices=devices, life=life, started_at=started_at)
+        with only_worker(directory, held=lock), signals_as_stop() as stop:
+            hear_asks()
+            asked = _Asked(devices, here or devices, shares, goes_on=lock is not None)
+            return _live(directory, stop, asked)
     except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
         sys.stderr.write(f"{error}\n")
     except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
@@ -88,33 +114,57 @@ def run(run_dir: Path, *, devices: int) -> RunState:
     return RunState.FAILED
 
 
-def _live(
-    directory: RunDir, stop: StopRequest, *, devices: int, life: int, started_at: float
-) -> RunState:
-    job = Job.model_validate_json(directory.job.read_text())
-    refuse_job(job, workers=devices)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the command line says."""
+
+    devices: int
+    here: int
+    shares: int | None
+    goes_on: bool
+    """Whether a crew has begun this life."""
+
+
+def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
+    devices, shares, goes_on = asked.devices, asked.shares, asked.goes_on
+    if goes_on:
+        life, started_at = newest_life(directory)
+    else:
+        life, started_at = begin_life(directory)
+        move(directory, RunState.PLANNING)
+    job = _read_job(directory)
+    refuse_job(job, workers=shares or devices)
     set_deterministic(job.train.deterministic)
+    directory.is_quiet = goes_on  # all of this is told
     parts = prepare(directory, job)
+    directory.is_quiet = False
     gc.collect()
     gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
     door = Door(directory)
-    fleet = Fleet(directory, in_child=door.abandon, rest=door.look)
+    fleet = Fleet(directory, in_child=door.abandon, rest=door.look, is_ending=lambda: stop.is_set)
 
     def settle() -> None:
         machine = probe_machine()
         directory.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
-        asked = job.model_copy(update={"devices": devices})
-        settle_plan(directory, asked, parts, machine, started_at=started_at)
+        if machine.best_device.kind == "cuda" and shares:  # each worker has one, wherever it is
+            machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
+        ours = job.model_copy(update={"devices": shares or devices})
+        settle_plan(directory, ours, parts, machine, started_at=started_at)
 
     try:
         door.publish(workers=devices, is_open=False)
-        fleet.complete(Place("planner", settle))
+        if not goes_on:
+            fleet.complete(Place("planner", settle))
         if stop.is_set:
             reason = "asked to stop before the first step"
             return move(directory, RunState.STOPPED, reason=reason)
         plan = Plan.model_validate_json(directory.plan.read_bytes())
+        if shares is not None:
+            plan = plan.model_copy(update={"layout": Layout(dp=shares)})
         refuse_plan(plan)
-        state = _train(fleet, door, _Run(directory, job, plan, parts, life), stop)
+        run = _Run(directory, job, plan, parts, life, asked)
+        run.count_on()
+        state = _train(fleet, door, run, stop)
         # Those who are in the middle of a ticket end it; what is not ended is handed out again.
         fleet.end(patience_s=_LEAVE_S)
     finally:
@@ -123,6 +173,21 @@ def _live(
     if state is RunState.FINISHED:
         shutil.rmtree(directory.servers, ignore_errors=True)
     return move(directory, state)
+
+
+def _read_job(directory: RunDir) -> Job:
+    """The job, as if it named what its crew has chosen."""
+    job = Job.model_validate_json(directory.job.read_text())
+    spec = job.communication
+    if spec.method == "asynchronous":
+        return job
+    told = [
+        event.data["setting"]
+        for event, _ in directory.read_events()
+        if event.kind is EventKind.COMMUNICATION
+    ]
+    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": told[-1]["codec"]}
+    return job.model_copy(update={"communication": spec.model_copy(update=chosen)})
 
 
 def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
@@ -135,7 +200,9 @@ def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
         if shards := shards or run.make_shards():
             run.resize(workers, fleet)
         fleet.keep_alive(*shards, *workers)
-        door.publish(workers=len(workers) or run.plan.layout.world, is_open=bool(shards))
+        door.publish(
+            workers=len(workers) or run.asked.devices, is_open=bool(shards), layout=run.plan.layout
+        )
         if not any(place.is_over for place in workers):
             run.tell_crew(workers, door.list_workers())
         if stop.is_set and chief.pid not in {0, told}:
@@ -155,9 +222,16 @@ class _Run:
     plan: Plan
     parts: Parts
     life: int
+    asked: _Asked
     _told: tuple[tuple[int | str, str, int], ...] = ()
     """Member, host and pid of each worker; members on other machines have names."""
     _generation: int = 0
+
+    def count_on(self) -> None:
+        """In a life that a crew has begun, its generations are counted on."""
+        crews = [e.data for e, _ in self.directory.read_events() if e.kind is EventKind.CREW]
+        if self.asked.goes_on and crews:
+            self._generation = int(crews[-1]["generation"]) + 1
 
     def make_shards(self) -> list[Place]:
         """One for each server, when there is what they are to hold."""
@@ -175,7 +249,7 @@ class _Run:
         try:
             return int((self.directory.servers / WORKERS).read_text())
         except (OSError, ValueError):
-            return self.plan.layout.world
+            return self.asked.devices
 
     def _make_shard(self, index: int) -> Place:
         def body() -> None:
@@ -186,7 +260,7 @@ class _Run:
 
     def _make_worker(self, number: int) -> Place:
         def body() -> None:
-            plan = fit(self.plan, self.job, slot=number)
+            plan = fit(self.plan, self.job, slot=number, here=self.asked.here)
             work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
         return Place(f"worker-{number}", body, number=number)
@@ -195,9 +269,17 @@ class _Run:
         """The chief's whole life."""
         with signals_as_stop() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            plan = fit(self.plan, self.job, slot=0)
+            plan = fit(self.plan, self.job, slot=0, here=self.asked.here)
             seed_everything(self.job.train.seed)
-            chief = Chief(self.directory, self.job, plan, self.parts, stop=stop, life=self.life)
+            chief = Chief(
+                self.directory,
+                self.job,
+                plan,
+                self.parts,
+                stop=stop,
+                life=self.life,
+                goes_on=self.asked.goes_on,
+            )
             state = chief.lead()
         return STOPPED if state is RunState.STOPPED else 0
 

@@ -8,6 +8,7 @@ from yunlu.core.errors import JobError
 from yunlu.training.communication.servers.rules import ServerRules
 
 if TYPE_CHECKING:
+    from yunlu.core.rundir import RunDir
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
 
@@ -42,6 +43,17 @@ def refuse_job(job: Job, *, workers: int) -> None:
             f"communication.backups: of {workers} workers, {spec.backups} backups leave none.",
             hint=f"take at most {workers - 1}, or more devices",
         )
+
+
+def against_serving(run: RunDir, job: Job, *, workers: int) -> str:
+    """Why a run whose crew may choose cannot go on with asynchronous workers; empty where it can."""
+    if run.trial.exists():
+        return "it is a trial, and its study could not stop it"
+    try:
+        refuse_job(job, workers=workers)
+    except JobError as error:
+        return error.message.removesuffix(".")
+    return ""
 
 
 def refuse_plan(plan: Plan) -> None:

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch
 
 
-def fit(plan: Plan, job: Job, *, slot: int) -> Plan:
-    """The plan as a worker on one of this machine's devices follows it."""
+def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
+    """The plan as a worker on one of this machine's devices follows it; ``here`` share its cores."""
     if plan.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
-    plan = fit_plan(plan, job, plan.layout, cores=psutil.cpu_count() or 1)
+    cores = (psutil.cpu_count() or 1) * plan.layout.world // max(here, 1)
+    plan = fit_plan(plan, job, plan.layout, cores=cores)
     torch.set_num_threads(plan.threads)
     return plan
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
-Ask = Literal["", "relink", "pause", "stop"]
-"""``relink``: measure the links, they are no longer what they were."""
+Ask = Literal["", "relink", "pause", "stop", "serve"]
+"""``relink``: measure the links, they are no longer what they were. ``serve``: train for servers from now
+on; nobody need ask that of the others, since all have chosen it."""
 _WEIGHT = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
 
 

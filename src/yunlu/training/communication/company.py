@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.training.communication.communicator import Expected, Together
+from yunlu.training.communication.pace import Pacer
 from yunlu.training.data.order import digest_of
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Company:
         self._job, self._plan, self._model = job, plan, model
         self._course, self._tell = course, tell
         self._steering: Steering | None = None
+        self._pacer = Pacer()
         self._coming: tuple[int, Iterator[NDArray[np.int64]]] | None = None
         self._relink: Ask = ""
         self._samples = 0
@@ -127,6 +129,8 @@ class Company:
             if self._steering.rethink(self.world, steps_done=step):
                 self._change(step)
                 is_new = True
+        if not agreed.ask and self._steering is not None and self._steering.is_to_be_served:
+            agreed = replace(agreed, ask="serve")
         return agreed, is_new
 
     def _try_out(self, step: int) -> bool:
@@ -148,6 +152,10 @@ class Company:
         """Take in what adding up the gradients took."""
         if self._steering is not None and self._steering.note(exchange_s):
             self._relink = "relink"
+
+    def note_computing(self, seconds: float) -> None:
+        """Take in what forward and backward of a step took this worker."""
+        self._pacer.note(seconds, self.world.layout.replicas)
 
     def batch_of(self, step: int) -> int:
         """How many samples the gradient of this step, counted from 0, is of."""
@@ -189,7 +197,7 @@ class Company:
         from yunlu.training.communication.steering import Steering  # noqa: PLC0415
 
         if self._steering is None:
-            self._steering = Steering(self._job, self._plan, self._tell)
+            self._steering = Steering(self._job, self._plan, self._tell, self._pacer)
         return self._steering.open(self.world, self._model, self._expect, steps_done=step)
 
     def _change(self, step: int) -> None:

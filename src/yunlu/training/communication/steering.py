@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator, Expected
+    from yunlu.training.communication.pace import Pacer
     from yunlu.training.parallel.world import World
 
 _BACKWARD_SHARE = 0.6
@@ -49,10 +50,11 @@ class Steering:
         job: What is asked.
         plan: How long a step should take.
         tell: Takes what was decided: the run's log of events.
+        pacer: Knows how fast this worker computes.
     """
 
-    def __init__(self, job: Job, plan: Plan, tell: Callable[..., Any]) -> None:
-        self._job, self._plan, self._tell = job, plan, tell
+    def __init__(self, job: Job, plan: Plan, tell: Callable[..., Any], pacer: Pacer) -> None:
+        self._job, self._plan, self._tell, self._pacer = job, plan, tell, pacer
         self._decision: Decision | None = None
         self._figures: WireFigures | None = None
         self._watch: Watch | None = None
@@ -71,6 +73,12 @@ class Steering:
     def setting(self) -> Setting | None:
         """What was chosen last."""
         return None if self._decision is None else self._decision.setting
+
+    @property
+    def is_to_be_served(self) -> bool:
+        """Whether asynchronous workers were chosen: others than these, which are to make room."""
+        is_chosen = self.setting is not None and self.setting.method == "asynchronous"
+        return is_chosen and self._job.communication.method == "auto"
 
     def open(
         self,
@@ -93,6 +101,8 @@ class Steering:
             self._note_unmeasured(Setting(method="all-reduce"), reason)
             return Together(world)
         setting = self._choose(world, model, steps_done=steps_done)
+        if self.is_to_be_served:
+            return Together(world)  # no step is made with it
         if setting.method not in _available(world):
             raise JobError(
                 f"communication: {setting.method} cannot be used with layout {world.layout}"
@@ -191,6 +201,7 @@ class Steering:
             guarantee=spec.kept,
             pinned=_pinned(spec),
             available=_available(world),
+            hindrances={"asynchronous": world.hindrance},
         )
         decision = choose(figures, question)
         self._adopt(decision, figures)
@@ -213,11 +224,12 @@ class Steering:
         costs = list(measure_codecs(names, make_codec))
         if keeps(spec.kept, "all-reduce", "powersgd"):
             costs.append(measure_low_rank(spec.rank))
+        spans = self._pacer.compare(world, planned_s=self._plan.prediction.step_s)
         wire = world.open_wire()
         try:
             return measure_links(
                 wire,
-                compute_s=self._plan.prediction.step_s,
+                compute_s=spans[world.rank],
                 all_reduce=_sum_bytes,
                 codecs=costs,
                 add_bytes_per_s=measure_adding(),
@@ -280,7 +292,9 @@ def _available(world: World) -> tuple[str, ...]:
     return tuple(
         name
         for name, method in METHODS.items()
-        if method.kind == "synchronous" or (method.kind == "local" and not world.layout.zero1)
+        if method.kind == "synchronous"
+        or (method.kind == "local" and not world.layout.zero1)
+        or (method.kind == "asynchronous" and not world.hindrance)
     )
 
 

@@ -56,6 +56,8 @@ class Outcome:
 
     state: RunState
     reason: str = ""
+    is_changing: bool = False
+    """It does not: asynchronous workers go on with it."""
 
 
 class Helm:
@@ -138,8 +140,11 @@ class Helm:
         if busy or self.stage == "adopting":
             return False
         if settled and all(member.ending for member in settled):
-            finished = any(member.ending == "finished" for member in settled)
-            self._end(RunState.FINISHED if finished else RunState.STOPPED, "")
+            endings = {member.ending for member in settled}
+            if endings == {"changed"}:
+                self.outcome = Outcome(state=RunState.RUNNING, is_changing=True)
+            else:
+                self._end(RunState.FINISHED if "finished" in endings else RunState.STOPPED, "")
         elif self.is_stopping and not settled:
             self._end(RunState.STOPPED, "no worker was left to save")
         return self.outcome is not None

@@ -16,7 +16,8 @@ from yunlu.planning.layout import Layout, Place
 HELLO_BYTES = 4096
 """Before the token is checked, nobody may say more than this."""
 
-Ending = Literal["finished", "stopped"]
+Ending = Literal["finished", "stopped", "changed"]
+"""``changed``: others go on, as asynchronous workers."""
 
 
 class Holding(Value):
@@ -287,6 +288,8 @@ class Leave(Value):
     """Exit: nobody needs this worker or node any more."""
 
     kind: Literal["leave"] = "leave"
+    successor: str = ""
+    """The program that a node is to become, where the run goes on in another way."""
 
 
 class Fork(Value):

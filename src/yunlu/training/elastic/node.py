@@ -20,9 +20,10 @@ import psutil
 import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
-from yunlu.core.crew import LOCAL, WRONG_TOKEN
+from yunlu.core.crew import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.core.errors import TrainingError
 from yunlu.core.rundir import RunDir
+from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
 from yunlu.training.elastic.member import Member, run_member
 from yunlu.training.elastic.messages import (
@@ -106,6 +107,8 @@ class Node:
         self._is_leaving = False
         self._is_dismissed = False
         self._is_refused = False
+        self._successor = ""
+        """The program that this process is to become."""
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> int:
@@ -125,7 +128,11 @@ class Node:
         self._tell(Prepared())
         while not self._is_dismissed:
             self._turn()
-        return self._wind_up()
+        code = self._wind_up()
+        if self._successor and self.name != LOCAL and not self._is_leaving:
+            words = (str(self.run_dir.path), "--node", self.name, "--devices", str(self.devices))
+            become(self._successor, *words)
+        return code
 
     def _call_in(self) -> bool:
         deadline = time.monotonic() + GIVE_UP_S
@@ -175,6 +182,11 @@ class Node:
                 self._hear(message)
 
     def _find_again(self) -> bool:
+        crew = read_crew(self.run_dir)
+        if crew is not None and crew.node_module == ASYNCHRONOUS_NODE and self.name != LOCAL:
+            # The run goes on in another way, and we were not told.
+            self._is_dismissed, self._successor = True, ASYNCHRONOUS_NODE
+            return False
         if self._contact.connect(self._hello()):
             self._tell(Prepared())
             return True
@@ -194,7 +206,7 @@ class Node:
                     if member == message.member:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
-                self._is_dismissed = True
+                self._is_dismissed, self._successor = True, message.successor
             case Answer() if not message.is_accepted and message.text != WRONG_TOKEN:
                 sys.stderr.write(f"not taken into the run: {message.text}\n")
                 self._is_refused = self._is_dismissed = True

@@ -20,7 +20,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -30,6 +30,7 @@ from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
+from yunlu.training.elastic.becoming import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.contact import run_is_over
 from yunlu.training.elastic.helm import Outcome
@@ -84,7 +85,7 @@ def supervise(
 ) -> RunState:
     """See a run through; ``BlockingIOError`` where somebody else does."""
     directory = RunDir(run_dir)
-    with _only_supervisor(directory):
+    with _only_supervisor(directory) as lock:
         if adopt and run_is_over(directory):
             return RunState.STOPPED  # started by somebody who had not heard of its end
         before = read_crew(directory) if adopt else None
@@ -96,7 +97,10 @@ def supervise(
             node_module=node_module,
             plan_only=plan_only,
         )
-        return supervisor.run()
+        state = supervisor.run()
+        if supervisor.is_changing:
+            supervisor.give_way(lock)
+        return state
 
 
 class Supervisor:
@@ -133,6 +137,20 @@ class Supervisor:
         if before is not None:
             self._take_over(before)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether asynchronous workers are to go on with the run."""
+        return self.captain.outcome is not None and self.captain.outcome.is_changing
+
+    def give_way(self, lock: IO[str]) -> NoReturn:
+        """Become their program; the run is never without somebody who holds it."""
+        os.set_inheritable(lock.fileno(), True)
+        captain = self.captain
+        shares = captain.history[captain.generation].world
+        devices = max(captain.roster.nodes[LOCAL].wanted, 1)
+        words = ("--devices", str(devices), "--shares", str(shares), "--lock", str(lock.fileno()))
+        become(ASYNCHRONOUS, str(self.directory.path), *words)
+
     def run(self) -> RunState:
         """Until the run ends."""
         outcome = Outcome(state=RunState.FAILED)
@@ -146,6 +164,8 @@ class Supervisor:
                 self.captain.logbook.tell_failure(as_failure(error), None)
         finally:
             self._wind_up(is_failed=outcome.state is RunState.FAILED)
+        if outcome.is_changing:
+            return outcome.state
         reason = {"reason": outcome.reason} if outcome.reason else {}
         with suppress(OSError):
             self.captain.logbook.emit(EventKind.STATE, state=outcome.state, **reason)
@@ -241,6 +261,7 @@ class Supervisor:
             pid=os.getpid(),
             process_started_at=self._started_at,
             began_at=self._started_at,
+            devices=self.captain.roster.target,
         )
         self.directory.emit(EventKind.STATE, state=RunState.PLANNING)
 
@@ -275,8 +296,9 @@ class Supervisor:
             if is_failed:
                 self._links.send(member.link, Halt(generation=captain.generation))
             self._links.send(member.link, Leave())
+        successor = ASYNCHRONOUS_NODE if self.is_changing else ""
         for node in nodes.values():
-            self._links.send(node.link, Leave())
+            self._links.send(node.link, Leave(successor=successor))
         if self._node is not None and not nodes[LOCAL].is_ready:
             self._node.kill()  # still loading: it has no children, and does not listen
         deadline = time.monotonic() + _LEAVE_S

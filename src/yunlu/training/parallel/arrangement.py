@@ -179,7 +179,7 @@ class Arrangement:
         world, layout = self.world, self.world.layout
         if layout.replicas > 1:
             for part in self.parts:
-                synchronise_batch_norm(part, world.group("dp", "fsdp"))
+                synchronise_batch_norm(part, world.adding("dp", "fsdp"))
         if layout.dp > 1 and layout.fsdp == 1:
             summation = self._summation or TorchSummation(world.group("dp"), world.wait_for)
             pairs = zip(self.weights, self.copies, strict=True)

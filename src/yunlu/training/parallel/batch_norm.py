@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -21,12 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from yunlu.training.models.batch_norm import ALONE  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import Tensor, nn
 
 # Aside: a copy of the module, such as a moving average, must not talk to anybody.
-_groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
+_sums: WeakKeyDictionary[nn.Module, Callable[[Tensor], object]] = WeakKeyDictionary()
 _uncounted: list[None] = []
 _FEWEST = 2
 """Values of a channel: one alone has no variance."""
@@ -40,27 +39,31 @@ class _Seen(NamedTuple):
     eps: float
     size: int
     is_counted: bool
-    group: dist.ProcessGroup
+    add_up: Callable[[Tensor], object]
 
 
-def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let every batch normalisation, while it trains, take its statistics over the group.
+def synchronise_batch_norm(model: nn.Module, add_up: Callable[[Tensor], object]) -> None:
+    """Let every batch normalisation, while it trains, take its statistics over a group.
 
     Each member then runs the same forward and backward passes, whatever the size of its batch.
+
+    Args:
+        model: Whose modules.
+        add_up: Leaves the sum over the group in a tensor.
     """
     forward = _forward_together
     if "torch._dynamo" in sys.modules:  # not to be loaded for this alone
         forward = torch.compiler.disable(forward)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            _groups[module] = group
+            _sums[module] = add_up
             module.forward = MethodType(forward, module)
 
 
 def undo(model: nn.Module) -> None:
     """Each replica by itself again."""
     for module in model.modules():
-        if _groups.pop(module, None) is not None:
+        if _sums.pop(module, None) is not None:
             del module.forward
 
 
@@ -75,24 +78,24 @@ def uncounted() -> Generator[None]:
 
 
 def _forward_together(module: _BatchNorm, values: Tensor) -> Tensor:
-    group = _groups.get(module)
+    add_up = _sums.get(module)
     alone = bool(module.__dict__.get(ALONE, False))
-    if group is None or not (module.training or alone):
+    if add_up is None or not (module.training or alone):
         return type(module).forward(module, values)
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]
     mine = 0 if _uncounted else values.numel() // values.shape[1]
-    mean, variance, count = _measure_together(values, mine, group)
+    mean, variance, count = _measure_together(values, mine, add_up)
     if count < _FEWEST:
         return _use_running(module, values)
     if module.track_running_stats:
         _track(module, mean, variance * (count / (count - 1)))
     kind = torch.promote_types(values.dtype, torch.float32)
-    seen = _Seen(mean.to(kind), variance.to(kind), module.eps, count, mine > 0, group)
+    seen = _Seen(mean.to(kind), variance.to(kind), module.eps, count, mine > 0, add_up)
     return cast("Tensor", _Normalise.apply(values, module.weight, module.bias, seen))
 
 
 def _measure_together(
-    values: Tensor, mine: int, group: dist.ProcessGroup
+    values: Tensor, mine: int, add_up: Callable[[Tensor], object]
 ) -> tuple[Tensor, Tensor, int]:
     """Mean and variance of each channel, and how many values they stand for.
 
@@ -107,7 +110,7 @@ def _measure_together(
         sums[:channels] = mine * mean
         sums[channels:-1] = mine * (variance + mean * mean)
         sums[-1] = mine
-    dist.all_reduce(sums, group=group)
+    add_up(sums)
     count = int(sums[-1])
     mean = sums[:channels] / max(1, count)
     variance = (sums[channels:-1] / max(1, count) - mean * mean).clamp_min_(0)
@@ -176,7 +179,7 @@ class _Normalise(Function):
         sums = torch.cat((grad_bias, grad_weight)).double()
         if not seen.is_counted:
             sums.zero_()
-        dist.all_reduce(sums, group=seen.group)
+        seen.add_up(sums)
         wanted = ctx.needs_input_grad
         return (
             _through(grad_out, values, scale, sums, seen) if wanted[0] else None,

@@ -6,6 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ class World:
     is_cut: bool = False
     host: str = "127.0.0.1"
     """Where the others reach this worker."""
+    hindrance: str = "nobody here can start servers"
+    """Why its workers cannot become asynchronous ones; empty where they can."""
     _store: Any = None
     _wires: list[Wire] = field(default_factory=list[Any])
     _quick: Wire | None = None
@@ -101,6 +104,15 @@ class World:
             assert work is not None
             self.wait_for(work)
         return numbers
+
+    def adding(self, *names: str) -> Callable[[Tensor], object]:
+        """What leaves the sum of a short tensor over these axes in it."""
+        group = self.group(*names)
+        if group is None:
+            return lambda numbers: numbers  # nobody else
+        if group.size() == self.layout.world:
+            return self.sum_over_all
+        return partial(dist.all_reduce, group=group)
 
     def hear_leader(self, *numbers: float) -> list[float]:
         """The leader's numbers, for all; everyone gives as many."""

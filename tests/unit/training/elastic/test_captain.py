@@ -17,7 +17,7 @@ from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.helm import STILLBORN
 from yunlu.training.elastic.links import Link, Links
 from yunlu.training.elastic.logbook import Logbook
-from yunlu.training.elastic.messages import Beat, Failed, HelloAgent, Prepared, Settled
+from yunlu.training.elastic.messages import Beat, Done, Failed, HelloAgent, Prepared, Settled
 from yunlu.training.elastic.roster import LOCAL
 
 
@@ -185,3 +185,12 @@ def test_figures_are_not_worth_a_run(ship: Ship) -> None:
     beat = Beat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
     ship.live(3, beat, beat)
     assert ship.captain.outcome is None
+
+
+def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
+    for number in range(2):
+        assert ship.captain.outcome is None
+        ship.hear(number, Done(generation=1, ending="changed", step=3))
+    assert ship.captain.outcome is not None
+    assert ship.captain.outcome.is_changing
+    assert ship.captain.outcome.state is RunState.RUNNING

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.training.cgroup import Cgroup, read_cgroup
+from yunlu.core.cgroup import Cgroup, read_cgroup
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,55 @@
+"""What a step takes each worker, from what is known of each: steps it made, or a short burst of work. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from yunlu.planning.probed import Figures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ALIKE = 1.25
+"""Bursts that differ by less differ by chance: workers are disturbed, and their turns are short."""
+
+
+class Pace(Figures):
+    """How fast a worker computes."""
+
+    turns_per_s: float = Field(gt=0)
+    """Of a burst that all workers made at the same time."""
+    step_s: float | None = Field(default=None, gt=0)
+    """Forward and backward of its share of a step, in its latest ones, where it has made some."""
+
+
+def is_doubtful(paces: Sequence[Pace]) -> bool:
+    """Whether somebody did so much better or worse than most that it should be looked at again."""
+    usual = statistics.median(each.turns_per_s for each in paces)
+    return any(not 1 / _ALIKE < each.turns_per_s / usual < _ALIKE for each in paces)
+
+
+def steps_of(paces: Sequence[Pace], *, planned_s: float) -> tuple[float, ...]:
+    """Seconds of each worker's share of a step: as seen, or in proportion to somebody whose is known.
+
+    Args:
+        paces: Of all workers; the first is on the machine that the plan was made on.
+        planned_s: What the first one's should take, where nobody has made a step.
+    """
+    usual = statistics.median(each.turns_per_s for each in paces)
+    slower = [
+        1.0 if 1 / _ALIKE < usual / each.turns_per_s < _ALIKE else usual / each.turns_per_s
+        for each in paces
+    ]
+    seen = [
+        each.step_s / times
+        for each, times in zip(paces, slower, strict=True)
+        if each.step_s is not None
+    ]
+    unit_s = statistics.median(seen) if seen else planned_s / slower[0]
+    return tuple(
+        unit_s * times if each.step_s is None else each.step_s
+        for each, times in zip(paces, slower, strict=True)
+    )

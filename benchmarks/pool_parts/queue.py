@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yunlu.spec.job import Job
 
@@ -14,7 +14,9 @@ class Kind:
     """Jobs that are alike."""
 
     name: str
-    hidden: tuple[int, ...]
+    task: str
+    model: str
+    args: dict[str, list[int]]
     steps: int
     asked: int
     """Devices where sizes are fixed."""
@@ -22,15 +24,25 @@ class Kind:
     most: int = 4
 
 
+def _convolutions(name: str, channels: tuple[int, int], *, steps: int, asked: int) -> Kind:
+    args = {"channels": [*channels]}
+    return Kind(
+        name=name, task="image-classification", model="cnn", args=args, steps=steps, asked=asked
+    )
+
+
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(name="short", hidden=(1024, 1024), steps=60, asked=1),
-        Kind(name="middle", hidden=(1024, 1024), steps=180, asked=2),
-        Kind(name="wide", hidden=(2048, 1024), steps=90, asked=4),
-        Kind(name="long", hidden=(1536, 1024), steps=240, asked=2),
+        # Much to compute and little to exchange: more devices help.
+        _convolutions("short", (64, 128), steps=40, asked=1),
+        _convolutions("middle", (64, 128), steps=120, asked=2),
+        _convolutions("long", (64, 96), steps=300, asked=2),
+        # The other way round: they hardly do, whatever the owner thinks.
+        Kind(name="wide", task="tabular-classification", model="mlp",
+             args={"hidden": [2048, 1024]}, steps=300, asked=4),
     )
-}
+}  # fmt: skip
 QUEUE = (
     *("long", "short", "middle", "short", "wide", "middle"),
     *("short", "long", "middle", "short", "wide", "middle"),
@@ -53,9 +65,7 @@ def make_queue(*, every_s: float = EVERY_S, scale: float = 1.0) -> list[Arrival]
     queue: list[Arrival] = []
     for number, name in enumerate(QUEUE):
         kind = KINDS[name]
-        steps = max(10, round(kind.steps * scale))
-        sized = Kind(name=name, hidden=kind.hidden, steps=steps, asked=kind.asked,
-                     least=kind.least, most=kind.most)  # fmt: skip
+        sized = replace(kind, steps=max(10, round(kind.steps * scale)))
         queue.append(Arrival(name=f"{name}-{number}", at_s=number * every_s, kind=sized))
     return queue
 
@@ -66,8 +76,8 @@ def make_job(arrival: Arrival) -> Job:
     return Job.model_validate(
         {
             "name": arrival.name,
-            "task": "tabular-classification",
-            "model": {"name": "mlp", "args": {"hidden": list(kind.hidden)}},
+            "task": kind.task,
+            "model": {"name": kind.model, "args": kind.args},
             "data": {"train": "sklearn:digits"},
             "train": {
                 "steps": kind.steps,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -82,8 +83,12 @@ def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunDir]:
 
 def family_on(run: RunDir, raylet: int) -> list[psutil.Process]:
     """Who works for the run on the node of a raylet."""
-    keepers = [each for each in processes_of(run) if str(raylet) in each.cmdline()]
-    return keepers + [child for each in keepers for child in each.children(recursive=True)]
+    found: list[psutil.Process] = []
+    for each in processes_of(run):
+        with suppress(psutil.NoSuchProcess):  # who starts a keeper leaves it alone at once
+            if str(raylet) in each.cmdline():
+                found += [each, *each.children(recursive=True)]
+    return found
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -149,8 +154,10 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
 
 
 def _is_lease(process: psutil.Process) -> bool:
+    """By its title; of an actor with a name that is ``ray::NAME:LeaseActor``."""
     try:
-        return any("ray::LeaseActor" in word for word in process.cmdline())
+        words = [word for word in process.cmdline() if word.startswith("ray::")]
+        return any("LeaseActor" in word for word in words)
     except psutil.Error:  # it has just ended
         return False
 
@@ -173,8 +180,11 @@ def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free
     await_(second, lambda: not executor.status(second).is_alive, "it is called off")
     assert not processes_of(second)
 
-    on_it = family_on(run, rig.raylets[node])
-    assert on_it
+    def family() -> list[psutil.Process]:
+        return family_on(run, rig.raylets[node])
+
+    await_(run, lambda: len(family()) > 3, "keeper, lease, node and worker", patience_s=_PATIENCE_S)
+    on_it = family()
     (actor,) = [each for each in rig.processes() if _is_lease(each)]
     actor.kill()
     await_(run, lambda: all(map(has_ended, on_it)), "what the actor had started is gone")

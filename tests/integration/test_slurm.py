@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,6 +203,29 @@ def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunDir)
         rig.start_node("n3")
     service.stop(run)
     check_samples(run)
+
+
+@pytest.mark.long
+def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
+    rig: SlurmRig, run: RunDir
+) -> None:
+    executor = SlurmExecutor()
+    job = json.loads(run.job.read_text())
+    job["communication"] = {"method": "asynchronous"}
+    run.job.write_text(json.dumps(job))
+    service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 1))))
+    await_workers(run, 2)
+    assert executor.status(run).workers == 2
+    more = Placement((("n1", 1), ("n2", 1), ("n3", 1)))
+    assert service.place(run, more).how == "live"
+    await_workers(run, 3)
+    fewer = Placement((("n1", 1), ("n3", 1)))
+    assert service.place(run, fewer).how == "live"
+    await_workers(run, 2)
+    await_(run, lambda: executor.status(run).held == fewer, "the devices to be given back")
+    service.stop(run)
+    check_samples(run)
+    assert told(run, EventKind.FAULT) == []
 
 
 @pytest.mark.long

@@ -24,5 +24,8 @@ def pause(run: str = "last", /, *, json: bool = False) -> int:
         return 0
     step = f" at step {record.step}" if record.step else ""
     again = f"yunlu resume {run_dir.id} queues it again"
-    console.print(state_text(record.state), f" {run_dir.id} is paused{step}; {again}")
+    words = f"is paused{step}; {again}"
+    if not record.state.can_resume:
+        words = f"has ended{step} before it could be paused"
+    console.print(state_text(record.state), f" {run_dir.id} {words}")
     return 0

@@ -163,6 +163,8 @@ def up(
     )
     if before is not None:
         console.print(f" as it was last: {before.executor}; options change it", style="dim")
+    if view.get("limits"):
+        console.print(f" limits      {view['limits']}", style="dim")
     for words in (view.get("troubles") or {}).values():
         console.print(f" {words}", style="yellow")
     console.print(

@@ -14,7 +14,7 @@ from yunlu.cli.page import ACCENT, plain_table
 from yunlu.core.units import show_count, show_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -42,6 +42,8 @@ def pool_page(view: Mapping[str, Any], *, now: float) -> RenderableType:
     parts: list[RenderableType] = [_title(view)]
     if view.get("nodes"):
         parts += [_nodes(view), Text("")]
+    if view.get("arrivals"):
+        parts += [Text(_arrivals(view["arrivals"], now), style="cyan"), Text("")]
     if view.get("runs"):
         parts.append(_runs(view, now))
     else:
@@ -142,6 +144,18 @@ def _nodes(view: Mapping[str, Any]) -> Table:
         name, type_ = Text(node["name"], style="bold"), f"{node['type']}{spot}"
         table.add_row(name, type_, cell, who, _busy(node), price)
     return table
+
+
+def _arrivals(arrivals: Sequence[Mapping[str, Any]], now: float) -> str:
+    """How many machines of which kind are on their way, and when the first will be there."""
+    kinds: dict[tuple[str, int], list[float]] = {}
+    for each in arrivals:
+        kinds.setdefault((each["kind"], each["devices"]), []).append(each["at"])
+    words = [
+        f"{len(at)} × {kind} of {devices}, {_until(min(at), now)}"
+        for (kind, devices), at in kinds.items()
+    ]
+    return f"machines on their way: {'; '.join(words)}"
 
 
 def _busy(node: Mapping[str, Any]) -> str:

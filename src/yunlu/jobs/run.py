@@ -14,6 +14,7 @@ from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.core.states import RunState, check_move, replay_move
 from yunlu.core.value import Value
 from yunlu.pool.crew import living_workers
+from yunlu.pool.executors import memory
 from yunlu.pool.executors.finding import is_elsewhere, is_held, last_reason
 from yunlu.pool.local import WorkerProcess, launch_lock, recorded_worker, worker_lock_is_free
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _TAIL_BYTES = 32_768
+MEMORY = "memory"
+"""The code of the error of a run that was ended because it took more memory than it may."""
+_MORE_MEMORY = "say what it needs (train.memory_gb), or give it more devices (--min-devices)"
 
 
 class RunRecord(Value):
@@ -129,13 +133,29 @@ def settle(run_dir: RunDir, record: RunRecord) -> RunRecord:
         with launch_lock(run_dir, wait=False):
             record = replay(run_dir, record)  # its last words may have arrived meanwhile
             if record.state.is_active and not worker_is_alive(run_dir, record):
-                # Who was asked to stop and is gone has stopped, if not gracefully.
-                stopped = record.state is RunState.STOPPING
-                verdict = RunState.STOPPED if stopped else RunState.LOST
-                record = move(run_dir, record, verdict, reason=_last_words(run_dir, record))
+                record = _bury(run_dir, record)
     except BlockingIOError:  # somebody is just starting or burying its worker
         pass
     return record
+
+
+def _bury(run_dir: RunDir, record: RunRecord) -> RunRecord:
+    """Write down how a run ended whose worker could not; the caller holds its lock."""
+    outgrown = memory.tell_outgrown(run_dir.id) if not is_elsewhere(run_dir) else None
+    if outgrown is not None:
+        run_dir.emit(EventKind.ERROR, code=MEMORY, message=outgrown, hint=_MORE_MEMORY)
+        memory.forget(run_dir.id)
+        return move(run_dir, record, RunState.FAILED, seen_at=_last_sign(run_dir))
+    # Who was asked to stop and is gone has stopped, if not gracefully.
+    verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
+    words = _last_words(run_dir, record)
+    return move(run_dir, record, verdict, reason=words, seen_at=_last_sign(run_dir))
+
+
+def _last_sign(run_dir: RunDir) -> float:
+    """When the worker last wrote: whoever finds it gone may come hours later."""
+    logs = (run_dir.events, run_dir.metrics)
+    return max(log.stat().st_mtime for log in logs if log.exists())
 
 
 def move(run_dir: RunDir, record: RunRecord, state: RunState, **data: Any) -> RunRecord:

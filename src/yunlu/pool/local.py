@@ -108,17 +108,29 @@ def require_training() -> None:
         raise missing_part("torch", "train", "Training")
 
 
+def is_asynchronous(run_dir: RunDir, method: object) -> bool:
+    """Whether its workers do not wait for each other: the job names that, or its crew chose it."""
+    return method == "asynchronous" or run_dir.servers.is_dir()
+
+
 def program_for(
-    devices: int, *, spares: int, is_asynchronous: bool = False, is_elastic: bool = False
+    devices: int,
+    *,
+    spares: int,
+    is_asynchronous: bool = False,
+    is_elastic: bool = False,
+    shares: int | None = None,
 ) -> tuple[str, ...]:
     """What to start for a run on so many devices; the run's directory follows.
 
-    One worker alone needs nobody to answer for it, unless others are to join it.
+    One worker alone needs nobody to answer for it, unless others are to join it. ``shares``: workers
+    that asynchronous ones expect to be, those elsewhere among them.
     """
+    if is_asynchronous:
+        words = (*ASYNCHRONOUS, "--devices", str(devices))
+        return words if shares is None else (*words, "--shares", str(max(shares, devices)))
     if devices == 1 and not is_elastic:
         return WORKER
-    if is_asynchronous:
-        return (*ASYNCHRONOUS, "--devices", str(devices))
     return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
 
 

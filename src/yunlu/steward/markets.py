@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from yunlu.pool.allocation.goodput import FittedSpeed
 from yunlu.pool.allocation.mixed_speed import MixedSpeed
 from yunlu.pool.allocation.values import Reason
 from yunlu.pool.autoscaling.deadlines import DeadlineWatch
+from yunlu.pool.autoscaling.values import BOOT_S
 from yunlu.pool.executors.executor import SPOT, name_kind
 from yunlu.pool.spot.values import Mode
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Decision, Demand, Node, PoolState, Speed
     from yunlu.pool.executors.executor import Reserve
 
-BOOT_S = 60.0
-"""From asking for a machine until a run can start on it."""
 _USUAL_SHARE = 0.3
 """What spot costs against on-demand, where nobody has said."""
 _LEVELS = 120
@@ -98,6 +98,8 @@ class Markets:
         for demand in state.jobs if own and self._has_spot else ():
             if demand.deadline_at is None or demand.remaining is None or demand.id in unknown:
                 continue
+            if demand.deadline_at <= state.now:
+                continue  # it is late: nothing is promised any more, and it may be anywhere
             spent = spent_dollars.get(demand.id, 0.0)
             watched = self._find(demand, own, state.now, spent)
             if watched is not None:
@@ -107,16 +109,18 @@ class Markets:
         return modes
 
     def _set_up(self, nodes: Sequence[Node], reserves: Sequence[Reserve]) -> list[_Stall]:
+        there = Counter(name_kind(node.type, is_spot=node.is_spot) for node in nodes)
         stalls = [
             _Stall(devices=node.devices, type=node.type, is_spot=node.is_spot,
                    device_dollars=node.dollars_per_hour / node.devices)
             for node in nodes if not node.is_leaving and node.devices
         ]  # fmt: skip
+        # Those on their way are on offer too: else they would be sent back before they are there.
+        away = {each.kind: each.most - min(each.awake, there[each.kind]) for each in reserves}
         return stalls + [
-            _Stall(devices=each.devices * (each.most - each.awake), type=each.type,
-                   is_spot=each.is_spot,
+            _Stall(devices=each.devices * away[each.kind], type=each.type, is_spot=each.is_spot,
                    device_dollars=self._prices.get(each.kind, 0.0) / each.devices)
-            for each in reserves if each.most > each.awake
+            for each in reserves if away[each.kind] > 0
         ]  # fmt: skip
 
     def _find(

@@ -195,10 +195,12 @@ def _is_nobodys_fault(
     if sight.lost_nodes or any(name not in nodes for name, _ in notes.shares):
         return True  # its machine is gone
     intention = notes.intention
+    if intention is not None and intention.kind == "stop":
+        return intention.reason != STALLED
+    if sight.state is RunState.STOPPED and sight.step > notes.failed_step:
+        return True  # it got on, and was asked to stop by somebody who changed his mind since
     if intention is None:
         return False
-    if intention.kind == "stop":
-        return intention.reason != STALLED
     is_unborn = intention.kind == "start" and not sight.has_begun
     is_cut_short = is_unborn and sight.state is not RunState.FAILED
     return is_cut_short and _is_of_another(intention, service)

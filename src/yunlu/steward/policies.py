@@ -45,20 +45,20 @@ def open_policy(name: str) -> Policy:
     return points[name].load()()
 
 
-def open_estimator(least: int = 1, types: tuple[str, ...] = ()) -> Estimator:
+def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     """Who makes a model of what was seen of a run.
 
     Args:
-        least: It cannot start on fewer devices.
+        first: The most devices for a program that nobody has seen; it must be able to start on them.
         types: Those of the pool: what was seen on one says something of the others.
     """
     from yunlu.pool.allocation.fitting import Fitter  # noqa: PLC0415 (arrays: slow to import)
 
-    # Sizes are tried step by step, but never below what the run can start on.
+    # From there sizes are tried step by step.
     if len(types) <= 1:
-        return Fitter(first_devices=least)
+        return Fitter(first_devices=first)
     from yunlu.pool.allocation.mixed_speed import MixedFitter  # noqa: PLC0415 (as above)
     from yunlu.steward.speed import catalog_speeds  # noqa: PLC0415 (as above)
 
     mixed = MixedFitter(types=types, known=catalog_speeds())
-    return replace(mixed, fitter=replace(mixed.fitter, first_devices=least))
+    return replace(mixed, fitter=replace(mixed.fitter, first_devices=first))

@@ -66,6 +66,7 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
     settings = journal.read_settings() or PoolSettings()
     executor = open_executor(settings.executor)
     executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
+    able = executor.capabilities()
     steward = Steward(
         home,
         ExecutorHands(executor),
@@ -73,7 +74,8 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
         open_estimator,
         settings=settings,
         journal=journal,
-        scaler=make_scaler(executor, settings) if executor.capabilities().scales else None,
+        scaler=make_scaler(executor, settings) if able.scales else None,
+        limits=able.limits,
         name=secrets.token_hex(4),
     )
     told = ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from yunlu.pool.autoscaling.decision import decide_nodes
 from yunlu.pool.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
 from yunlu.pool.executors.executor import Scaling, name_kind
+from yunlu.steward.arrivals import Arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Node, PoolState
     from yunlu.pool.executors.executor import Executor, Reserve
     from yunlu.pool.spot.values import Mode
+    from yunlu.steward.arrivals import Arrival
     from yunlu.steward.journal import PoolSettings
 
 _ALWAYS = "always "
@@ -40,6 +43,10 @@ class Scaler:
         self._notes = Notes()
         self._since: dict[str, float] = {}
         self._idle_since: dict[str, float] = {}
+        self._asked: dict[str, int] = {}
+        self._under_way = Arrivals()
+        self.arrivals: tuple[Arrival, ...] = ()
+        """Machines that are on their way, as of the last look."""
 
     def reserves(self) -> tuple[Reserve, ...]:
         """Machines that can be had."""
@@ -59,6 +66,7 @@ class Scaler:
             claims: Devices held on each machine.
             modes: By run: whether it may be on spot now, where it has a deadline.
         """
+        self.arrivals = ()
         reserves = self.reserves()
         if self._executor is None or not reserves:
             return {}
@@ -80,9 +88,18 @@ class Scaler:
             wanted = told.wanted.get(kind, 0)
             if wanted != reserve.awake:
                 self._executor.scale(kind, wanted)
-                reason = told.reasons.get(kind)
-                changed[kind] = reason.text if reason else f"{wanted} wanted"
+                if wanted != self._asked.get(kind):  # some are asked for until they are there
+                    reason = told.reasons.get(kind)
+                    changed[kind] = reason.text if reason else f"{wanted} wanted"
+            self._asked[kind] = wanted
+        self._expect(reserves, state)
         return changed
+
+    def _expect(self, reserves: Sequence[Reserve], state: PoolState) -> None:
+        waking = {name for reserve in reserves for name in reserve.waking}
+        kinds = _offers_by_node(reserves, state.nodes)
+        there = Counter(kind for name, kind in kinds.items() if name not in waking)
+        self.arrivals = self._under_way.update(reserves, self._asked, there, now=state.now)
 
     def _find_leases(
         self, state: PoolState, reserves: Sequence[Reserve], claims: Mapping[str, int]
@@ -126,6 +143,7 @@ class Scaler:
                 dollars_per_hour=prices.get(reserve.kind) or _UNPRICED,
                 is_spot=reserve.is_spot,
                 most=reserve.most,
+                boot_s=self._under_way.boot_s(reserve.kind),
             )
             for reserve in reserves
             if reserve.devices

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from yunlu.core.states import RunState
+from yunlu.jobs.run import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_HOPELESS = frozenset({"job", "data", "model", "missing"})
+_HOPELESS = frozenset({"job", "data", "model", "missing", MEMORY})
 """Errors that come again with every attempt: what was asked for cannot be done."""
 
 

@@ -60,7 +60,9 @@ class Knowledge:
             noise=noise,
             shared_timings=self._alike.get(stand.entry.signature, ()),
         )
-        estimate = self._make_estimator(stand.entry.needs.least, types)
+        # Nobody has seen it: its owner knows best what to begin with.
+        needs = stand.entry.needs
+        estimate = self._make_estimator(max(needs.asked, needs.least), types)
         model = estimate(seen, self._models.get(stand.id))
         self._models[stand.id] = model
         return model

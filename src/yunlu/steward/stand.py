@@ -72,6 +72,11 @@ class Stand:
         return self.phase is Phase.WAITING
 
     @property
+    def rests(self) -> bool:
+        """Whether it is not to be given anything now."""
+        return self.phase.is_over or self.phase in {Phase.BACKING_OFF, Phase.TROUBLED}
+
+    @property
     def is_sent_away(self) -> bool:
         """Whether it was asked to stop; then it is only reminded."""
         intention = self.notes.intention

@@ -20,7 +20,7 @@ from yunlu.pool.executors.finding import LOCAL, scheme_of
 from yunlu.steward import markets
 from yunlu.steward.clock import SteadyClock
 from yunlu.steward.deeds import Deeds
-from yunlu.steward.forecast import forecast
+from yunlu.steward.forecast import forecast, with_start
 from yunlu.steward.gauge import Gauge
 from yunlu.steward.moves import find_move, plan_moves
 from yunlu.steward.register import Register
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Node, Policy
     from yunlu.pool.executors.executor import Reserve
     from yunlu.pool.spot.values import Mode
+    from yunlu.steward.arrivals import Arrival
     from yunlu.steward.forecast import Forecast
     from yunlu.steward.hands import Hands
     from yunlu.steward.journal import Journal, PoolSettings
@@ -62,9 +63,10 @@ class Steward:
         journal: Journal,
         clock: SteadyClock | None = None,
         scaler: Scaler | None = None,
+        limits: str = "",
         name: str = "",
     ) -> None:
-        self._scaler = scaler
+        self._scaler, self._limits = scaler, limits
         self.settings, self.journal = settings, journal
         self.clock = clock or SteadyClock()
         self.hands, self.policy = hands, policy
@@ -166,7 +168,7 @@ class Steward:
     def _decide(self) -> None:
         stands = self.register.ordered()
         signature = tuple((s.id, s.phase, s.notes.shares, s.entry) for s in stands)
-        news = tuple((s.id, s.entry, s.phase.is_over or _waits(s)) for s in stands), self.nodes
+        news = tuple((s.id, s.entry, s.rests) for s in stands), self.nodes
         is_due = self.clock.now() - self._decided_at >= self.settings.round_s
         if not self.nodes:  # none known: nobody is sent away for that
             self.decision = None
@@ -174,6 +176,7 @@ class Steward:
                 self._decided_at = self.clock.now()
                 state = self._describe(stands)
                 self._scale(state, self._choose_markets(state, stands))
+                self._foresee(state, Decision(placements={}), stands)
             return
         if not is_due and (signature, self.nodes) == self._signature:
             return
@@ -187,7 +190,9 @@ class Steward:
             decided = self.policy.decide(seen)
             placements = stay_near(decided.placements, seen.jobs, seen.nodes)
             self.decision = markets.explain(modes, replace(decided, placements=placements))
-            self.forecast = forecast(seen, self.decision, self._find_unknown(stands))
+            self.decided_ms = (time.process_time() - began) * 1e3
+            self._scale(state, modes)
+            self._foresee(seen, self.decision, stands)
             self._troubles.pop("policy", None)
         except Exception as error:  # noqa: BLE001 (policies and estimators are doors: their faults must not end runs)
             self._trouble("policy", f"the policy failed, and nothing was changed: {error!r}")
@@ -195,9 +200,7 @@ class Steward:
             return
         self._signature, self._decided_at = (signature, self.nodes), self.clock.now()
         self._news = news
-        self.decided_ms = (time.process_time() - began) * 1e3
         self._explain(stands, self.decision)
-        self._scale(state, modes)
 
     def _is_under_way(self, stands: list[Stand]) -> bool:
         """Whether what was decided last is still being done: those who make room, others wait for.
@@ -246,14 +249,18 @@ class Steward:
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
+    def _foresee(self, state: PoolState, decision: Decision, stands: list[Stand]) -> None:
+        unknown = self._find_unknown(stands)
+        self.forecast = forecast(state, decision, unknown, self._arrivals)
+
+    @property
+    def _arrivals(self) -> tuple[Arrival, ...]:
+        return self._scaler.arrivals if self._scaler is not None else ()
+
     def _describe(self, stands: list[Stand]) -> PoolState:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
-        wanting = [
-            s
-            for s in stands
-            if find_held(s, there) or (s.may_move and not (s.phase.is_over or _waits(s)))
-        ]
+        wanting = [s for s in stands if find_held(s, there) or (s.may_move and not s.rests)]
         demands = [
             make_demand(s, self.knowledge.tell(s, types), self.clock, there) for s in wanting
         ]
@@ -266,7 +273,7 @@ class Steward:
 
     def _explain(self, stands: list[Stand], decision: Decision) -> None:
         for stand in stands:
-            if stand.phase.is_over or _waits(stand):
+            if stand.rests:
                 continue
             wanted = decision.placements.get(stand.id)
             told = decision.reasons.get(stand.id) if stand.may_move else None
@@ -278,7 +285,7 @@ class Steward:
                 reason.text,
                 shares=[list(share) for share in shares],
                 was=[list(share) for share in stand.notes.shares],
-                figures=dict(reason.figures),
+                figures=with_start(reason.figures, self.forecast.get(stand.id)),
             )
 
     # Apply.
@@ -356,9 +363,11 @@ class Steward:
                 self.nodes,
                 self.decision or Decision(placements={}),
                 self.forecast,
+                arrivals=self._arrivals,
                 now=self.clock.now(),
                 gauge=self._gauge,
                 settings=self.settings,
+                limits=self._limits,
                 decided_ms=self.decided_ms,
                 troubles={**self._troubles, **self.register.troubles},
             )
@@ -377,11 +386,6 @@ class Steward:
         if self._troubles.get(what) != words:
             self._troubles[what] = words
             self._tell("", "trouble", words)
-
-
-def _waits(stand: Stand) -> bool:
-    """Not to be given anything now."""
-    return stand.phase in {Phase.BACKING_OFF, Phase.TROUBLED}
 
 
 def _plain_reason(stand: Stand, wanted: Any) -> Reason:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.values import Decision, Node
     from yunlu.pool.executors.usage import NodeUse
+    from yunlu.steward.arrivals import Arrival
     from yunlu.steward.forecast import Forecast
     from yunlu.steward.gauge import Gauge, Usage
     from yunlu.steward.journal import PoolSettings
@@ -24,9 +25,11 @@ def make_view(
     decision: Decision,
     forecasts: Mapping[str, Forecast],
     *,
+    arrivals: Sequence[Arrival] = (),
     now: float,
     gauge: Gauge,
     settings: PoolSettings,
+    limits: str = "",
     decided_ms: float,
     troubles: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -39,7 +42,12 @@ def make_view(
         "at": now,
         "policy": settings.policy,
         "executor": settings.executor,
+        "limits": limits,
         "nodes": [_node(node, held[node.name], gauge.nodes.get(node.name)) for node in nodes],
+        "arrivals": [
+            {"kind": each.kind, "devices": each.devices, "node": each.node, "at": each.at}
+            for each in arrivals
+        ],
         "devices": sum(node.devices for node in nodes),
         "held": sum(held.values()),
         "dollars_per_hour": sum(node.dollars_per_hour for node in nodes),

@@ -9,8 +9,13 @@ import pytest
 from yunlu.core.errors import StoreError
 from yunlu.core.rundir import RunDir
 from yunlu.pool.local import (
+    ASYNCHRONOUS,
+    SUPERVISOR,
+    WORKER,
     WorkerProcess,
+    is_asynchronous,
     launch_lock,
+    program_for,
     recorded_worker,
     start_worker,
     this_process,
@@ -115,3 +120,18 @@ def test_unreadable_record_of_a_worker_counts_as_none(run_dir):
     (run_dir.path / "worker.json").write_text("{")
     assert recorded_worker(run_dir) is None
     assert worker_lock_is_free(run_dir)
+
+
+def test_one_worker_is_plain_unless_others_may_join_it():
+    assert program_for(1, spares=1) == WORKER
+    assert program_for(1, spares=1, is_elastic=True)[:3] == SUPERVISOR
+    assert program_for(2, spares=1)[:3] == SUPERVISOR
+    one = program_for(1, spares=1, is_asynchronous=True)
+    assert one == (*ASYNCHRONOUS, "--devices", "1")
+
+
+def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run_dir):
+    assert is_asynchronous(run_dir, "asynchronous")
+    assert not is_asynchronous(run_dir, "auto")
+    run_dir.servers.mkdir()
+    assert is_asynchronous(run_dir, "auto")

@@ -21,7 +21,7 @@ def make_world(own_home):
 def make_steward():
     count = 0
 
-    def make(world, policy=None, make_estimator=None, **settings):
+    def make(world, policy=None, make_estimator=None, scaler=None, **settings):
         nonlocal count
         count += 1
         journal = Journal(world.home)
@@ -34,6 +34,7 @@ def make_steward():
             settings=PoolSettings(**settings),
             journal=journal,
             clock=SteadyClock(lambda: world.wall, lambda: world.steady),
+            scaler=scaler,
             name=f"service-{count}",
         )
 

@@ -9,37 +9,47 @@ import random
 
 import pytest
 
+from tests.unit.steward.market_world import MarketWorld
 from tests.unit.steward.world import Killed
 from yunlu.core.errors import StoreError
 from yunlu.core.rundir import EventKind
 from yunlu.core.states import RunState
+from yunlu.pool.autoscaling.values import Rules
 from yunlu.steward import register as register_module
+from yunlu.steward.notes import MOST_FAILURES
 from yunlu.steward.policies import open_estimator, open_policy
 from yunlu.steward.queue import change_entry, read_entry
+from yunlu.steward.scaling import Scaler
+from yunlu.steward.speed import Knowledge
 
 SEEDS = [int(os.environ["YUNLU_SEED"])] if "YUNLU_SEED" in os.environ else range(6)
 TURNS = 150
 CALM = 600
+PRICES = {"cpu": 2.0, "cpu-spot": 0.5}
+RULES = Rules(grow_after_s=2.0, idle_s=10.0, least_life_s=5.0)
 
 
 class Course:
     """One random course of events."""
 
+    curses = 0.1
+    """Runs that crash before their first step."""
+
     def __init__(self, world, make_steward, seed):
         self.world, self.chance = world, random.Random(seed)
         # Every fourth course is steered by the pool's own policy, the others by a nervous one.
-        own = seed % 4 == 3
-        self.make = lambda: make_steward(
-            world,
-            policy=open_policy("yunlu") if own else None,
-            make_estimator=open_estimator if own else None,
-            round_s=5.0,
-        )
+        self.make = lambda: make_steward(world, round_s=5.0, **self.choose_policy(seed % 4 == 3))
         self.runs = {}
         self.is_calm = False
         self.services = 1
         self.steward = self.make()
         world.meddle = self.meddle
+
+    @staticmethod
+    def choose_policy(is_own):
+        if not is_own:
+            return {}
+        return {"policy": open_policy("yunlu"), "make_estimator": open_estimator}
 
     def go(self):
         for _ in range(TURNS):
@@ -60,7 +70,7 @@ class Course:
             name = f"run-{len(self.runs)}"
             most = self.chance.choice([least, 2, 4])
             self.runs[name] = world.submit(name, least=least, most=max(least, most))
-            if self.chance.random() < 0.1:
+            if self.chance.random() < self.curses:
                 world.cursed.add(name)
         elif draw < 0.35 and self.runs:
             self.wish(self.chance.choice([*self.runs.values()]))
@@ -144,11 +154,52 @@ class Course:
             assert register_module.read_notes(run).claims == {}, "a device is leaked"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
-    make_world, make_steward, monkeypatch, seed
-):
-    world = make_world({"one": 2, "two": 3}, seed=seed, crashes=0.02, kills=0.02, dawdles=0.5)
+class MarketCourse(Course):
+    """The same with spot machines that are taken away, deadlines, and machines that come and go."""
+
+    curses = 0.0
+
+    def __init__(self, world, make_steward, seed):
+        super().__init__(world, make_steward, seed)
+        self.make = lambda: make_steward(
+            world,
+            scaler=Scaler(world, RULES, prices=PRICES),
+            round_s=3.0,
+            prices=PRICES,
+            **self.choose_policy(seed % 4 != 0),
+        )
+        self.steward = self.make()
+
+    def happen(self):
+        spot = self.world.interruptible()
+        if spot and self.chance.random() < 0.06:
+            self.world.interrupt(self.chance.choice(spot))
+        before = len(self.runs)
+        super().happen()
+        if len(self.runs) > before and self.chance.random() < 0.6:
+            run = [*self.runs.values()][-1]
+            change_entry(run, deadline_at=self.world.wall + self.chance.uniform(30, 900))
+
+    def calm_down(self):
+        super().calm_down()
+        self.world.leaving.clear()
+
+    def judge_end(self):
+        super().judge_end()
+        for run in self.runs.values():
+            assert self.state(run) is RunState.FINISHED
+            # A service that is killed while it starts a run anew may count that as a fault, once.
+            notes = register_module.read_notes(run)
+            assert notes.failures < MOST_FAILURES, "blamed for what was taken away"
+        for _ in range(CALM):
+            self.turn()
+            if not any(reserve.awake for reserve in self.world.reserves()):
+                return
+        raise AssertionError("a machine is kept for nobody")
+
+
+def spoil_files(world, monkeypatch, seed):
+    """The service is killed around each note, the disk is full now and then, and queues are locked."""
     real_write, real_read = register_module.write_notes, register_module.read_entry
     chance = random.Random(seed + 1)
 
@@ -166,7 +217,37 @@ def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
 
     monkeypatch.setattr(register_module, "write_notes", write)
     monkeypatch.setattr(register_module, "read_entry", read)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
+    make_world, make_steward, monkeypatch, seed
+):
+    world = make_world({"one": 2, "two": 3}, seed=seed, crashes=0.02, kills=0.02, dawdles=0.5)
+    spoil_files(world, monkeypatch, seed)
     course = Course(world, make_steward, seed)
+    print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
+    course.go()
+    assert course.services > 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
+    own_home, make_steward, monkeypatch, seed
+):
+    monkeypatch.setattr(Knowledge, "is_known", lambda self, stand: True)
+    own_home.mkdir(exist_ok=True)
+    world = MarketWorld(
+        own_home,
+        {"own": 2, "cloud": 2, "spot-1": 2, "spot-2": 2},
+        chance=random.Random(seed),
+        kills=0.02,
+        dawdles=0.5,
+        spot={"spot-1", "spot-2"},
+        cloud={"cloud", "spot-1", "spot-2"},
+    )
+    spoil_files(world, monkeypatch, seed)
+    course = MarketCourse(world, make_steward, seed)
     print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
     course.go()
     assert course.services > 1

@@ -89,6 +89,24 @@ def test_nothing_is_chosen_without_both_markets_a_deadline_a_length_or_a_speed()
     assert markets.choose(both, (), spent_dollars={}) == {"a": Mode.SPOT}
 
 
+@pytest.mark.parametrize("now", [0.0, 550.0, 590.0])
+def test_deadline_that_cannot_be_made_is_tried_on_on_demand(now):
+    for restart_s in (0.001, 5.0, 600.0):
+        hopeless = job(1e6, 600.0, restart_s=restart_s)
+        for nodes in ((SPOT, OWN), (OWN,)):
+            markets = Markets(step_s=STEP_S)
+            markets.choose(pool(now, hopeless, SPOT), (), spent_dollars={})
+            chosen = markets.choose(pool(now, hopeless, *nodes), (), spent_dollars={})
+            assert chosen == {"a": Mode.ON_DEMAND}
+
+
+def test_run_whose_deadline_has_passed_may_be_anywhere():
+    markets = Markets(step_s=STEP_S)
+    assert markets.choose(pool(0.0, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={})
+    for now in (600.0, 90_000.0):
+        assert markets.choose(pool(now, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={}) == {}
+
+
 def test_machines_that_sleep_are_on_offer_too():
     markets = Markets(step_s=STEP_S, prices={"gpu": 2.0, "gpu-spot": 0.6})
     hurried = job(1000.0, 600.0)
@@ -112,6 +130,17 @@ def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
     last = chosen.index(Mode.ON_DEMAND)
     assert {*chosen[:last]} == {Mode.IDLE}
     assert {*chosen[last:]} == {Mode.ON_DEMAND}
+
+
+def test_spot_that_is_on_its_way_is_waited_for():
+    markets, demand = Markets(step_s=STEP_S), job(100.0, 100_000.0)
+    spot = Reserve(type="gpu", devices=2, awake=0, most=1, is_spot=True)
+    chosen = []
+    for now in (0.0, 10.0, 20.0, 30.0, 40.0):
+        modes = markets.choose(pool(now, demand, OWN), (spot,), spent_dollars={})
+        chosen.append(modes["a"])
+        spot = replace(spot, awake=1)  # asked for, and not there yet
+    assert chosen == [Mode.SPOT] * 5
 
 
 def test_another_deadline_is_heeded_at_once():

@@ -185,3 +185,11 @@ def test_run_that_is_not_wanted_is_not_blamed(wish):
     entry = ENTRY.model_copy(update={"wish": wish})
     after = settle(held(2), Sight(state=RunState.FAILED, is_alive=False), entry=entry)
     assert after.failures == 0
+
+
+def test_run_that_was_paused_and_resumed_before_it_had_stopped_is_not_to_blame():
+    after = settle(held(2), Sight(state=RunState.STOPPED, is_alive=False, has_begun=True, step=3))
+    assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
+    for state, step in ((RunState.LOST, 3), (RunState.STOPPED, 0)):  # the latter never got anywhere
+        blamed = settle(held(2), Sight(state=state, is_alive=False, has_begun=True, step=step))
+        assert blamed.failures == 1

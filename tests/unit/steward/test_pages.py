@@ -4,9 +4,11 @@ import io
 
 from rich.console import Console
 
+from tests.unit.steward.clouds import CALM, Cluster
 from yunlu.cli.pool_tables import pool_page, why_page
 from yunlu.steward.explanation import explain
 from yunlu.steward.queue import change_entry
+from yunlu.steward.scaling import Scaler
 
 
 def show(page):
@@ -65,6 +67,30 @@ def test_page_shows_how_busy_machines_are(make_world, make_steward):
     assert f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}" in text
     node["gpus"] = [[0.83, 0.5], [0.07, 0.1]]
     assert "gpu 83% 7%" in show(pool_page(view, now=view["at"]))
+
+
+def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, make_steward):
+    world = make_world({"standing": 2}, steps=100)
+    first, second = world.submit("first", least=2), world.submit("second", least=2)
+    cluster = Cluster()
+    steward = make_steward(world, scaler=Scaler(cluster, CALM), round_s=1.0)
+    for _ in range(3):
+        steward.step()
+        world.tick()
+    assert cluster.asked[0] > 0
+    view = {"is_up": True, **steward.journal.read_view()}
+    text = show(pool_page(view, now=view["at"]))
+    assert f"machines on their way: {cluster.awake} × cloud of 2, in 58" in text
+    starts = {run["id"]: run["start_at"] for run in view["runs"]}
+    assert starts == {first.id: None, second.id: view["arrivals"][0]["at"]}
+
+    world.dead = {"standing"}  # nothing is there, and everything is to come
+    world.processes.clear()
+    for _ in range(2):
+        steward.step()
+        world.tick()
+    view = steward.journal.read_view()
+    assert all(run["start_at"] for run in view["runs"])
 
 
 def test_page_without_a_pool_says_how_to_start_one():

@@ -40,7 +40,7 @@ def test_queue_has_a_dozen_elastic_jobs_of_fixed_sizes_for_who_wants_them():
 def test_job_alone_is_foretold_exactly(asked, expected):
     measured = measure([lived()], devices=4)
     assert measured["k"].overhead_s == 20.0
-    kind = Kind(name="k", hidden=(1,), steps=100, asked=asked)
+    kind = Kind(name="k", task="", model="", args={}, steps=100, asked=asked)
     queue = [Arrival(name="a", at_s=0.0, kind=kind)]
     told = foretell(queue, measured, policy="fifo", devices=4, round_s=10, resize_s=1.0)
     assert (told.average_s, told.makespan_s, told.restarts) == (expected, expected, 0)

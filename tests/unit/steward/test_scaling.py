@@ -1,34 +1,12 @@
 """Machines that come and go."""
 
-from dataclasses import dataclass, field
-
+from tests.unit.steward.clouds import CALM, Cluster
 from tests.unit.steward.world import Even
 from yunlu.pool.allocation.values import Demand, Node, Placement, PoolState
-from yunlu.pool.autoscaling.values import Rules
 from yunlu.pool.executors.executor import Reserve
 from yunlu.pool.spot.values import Mode
 from yunlu.steward.journal import PoolSettings
 from yunlu.steward.scaling import Scaler, make_scaler
-
-CALM = Rules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
-
-
-@dataclass
-class Cluster:
-    awake: int = 0
-    most: int = 3
-    asked: list[int] = field(default_factory=list)
-    names: tuple[str, ...] = ()
-
-    def reserves(self):
-        return (
-            Reserve(type="cloud", devices=2, awake=self.awake, most=self.most, nodes=self.names),
-        )
-
-    def scale(self, node_type, nodes):
-        assert node_type == "cloud"
-        self.asked.append(nodes)
-        self.awake = nodes
 
 
 def state(now, *, nodes=(), jobs=()):
@@ -146,3 +124,19 @@ def test_machine_whose_devices_are_all_taken_by_others_is_no_offer():
     wanting = [job("a", min_devices=2, max_devices=2)]
     Scaler(cluster, CALM).follow(state(0.0, nodes=[full], jobs=wanting), {})
     assert cluster.asked == [1]
+
+
+def test_machines_on_their_way_are_told_until_they_are_there_and_asked_for_in_one_sentence():
+    cluster = Cluster()
+    scaler = Scaler(cluster, CALM)
+    wanting = [job("a", max_devices=4)]
+    assert scaler.follow(state(0.0, jobs=wanting), {})
+    assert [(each.at, each.devices) for each in scaler.arrivals] == [(60.0, 2)] * 2
+    cluster.awake = 0  # as where only what is there is counted
+    assert not scaler.follow(state(20.0, jobs=wanting), {})
+    assert cluster.asked == [2, 2]
+    cluster.awake = 2
+    scaler.follow(state(30.0, nodes=cloud("c1"), jobs=wanting), {})
+    assert [each.at for each in scaler.arrivals] == [37.5]  # late, as the first took 30 s
+    scaler.follow(state(35.0, nodes=cloud("c1", "c2"), jobs=wanting), {})
+    assert scaler.arrivals == ()

@@ -5,7 +5,8 @@ import pytest
 
 from yunlu.pool.allocation.fitting import Fitter
 from yunlu.pool.allocation.observations import BatchLimits, Observations, Timing
-from yunlu.steward.policies import open_estimator
+from yunlu.steward.notes import read_notes
+from yunlu.steward.policies import open_estimator, open_policy
 from yunlu.steward.speed import CatalogSpeeds
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
@@ -45,3 +46,13 @@ def test_what_was_measured_goes_before_what_the_catalog_says():
 def test_run_that_nobody_has_seen_is_not_told_in_another_unit():
     assert CatalogSpeeds().samples_per_s(seen(), "H100") is None
     assert CatalogSpeeds().samples_per_s(seen("H100"), "H100") > 1e12
+
+
+@pytest.mark.parametrize(("asked", "least", "given"), [(1, 1, 1), (4, 1, 4), (3, 1, 2), (1, 2, 2)])
+def test_run_of_a_new_program_begins_on_no_more_than_its_owner_asked_for(
+    make_world, make_steward, asked, least, given
+):
+    world = make_world({"here": 8}, steps=200)
+    run = world.submit("a", least=least, most=8, asked=asked)
+    make_steward(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
+    assert read_notes(run).placement.devices == given

@@ -114,6 +114,8 @@ class FittedSpeed:
     """None before the first step: then a batch larger than the job's own is worth nothing."""
     max_devices: int = 1 << 30
     """More than this is too far from what has been measured to be believed."""
+    multiple: int = 1
+    """Only multiples of this can be used: a copy of the model takes so many."""
     slowdown: float = 1.0
     """How much slower the job really runs than its model says."""
     timings: tuple[Timing, ...] = field(default=(), compare=False, repr=False)
@@ -176,8 +178,10 @@ def tell_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: Shape
         found[rows] = _best(table, scales)
     caps = np.array([speed.max_devices for speed in speeds], dtype=np.float64)
     slowdowns = np.array([speed.slowdown for speed in speeds])
+    multiples = np.array([speed.multiple for speed in speeds], dtype=np.int64)
     devices = np.array(shapes.devices)
-    return np.where(devices[None, :] <= caps[:, None], found, 0.0) / slowdowns[:, None]
+    fits = (devices[None, :] <= caps[:, None]) & (devices[None, :] % multiples[:, None] == 0)
+    return np.where(fits, found, 0.0) / slowdowns[:, None]
 
 
 @lru_cache(maxsize=4096)
@@ -191,8 +195,10 @@ def _tabulate(throughput: Throughput | None, limits: BatchLimits, shapes: Shapes
     alone = (devices == 1) & (wanted > limits.base + _ROUND)
     accumulation = np.where(alone, np.maximum(accumulation, 1), accumulation)
     local = np.ceil(per_device / (accumulation + 1) - _ROUND)
+    if limits.is_whole:
+        local = np.full_like(local, limits.local_most)
     local = np.minimum(local, np.floor(limits.most / (devices * (accumulation + 1))))
-    allowed &= local >= 1
+    allowed &= local >= (limits.local_most if limits.is_whole else 1)
     local = np.maximum(local, 1.0)
     total: Floats = devices.astype(np.float64) * local * (accumulation + 1)
     if throughput is None:  # never seen to run: as if it scaled perfectly

@@ -38,6 +38,10 @@ class Foreknowledge(Protocol):
         """More than this it cannot use there; None is no word on it."""
         ...
 
+    def multiple(self, seen: Observations, device_type: str) -> int:
+        """It can use only multiples of this there."""
+        ...
+
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
         """How fast one device is, measured alone or foretold; None where nobody knows."""
         ...
@@ -60,6 +64,11 @@ class NoForeknowledge:
     def most_devices(self, seen: Observations, device_type: str) -> int | None:
         """Unknown."""
         del seen, device_type
+
+    def multiple(self, seen: Observations, device_type: str) -> int:
+        """Any number."""
+        del seen, device_type
+        return 1
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
         """Unknown."""
@@ -118,11 +127,14 @@ class MixedFitter:
                 continue
             throughput = fit.throughputs.get(name) or self._project(fit, seen, name)
             most = self.known.most_devices(seen, name)
+            multiple = self.known.multiple(seen, name)
+            tried = max(fit.max_devices, multiple)
             by_type[name] = replace(
                 fit,
                 throughputs={name: throughput} if throughput else {},
                 limits=limits,
-                max_devices=fit.max_devices if most is None else min(most, fit.max_devices),
+                max_devices=tried if most is None else min(most, tried),
+                multiple=multiple,
             )
         return MixedSpeed(by_type=by_type, fit=fit, seen=seen, known=self.known)
 

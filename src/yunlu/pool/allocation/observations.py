@@ -68,6 +68,8 @@ class BatchLimits:
     local_most: int = 1 << 30
     fixed: int | None = None
     """The only batch its owner wants."""
+    is_whole: bool = False
+    """Whether every pass is of ``local_most`` samples: a pipeline is full, or it waits for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,9 @@ def split_batch(limits: BatchLimits, total: int, devices: int) -> Batch:
     if devices == 1 and total > limits.base:
         # One lonely pass gives nothing to measure the noise from.
         accumulation = max(1, accumulation)
-    each = math.ceil(local / (accumulation + 1) - _EPSILON)
+    each = limits.local_most
+    if not limits.is_whole:
+        each = math.ceil(local / (accumulation + 1) - _EPSILON)
     return clamp_batch(limits, Batch(each, accumulation), devices)
 
 

@@ -97,7 +97,9 @@ def tell_outlook(
     repacks[has] &= stay_s[has] > in_all_s[at]
     in_all_s[at] = np.where(repacks[has], in_all_s[at], stay_s[has])
     left_s[at] = np.where(repacks[has], left_s[at], stay_s[has])
-    values = (urgency * work_s * weights)[:, None] / in_all_s
+    # Whoever waits has to start once, whenever that is: it is part of its work, and no loss.
+    gained_s = work_s + np.where(has, 0.0, restart_s)
+    values = (urgency * gained_s * weights)[:, None] / in_all_s
     values = np.where(np.isfinite(in_all_s), values, -np.inf)
     _add_deadlines(values, jobs, in_all_s, now=now, unit=weights.max(initial=1.0))
     _cut_budgets(values, jobs, left_s, sizes, dollars_per_device_hour)

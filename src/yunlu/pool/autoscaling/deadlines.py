@@ -40,9 +40,11 @@ class DeadlineWatch:
             raise ValueError(f"{demand.id}: a watch needs a deadline, a length and a speed")
         self.began_at = now
         self.goodput = goodput
+        work_s = demand.remaining / goodput
         job = DeadlineJob(
-            work_s=demand.remaining / goodput,
-            deadline_s=max(demand.deadline_at - now - step_s, 1.0),
+            work_s=work_s,
+            # With less there is nothing to plan: it is on on-demand from now on.
+            deadline_s=max(demand.deadline_at - now - step_s, work_s, 1.0),
             restart_s=demand.restart_s,
         )
         self.step_s = step_s

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Reason
 
 
+BOOT_S = 60.0
+"""From asking for a machine until a job can start on it, where nobody has seen one come."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Machines of one kind that can be had for a price."""
@@ -22,7 +26,7 @@ class Offer:
     is_spot: bool = False
     most: int = 1 << 20
     """How many can be had in all, those that are held included; 0 while there are none."""
-    boot_s: float = 60.0
+    boot_s: float = BOOT_S
     """From asking for one until a job can start on it."""
 
 

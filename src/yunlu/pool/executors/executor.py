@@ -192,6 +192,8 @@ class Reserve:
     most: int
     nodes: tuple[str, ...] = ()
     """Names of those that are there, where that is known: others of the type may be there anyway."""
+    waking: tuple[str, ...] = ()
+    """Those of them that are still on their way, where they can be named in a placement already."""
     sleeping: tuple[str, ...] = ()
     """Those that are not there but may be named in a placement: that wakes them."""
     is_spot: bool = False

@@ -30,7 +30,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.core.states import RunState, replay_move
 from yunlu.pool.executors.record import Lease, read_record, record_lock, tell, write_record
 from yunlu.pool.executors.usage import LeaseUse, Meter, write_use
-from yunlu.pool.local import launch_lock, program_for, worker_lock_is_free
+from yunlu.pool.local import is_asynchronous, launch_lock, program_for, worker_lock_is_free
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,18 +65,14 @@ def main() -> int:
 def lead_program(run_dir: RunDir, devices: int) -> tuple[str, ...]:
     """What supervises a run on so many devices of one machine; others can join, even if it is one."""
     job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
+    record = read_record(run_dir)
     return program_for(
         devices,
         spares=int(job.get("spares", 1)),
-        is_asynchronous=is_asynchronous(run_dir),
+        is_asynchronous=is_asynchronous(run_dir, (job.get("communication") or {}).get("method")),
         is_elastic=True,
+        shares=record.placement.devices if record else None,
     )
-
-
-def is_asynchronous(run_dir: RunDir) -> bool:
-    """Whether its workers do not wait for each other: then they are all on one machine."""
-    job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
-    return (job.get("communication") or {}).get("method") == "asynchronous"
 
 
 class Holder:

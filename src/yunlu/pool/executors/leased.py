@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import read_crew
+from yunlu.core.crew import count_workers, read_crew
 from yunlu.pool.executors.executor import (
     Capabilities,
     ExecutorError,
@@ -17,7 +17,6 @@ from yunlu.pool.executors.executor import (
     Resized,
     RunStatus,
 )
-from yunlu.pool.executors.lease import is_asynchronous
 from yunlu.pool.executors.record import (
     Happening,
     Lease,
@@ -92,11 +91,6 @@ class LeasedExecutor(ABC):
         """As ``Executor.start``."""
         if not placement:
             raise ExecutorError(f"{run_dir.id} was given no devices to start on")
-        if placement.nodes > 1 and is_asynchronous(run_dir):
-            raise ExecutorError(
-                f"{run_dir.id} is asynchronous, and was given devices on {placement.nodes} nodes",
-                hint="its workers share one machine: give it devices of one node",
-            )
         with record_lock(run_dir):
             before = read_record(run_dir)
             if before is not None:
@@ -128,9 +122,6 @@ class LeasedExecutor(ABC):
             if lead is not None and wanted.get(lead.node, 0) < lead.devices:
                 words = f"it is led from {lead.node}, by a lease of {lead.devices}"
                 return Resized(how="restart", text=f"{words}, which cannot be taken from it live")
-            if is_asynchronous(run_dir):
-                words = "nobody can join workers that do not wait for each other"
-                return Resized(how="restart", text=words)
             kept, ended = _match(record, wanted)
             held: dict[str, int] = {}
             for lease in kept:
@@ -170,7 +161,7 @@ class LeasedExecutor(ABC):
         with record_lock(run_dir):
             record, statuses, _ = self._look_again(run_dir)
         crew = read_crew(run_dir)
-        workers = sum(member.rank is not None for member in crew.members) if crew else 0
+        workers = count_workers(crew) if crew else 0
         is_alive = any(each.state is not LeaseState.GONE for each in statuses)
         return RunStatus(
             leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0

@@ -6,9 +6,12 @@ import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Kind = Literal["cgroup v2", "cgroup v1", "affinity"]
 
@@ -16,15 +19,15 @@ _V1 = Path("/sys/fs/cgroup/cpu")
 _V2 = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _PERIOD_US = 100_000
-_PREFIX = "yunlu-"
+PREFIX = "yunlu-"
 
 
 @cache
 def find_kind() -> Kind:
     """The best that this machine allows us: a quota of time, else a set of cores."""
-    if _can_hold(_home_v2(), "cpu.max"):
+    if can_hold(home_v2(), "cpu.max"):
         return "cgroup v2"
-    return "cgroup v1" if _can_hold(_home_v1(), "cpu.cfs_quota_us") else "affinity"
+    return "cgroup v1" if can_hold(_home_v1(), "cpu.cfs_quota_us") else "affinity"
 
 
 def limit(run_id: str, pid: int, *, cpus: float) -> None:
@@ -61,32 +64,39 @@ def forget(run_id: str) -> None:
             group_of(run_id).rmdir()
 
 
-def sweep() -> None:
-    """Remove the limits of all runs that are over, whoever forgot to."""
+def sweep(keep: Callable[[Path], bool] = lambda _: False) -> None:
+    """Remove the limits of all runs that are over, whoever forgot to, but for those to ``keep``."""
     if find_kind() != "affinity":
-        for group in group_of("").parent.glob(f"{_PREFIX}*"):
+        sweep_home(group_of("").parent, keep)
+
+
+def sweep_home(home: Path, keep: Callable[[Path], bool]) -> None:
+    """Remove groups of ours in which nobody stands."""
+    for group in home.glob(f"{PREFIX}*"):
+        if not keep(group):
             with suppress(OSError):
                 group.rmdir()
 
 
 def group_of(run_id: str) -> Path:
     """The control group of a run; only where there are such."""
-    home = _home_v2() if find_kind() == "cgroup v2" else _home_v1()
-    return home / f"{_PREFIX}{run_id}"
+    home = home_v2() if find_kind() == "cgroup v2" else _home_v1()
+    return home / f"{PREFIX}{run_id}"
 
 
-def _home_v2() -> Path:
+def home_v2() -> Path:
+    """Where groups of version 2 are made."""
     # Processes may only stand in leaves: our own group cannot be the parent of another.
-    own = _own_group("")
+    own = own_group("")
     return (_V2 / own).parent if own else _V2
 
 
 def _home_v1() -> Path:
-    own = _V1 / _own_group("cpu")
+    own = _V1 / own_group("cpu")
     return own if own.is_dir() else _V1  # in a container the path may be the host's
 
 
-def _own_group(controller: str) -> str:
+def own_group(controller: str) -> str:
     """The group of this process, of version 2 where no controller is named."""
     with suppress(OSError):
         for line in _OWN.read_text().splitlines():
@@ -96,8 +106,9 @@ def _own_group(controller: str) -> str:
     return ""
 
 
-def _can_hold(home: Path, file: str) -> bool:
-    trial = home / f"{_PREFIX}trial-{os.getpid()}"
+def can_hold(home: Path, file: str) -> bool:
+    """Whether we may make groups there, and set this limit of them."""
+    trial = home / f"{PREFIX}trial-{os.getpid()}"
     try:
         trial.mkdir()
     except OSError:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import ask, read_crew
+from yunlu.core.crew import ask, count_workers, read_crew
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
 from yunlu.core.rundir import WORKERS, RunDir
 from yunlu.pool.allocation.values import Node
 from yunlu.pool.crew import end_workers, living_workers
-from yunlu.pool.executors import limits
+from yunlu.pool.executors import limits, memory
 from yunlu.pool.executors.executor import (
     Capabilities,
     ExecutorError,
@@ -104,7 +106,9 @@ class LocalExecutor:
             program = lead_program(run_dir, devices)
             worker = start_worker(run_dir, program, directory=directory, environment=seen)
             if not self._gpus:
-                limits.sweep()
+                limits.sweep(memory.has_outgrown)
+                memory.sweep()
+                memory.limit(run_dir.id, worker.pid, most_bytes=self._memory(run_dir, devices))
                 limits.limit(run_dir.id, worker.pid, cpus=self._cpus(devices))
             tell(run_dir, lease, "asked", reason=str(worker.pid))
             write_record(run_dir, record.change(lease.name, handle=str(worker.pid)))
@@ -121,12 +125,12 @@ class LocalExecutor:
             if self._gpus and devices != lease.devices:
                 return Resized(how="restart", text="a process keeps the GPUs it was started with")
             if devices > lease.devices:
-                limits.change(run_dir.id, worker.pid, cpus=self._cpus(devices))
+                self._limit_anew(run_dir, worker, devices)
             text = self._ask_for(run_dir, devices)
             if text is None:
-                limits.change(run_dir.id, worker.pid, cpus=self._cpus(lease.devices))
+                self._limit_anew(run_dir, worker, lease.devices)
                 return Resized(how="later", text=f"{run_dir.id} is just starting or changing")
-            limits.change(run_dir.id, worker.pid, cpus=self._cpus(devices))
+            self._limit_anew(run_dir, worker, devices)
             write_record(run_dir, record.change(lease.name, devices=devices))
         return Resized(how="live", text=text)
 
@@ -136,12 +140,10 @@ class LocalExecutor:
             record = known_record(run_dir)
             write_record(run_dir, record.model_copy(update={"is_ending": True}))
         worker = recorded_worker(run_dir)
-        if worker is not None and now:
-            worker.kill()
+        if now:
+            _end(run_dir, worker)
         elif worker is not None:
             worker.stop()
-        if now:  # after a takeover workers are not in the group of their supervisor
-            end_workers(run_dir)
 
     def status(self, run_dir: RunDir) -> RunStatus:
         """As ``Executor.status``."""
@@ -160,10 +162,15 @@ class LocalExecutor:
             if lease.state != state:
                 tell(run_dir, lease, state, reason)
                 write_record(run_dir, record.change(lease.name, state=state, reason=reason))
-        if not is_alive:
+        has_outgrown = memory.tell_outgrown(run_dir.id) is not None
+        if is_alive and has_outgrown:
+            # One worker of it was ended, and another would grow as large: it ends whole.
+            _end(run_dir, worker)
+        elif not is_alive and not has_outgrown:  # else whoever writes down its end reads why
             limits.forget(run_dir.id)
+            memory.forget(run_dir.id)
         seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
-        workers = sum(member.rank is not None for member in crew.members) if crew else 0
+        workers = count_workers(crew) if crew else 0
         return RunStatus(
             leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
         )
@@ -225,13 +232,42 @@ class LocalExecutor:
     def _cpus(self, devices: int) -> float:
         return self._cores * devices / self._devices
 
+    def _memory(self, run_dir: RunDir, devices: int) -> int:
+        return memory.choose_bytes(
+            total=memory.total_bytes(),
+            devices=devices,
+            of=self._devices,
+            declared_gb=_declared_gb(run_dir),
+        )
+
+    def _limit_anew(self, run_dir: RunDir, worker: WorkerProcess, devices: int) -> None:
+        limits.change(run_dir.id, worker.pid, cpus=self._cpus(devices))
+        memory.change(run_dir.id, most_bytes=self._memory(run_dir, devices))
+
     def _describe_limits(self) -> str:
         if self._gpus:
             return ""
         share = self._cores / self._devices
-        if limits.find_kind() == "affinity":
-            return f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
-        return f"time on {share:g} of {self._cores} cores for each device ({limits.find_kind()})"
+        kind = limits.find_kind()
+        if kind == "affinity":
+            cores = f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
+        else:
+            cores = f"time on {share:g} of {self._cores} cores for each device ({kind})"
+        return f"{cores}; {memory.describe(devices=self._devices)}"
+
+
+def _end(run_dir: RunDir, worker: WorkerProcess | None) -> None:
+    if worker is not None:
+        worker.kill()
+    end_workers(run_dir)  # after a takeover they are not in the group of their supervisor
+
+
+def _declared_gb(run_dir: RunDir) -> float | None:
+    """What the job says that training takes on each device."""
+    with suppress(OSError, ValueError, AttributeError):
+        told = json.loads(run_dir.job.read_bytes()).get("train", {}).get("memory_gb")
+        return float(told) if isinstance(told, int | float) else None
+    return None
 
 
 def _last_words(worker: WorkerProcess | None, lease: Lease) -> str:

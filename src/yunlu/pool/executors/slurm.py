@@ -123,6 +123,7 @@ class SlurmExecutor(LeasedExecutor):
                 awake=sum(not node.is_asleep for node in nodes),
                 most=len(nodes),
                 nodes=tuple(node.name for node in nodes if not node.is_asleep),
+                waking=tuple(node.name for node in nodes if node.is_waking),
                 sleeping=tuple(node.name for node in nodes if node.is_asleep),
                 is_spot=is_spot,
             )

@@ -49,7 +49,8 @@ _ENDED = {
 _NODE_LOST = {"NODE_FAIL", "BOOT_FAIL"}
 
 _ABSENT = {"DOWN", "FAIL", "FAILING", "UNKNOWN", "FUTURE", "ERROR"}
-_ASLEEP = {"POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN"}
+_OFF, _GOING_OFF = "POWERED_DOWN", {"POWERING_DOWN", "POWER_DOWN"}
+_WAKING = {"POWERING_UP", "POWER_UP"}
 _LEAVING = {"DRAIN", "DRAINED", "DRAINING", "MAINT", "MAINTENANCE", "REBOOT", "REBOOT_REQUESTED"}
 
 
@@ -115,12 +116,17 @@ class SlurmNode:
     @property
     def is_absent(self) -> bool:
         """Whether nothing can be put there."""
-        return self.state in _ABSENT or "NOT_RESPONDING" in self.flags
+        return self.state in _ABSENT or ("NOT_RESPONDING" in self.flags and not self.is_waking)
 
     @property
     def is_asleep(self) -> bool:
         """Whether it is off, or on its way there; it wakes when something is put there."""
-        return bool(self.flags & _ASLEEP)
+        return bool(self.flags & _GOING_OFF) or (_OFF in self.flags and not self.flags & _WAKING)
+
+    @property
+    def is_waking(self) -> bool:
+        """Whether it was asked to come, and is not there yet: it may not answer until then."""
+        return bool(self.flags & _WAKING) and not self.is_asleep
 
     @property
     def is_leaving(self) -> bool:

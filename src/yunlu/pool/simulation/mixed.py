@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.pool.allocation.observations import BatchLimits
 from yunlu.pool.simulation.cluster import parse_cluster
-from yunlu.pool.simulation.profiles import Profiles, load_application
+from yunlu.pool.simulation.profiles import Profiles, load_application, load_facts
 from yunlu.pool.simulation.step_times import Shape, normalise
 from yunlu.pool.simulation.tables import read_count, read_number, read_rows
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from yunlu.pool.allocation.observations import Observations
     from yunlu.pool.allocation.values import Node
+    from yunlu.pool.simulation.profiles import Application
     from yunlu.pool.simulation.rules import Rules
 
 TYPES = ("aws", "dgx-ext", "rtx")
@@ -79,6 +80,8 @@ class TypeTable:
     max_devices: int
     samples_per_s: float
     """Of one device with its largest batch."""
+    stages: int = 1
+    """Devices that hold one copy of the model."""
 
     def most_in(self, shape: Shape) -> int:
         """The largest local batch that fits a shape."""
@@ -112,6 +115,7 @@ class TableKnowledge:
             local_least=table.local_least,
             local_most=most,
             fixed=seen.limits.fixed,
+            is_whole=seen.limits.is_whole,
         )
 
     def local_most(
@@ -129,8 +133,13 @@ class TableKnowledge:
         table = self.tables.get((seen.signature, device_type))
         return table.max_devices if table else None
 
+    def multiple(self, seen: Observations, device_type: str) -> int:
+        """Devices that hold one copy of the model."""
+        table = self.tables.get((seen.signature, device_type))
+        return table.stages if table else 1
+
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
-        """Of one device alone."""
+        """Of one device alone, or of each in one copy of a model that is cut up."""
         table = self.tables.get((seen.signature, device_type))
         return table.samples_per_s / self.slowdown.get(seen.signature, 1.0) if table else None
 
@@ -154,6 +163,8 @@ def load_knowledge(
 
 
 def _load_table(directory: Path, kind: str) -> TypeTable:
+    if load_facts(directory).stages is not None:
+        return _tell_pipeline(load_application(directory, (kind,)), kind)
     path = directory / f"placements-{kind}.csv"
     most_by_shape: dict[Shape, int] = {}
     least, alone_local, alone_s = 1 << 30, 0, 0.0
@@ -180,4 +191,19 @@ def _load_table(directory: Path, kind: str) -> TypeTable:
             [devices for _, devices in most_by_scale] + [sum(s) for s in most_by_shape]
         ),
         samples_per_s=alone_local / alone_s if alone_s else 0.0,
+    )
+
+
+def _tell_pipeline(application: Application, kind: str) -> TypeTable:
+    times, stages = application.times[kind], application.stages[kind]
+    found = times.find((stages,), times.local_most)
+    assert found is not None
+    return TypeTable(
+        local_least=times.local_least,
+        local_most=times.local_most,
+        most_by_shape=times.most_by_shape,
+        most_by_scale=(),
+        max_devices=times.max_devices,
+        samples_per_s=times.local_most / found[0],
+        stages=stages,
     )

@@ -41,18 +41,23 @@ class SiaSpeed:
         here = known.samples_per_s(self.seen, device_type)
         if here is None:
             return np.zeros(len(devices))
+        unit = known.multiple(self.seen, device_type)
         if not self.fits or self.seen.noise is None:
-            return np.where(devices == 1, 1.0, 0.0)
+            return np.where(devices == unit, 1.0, 0.0)
         most = known.most_devices(self.seen, device_type) or 0
         if device_type in self.fits:
             told = self.fits[device_type].goodput(device_type, nodes, devices)
-            return np.where(devices <= most, told, 0.0)
+            return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
         source = next(each for each in self.estimator.node_devices if each in self.fits)
         there = known.samples_per_s(self.seen, source)
         assert there is not None
-        nodes_there = -(-devices // self.estimator.node_devices[source])
-        told = self.fits[source].goodput(source, nodes_there, devices) * here / there
-        return np.where(devices <= most, told, 0.0)
+        # As many copies of the model there, each as fast as one is here.
+        unit_there = known.multiple(self.seen, source)
+        devices_there = np.maximum(devices // unit, 1) * unit_there
+        nodes_there = -(-devices_there // self.estimator.node_devices[source])
+        ratio = here * unit / (there * unit_there)
+        told = self.fits[source].goodput(source, nodes_there, devices_there) * ratio
+        return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
 
     def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
         """The batch to run with, within what fits that shape."""
@@ -129,9 +134,12 @@ class SiaEstimator:
         most = 1
         for name in self.node_devices:
             largest = max((t.devices for t in seen.timings if t.device_type == name), default=0)
-            limits = self._limits(seen, name)
+            limits = self.known.limits(seen, name)
+            if limits is None:  # it cannot run there
+                continue
             allowed = limits.most // limits.local_least
-            most = max(most, min(max(_LEAP * largest, 1), _MOST_DEVICES, allowed))
+            least = self.known.multiple(seen, name)
+            most = max(most, min(max(_LEAP * largest, least), _MOST_DEVICES, allowed))
         return most
 
 

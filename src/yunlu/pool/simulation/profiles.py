@@ -6,6 +6,7 @@ The format is that of the artifact of Pollux (OSDI'21): a directory for each app
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import yaml
 
 from yunlu.core.errors import did_you_mean
 from yunlu.pool.allocation.observations import BatchLimits, Noise
+from yunlu.pool.simulation.pipelines import load_pipeline_times
 from yunlu.pool.simulation.step_times import StepTimes, load_step_times
 from yunlu.pool.simulation.tables import SimulationError, read_number, read_rows
 
@@ -34,17 +36,22 @@ class Facts:
     batch: int | None = None
     """Elastic policies must keep this batch."""
     max_devices: int | None = None
+    stages: Mapping[str, int] | None = None
+    """By type of devices: so many hold one copy of the model, as a pipeline; none on other types."""
+    micro_batches: int = 48
+    """Of one pass of a pipeline."""
 
 
 _KNOWN: Mapping[str, Facts] = {
     "bert": Facts(epochs=2),
     "cifar10": Facts(epochs=100),
     "deepspeech2": Facts(epochs=80),
+    "gpt_pmp": Facts(epochs=2, stages={"rtx": 8, "dgx-ext": 2}),
     "imagenet": Facts(epochs=90),
     "ncf": Facts(epochs=10, batch=32768, max_devices=1),
     "yolov3": Facts(epochs=50, local_most=8),
 }
-"""Of the applications of Pollux's artifact; ``facts.yaml`` in a directory says it for others."""
+"""Of the applications of Pollux's and Sia's artifacts; ``facts.yaml`` in a directory says it for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,14 @@ class Application:
     max_devices: int
     ends: tuple[float, ...]
     """Progress at the start of each epoch and at the end of the last."""
+    stages: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By type of devices: how many hold one copy of the model, where that is more than one."""
     _noise: dict[tuple[int, int], Noise] = field(default_factory=dict[tuple[int, int], Noise])
+
+    @property
+    def multiple(self) -> int:
+        """What numbers of devices have in common that it can use."""
+        return math.gcd(*self.stages.values()) if self.stages else 1
 
     @property
     def length(self) -> float:
@@ -155,18 +169,18 @@ def _unknown(name: str, known: Iterable[str]) -> SimulationError:
 
 def load_application(directory: Path, types: Iterable[str] = ("device",)) -> Application:
     """Read one application."""
+    facts = load_facts(directory)
     times: dict[str, StepTimes] = {}
     for kind in types:
         suffix = f"-{kind}" if (directory / f"placements-{kind}.csv").exists() else ""
         if (directory / f"placements{suffix}.csv").exists():
-            times[kind] = load_step_times(directory, suffix)
+            times[kind] = _load_times(directory, kind, suffix, facts)
     if not times:
         raise SimulationError(
             f"{directory}: nothing was measured on {', '.join(types)}.",
             hint="it should hold placements.csv, or placements-TYPE.csv for a type of devices",
         )
     trainings = _load_trainings(directory)
-    facts = _load_facts(directory)
     shortest = min(len(each.progress) for each in trainings.values())
     epochs = facts.epochs or shortest
     if epochs > shortest:
@@ -182,11 +196,28 @@ def load_application(directory: Path, types: Iterable[str] = ("device",)) -> App
         local_least=local_least,
         local_most=facts.local_most or max(each.local_most for each in times.values()),
         fixed=facts.batch,
+        is_whole=facts.stages is not None,
     )
     max_devices = facts.max_devices or min(
         max(each.max_devices for each in times.values()), max(most // local_least, 1)
     )
-    return Application(directory.name, times, trainings, epochs, limits, max_devices, (0.0, *ends))
+    stages = {kind: facts.stages[kind] for kind in times} if facts.stages is not None else {}
+    return Application(
+        directory.name, times, trainings, epochs, limits, max_devices, (0.0, *ends), stages
+    )
+
+
+def _load_times(directory: Path, kind: str, suffix: str, facts: Facts) -> StepTimes:
+    if facts.stages is None:
+        return load_step_times(directory, suffix)
+    if kind not in facts.stages:
+        raise SimulationError(
+            f"{directory}: it is a pipeline, and nobody says of how many stages on {kind}.",
+            hint="say it in facts.yaml: stages: {TYPE: COUNT}",
+        )
+    return load_pipeline_times(
+        directory, suffix, stages=facts.stages[kind], micro_batches=facts.micro_batches
+    )
 
 
 def _load_trainings(directory: Path) -> dict[int, Epochs]:
@@ -214,7 +245,8 @@ def _load_training(path: Path) -> Epochs:
     )
 
 
-def _load_facts(directory: Path) -> Facts:
+def load_facts(directory: Path) -> Facts:
+    """What is known of an application beside its tables: from ``facts.yaml``, or built in."""
     path = directory / "facts.yaml"
     if not path.exists():
         return _KNOWN.get(directory.name, Facts())

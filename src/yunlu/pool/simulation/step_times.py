@@ -40,6 +40,10 @@ class StepTimes:
         self._known: dict[tuple[Shape, int], Times | None] = {}
         locals_seen = [local for points in curves.values() for local, _ in points]
         self.local_least, self.local_most = min(locals_seen), max(locals_seen)
+        self.most_by_shape = {
+            shape: max(local for local, _ in points) for shape, points in curves.items()
+        }
+        """The largest local batch that was measured in each shape."""
         self.max_nodes = int(self._points[:, 0].max())
         self.max_devices = int(self._points[:, 1].max())
 

@@ -117,6 +117,18 @@ def test_a_restart_must_pay() -> None:
     assert decide(make_state([long], nodes)) == {"a": 4}
 
 
+def test_a_short_job_is_not_passed_over_because_its_start_is_long() -> None:
+    alone = PowerSpeed(most=1)
+    running = [
+        make_job(f"j{n}", work_s=40.0, speed=alone, held=on(("n0", 1)), held_since=0.0)
+        for n in range(3)
+    ]
+    short = make_job("short", work_s=16.0, speed=alone, restart_s=20.0)
+    longer = make_job("longer", work_s=60.0, speed=alone, restart_s=20.0)
+    gets = decide(make_state([*running, longer, short], make_nodes(1)))
+    assert gets == {"j0": 1, "j1": 1, "j2": 1, "short": 1}
+
+
 def test_rigid_jobs_get_their_size_or_nothing() -> None:
     jobs = [make_job(f"j{n}", min_devices=6, max_devices=6, asked_devices=6) for n in range(4)]
     gets = decide(make_state(jobs))

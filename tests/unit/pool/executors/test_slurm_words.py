@@ -38,6 +38,9 @@ def test_a_queue_is_read_with_reasons() -> None:
         ("MIXED+PLANNED", False, False, False),
         ("IDLE+CLOUD+POWERED_DOWN", False, True, False),
         ("IDLE+CLOUD+POWERING_UP", False, False, False),
+        ("IDLE+CLOUD+NOT_RESPONDING+POWERING_UP", False, False, False),
+        ("IDLE+CLOUD+POWERED_DOWN+POWER_UP", False, False, False),
+        ("IDLE+CLOUD+POWERING_UP+POWER_DOWN", False, True, False),
         ("ALLOCATED+DRAIN", False, False, True),
         ("DOWN*", True, False, False),
         ("DOWN+CLOUD+NOT_RESPONDING", True, False, False),
@@ -51,6 +54,7 @@ def test_the_state_of_a_node_is_read(state: str, absent: bool, asleep: bool, lea
     )
     (node,) = read_nodes(line)
     assert (node.is_absent, node.is_asleep, node.is_leaving) == (absent, asleep, leaving)
+    assert node.is_waking == ("_UP" in state and not asleep)
     assert (node.cpus, node.used_cpus, node.gpus) == (8, 1, 0)
     assert node.partitions == {"main", "spot"}
 

@@ -24,6 +24,7 @@ from yunlu.training.data.order import StepOrder, digest_of
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS, FEWER, BATCH, PATIENCE_S = 300, 110, 24, 90
+# The rate is small: at three times as much, rounding alone grows to 4e-4 of the loss by the last step.
 JOB = f"""
 task: language-modeling
 model: {{name: transformer, args: {{width: 32, layers: 4, heads: 4}}}}
@@ -32,7 +33,7 @@ train:
   steps: {STEPS}
   batch: {BATCH}
   micro_batch: 4
-  optimizer: {{name: adamw, lr: 0.0003, kernel: fused}}
+  optimizer: {{name: adamw, lr: 0.0001, kernel: fused}}
   clip: 1.0
   schedule: {{name: constant, warmup: 0}}
   precision: fp32
@@ -186,7 +187,7 @@ def check_run(run: RunDir, alone: dict[int, float], *, steps: int = STEPS) -> No
     """The curve is the undisturbed one's; each step took exactly its samples, each of them once."""
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
     expected_losses = {step: loss for step, loss in alone.items() if step <= steps}
-    assert losses(run) == pytest.approx(expected_losses, abs=5e-4)
+    assert losses(run) == pytest.approx(expected_losses, abs=1e-5)
     about = events(run, EventKind.DATA)[0]
     order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}

@@ -102,11 +102,12 @@ def tell_must_run(
     manners: Manners,
     allowances: Mapping[str, Allowance],
     waiting_since: Mapping[str, float],
+    taken: Mapping[str, int],
 ) -> Bools:
     """Who must not be left with nothing.
 
     ``least`` is each job's smallest size, 0 if it cannot run; ``waiting_since`` is since when each
-    waits, or since when it runs (resized or not).
+    waits, or since when it runs (resized or not); ``taken`` is what pinned jobs of each team hold.
     """
     must_run = np.zeros(len(jobs), dtype=bool)
     lowest = min((job.priority for job in jobs), default=0)
@@ -117,7 +118,7 @@ def tell_must_run(
             if claim is not None:
                 claims.append((*claim, row))
     left = capacity
-    used: dict[str, int] = {}
+    used = dict(taken)
     for _, _, _, row in sorted(claims):
         team = jobs[row].team
         need = int(least[row])

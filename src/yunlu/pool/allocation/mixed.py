@@ -136,6 +136,9 @@ class MixedRound:
         values[:, devices > self.capacities[self.shapes.kind]] = -np.inf
         free = int(self.capacities.sum())
         can_run = np.isfinite(values).any(axis=1)
+        taken: Counter[str] = Counter()
+        for row in np.flatnonzero(self.is_pinned):
+            taken[self.jobs[row].team] += self.jobs[row].held.devices
         must_run = tell_must_run(
             self.jobs,
             np.where(can_run, self.least, 0),
@@ -144,6 +147,7 @@ class MixedRound:
             manners=self._manners,
             allowances=self.allowances,
             waiting_since=self._waiting_since,
+            taken=taken,
         )
         keep_dwelling(
             values, self.jobs, devices, now=now, capacity=free, dwell_s=self._manners.dwell_s
@@ -153,9 +157,6 @@ class MixedRound:
         )
         if not self.allowances:
             return choose(values, options, must_run=must_run, prices=self.prices)
-        taken: Counter[str] = Counter()
-        for row in np.flatnonzero(self.is_pinned):
-            taken[self.jobs[row].team] += self.jobs[row].held.devices
         groups = group_by_team(self.jobs, self.allowances, taken)
         return choose_grouped(values, options, groups=groups, must_run=must_run, prices=self.prices)
 

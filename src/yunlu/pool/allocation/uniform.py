@@ -131,6 +131,9 @@ class UniformRound:
         values[self.is_pinned] = -np.inf
         values[:, self.sizes.devices > self.capacity] = -np.inf
         least = np.where(self.is_pinned | (self.least > self.capacity), 0, self.least)
+        taken: Counter[str] = Counter()
+        for row in np.flatnonzero(self.is_pinned):
+            taken[self.jobs[row].team] += self.jobs[row].held.devices
         must_run = tell_must_run(
             self.jobs,
             least,
@@ -139,6 +142,7 @@ class UniformRound:
             manners=manners,
             allowances=self.allowances,
             waiting_since=self._waiting_since,
+            taken=taken,
         )
         keep_dwelling(
             values,
@@ -150,9 +154,6 @@ class UniformRound:
         )
         if not self.allowances:
             return choose(values, self.sizes.devices, self.capacity, must_run)
-        taken: Counter[str] = Counter()
-        for row in np.flatnonzero(self.is_pinned):
-            taken[self.jobs[row].team] += self.jobs[row].held.devices
         groups = group_by_team(self.jobs, self.allowances, taken)
         return choose_grouped(values, self.sizes.devices, self.capacity, must_run, groups)
 

@@ -20,7 +20,14 @@ MANNERS = Manners(patience_s=100.0, turn_s=50.0)
 def claim(jobs: list[Demand], capacity: int, *, now: float = 60.0) -> list[bool]:
     least = np.array([job.min_devices for job in jobs])
     return tell_must_run(
-        jobs, least, now=now, capacity=capacity, manners=MANNERS, allowances={}, waiting_since={}
+        jobs,
+        least,
+        now=now,
+        capacity=capacity,
+        manners=MANNERS,
+        allowances={},
+        waiting_since={},
+        taken={},
     ).tolist()
 
 

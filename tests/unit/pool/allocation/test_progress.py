@@ -305,3 +305,13 @@ def test_every_job_starts_and_ends_however_many_short_ones_come(seed: int) -> No
     waits = [started[job.id] - job.submitted_at for job in jobs]
     # At worst everyone who was impatient before it gets a turn first.
     assert max(waits) <= patience_s + 180.0 * len(jobs)
+
+
+def test_who_waited_long_gets_nothing_beyond_what_pinned_jobs_leave_of_its_teams_limit() -> None:
+    nodes = Node(name="n0", devices=1, is_leaving=True), Node(name="n1", devices=1)
+    pinned = make_job("pinned", held=on(("n0", 1)), held_since=0.0, is_pinned=True, team="blue")
+    teams = Team(name="red"), Team(name="blue", quota=0, borrow=1)
+    jobs = pinned, make_job("waiting", team="blue")
+    state = make_state(jobs, nodes, now=10_000.0, teams=teams)
+    decision = ProgressPolicy().decide(state)
+    assert set(decision.placements) == {"pinned"}

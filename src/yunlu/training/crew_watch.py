@@ -56,6 +56,10 @@ class Mate(Protocol):
         """Raise where the generation is over."""
         ...
 
+    def step_aside(self) -> None:
+        """Leave as soon as may be: the others are faster without this worker."""
+        ...
+
     def beat(
         self,
         *,
@@ -72,10 +76,9 @@ class Mate(Protocol):
 class Unsupervised:
     """Stands where a member of a crew stands: nobody listens, and only signals ask for anything."""
 
-    wants_pause = False
-
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
+        self.wants_pause = False
 
     @property
     def wants_stop(self) -> bool:
@@ -84,6 +87,10 @@ class Unsupervised:
 
     def check(self) -> None:
         """Nobody breaks anything off."""
+
+    def step_aside(self) -> None:
+        """All stand before the same step then: those who stay meet anew."""
+        self.wants_pause = True
 
     def beat(self, **_: Any) -> None:
         """Nobody listens."""
@@ -214,6 +221,8 @@ class CrewWatch(TrainingWatch):
     def before_step(self) -> Ask:
         """Ask the others for what the supervisor asked of us."""
         self._member.check()
+        if self._engine.company.is_aside:
+            self._member.step_aside()
         if self._member.wants_stop or self._is_ruled_out():
             return "stop"
         return "pause" if self._member.wants_pause else ""

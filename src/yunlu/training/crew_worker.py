@@ -108,6 +108,7 @@ class Worker:
             torch.cuda.set_device(device)  # who only says "cuda" means this one
         world = self._member.form(assignment, device)
         world.hindrance = against_serving(self._run, self._loaded.job, workers=world.layout.world)
+        world.may_part = True
         self._settle_in(assignment, world)
         self._train()
 

@@ -32,14 +32,13 @@ from yunlu.planning.splitting import fit_plan, resplit
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
-from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.checkpoint.state import seed_everything
-from yunlu.training.crew_watch import CrewLog, CrewWatch, Unsupervised
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finish import finish
 from yunlu.training.giving_way import give_way
+from yunlu.training.launched_crew import LaunchedCrew
 from yunlu.training.life import RunBusyError, begin_life, move, only_worker, signals_as_stop
 from yunlu.training.memory.shortage import cap_of_worker, memory_capped
 from yunlu.training.muster import Muster, assemble, describe_failure
@@ -54,12 +53,13 @@ if TYPE_CHECKING:
 
     from yunlu.catalog.machine import Machine
     from yunlu.core.launch import Launched
+    from yunlu.training.crew_watch import CrewWatch
     from yunlu.training.parallel.world import World
     from yunlu.training.parts import Parts
     from yunlu.training.watch import StopRequest
 
-_GENERATION = 1
-"""Of each life the only one: whoever is lost ends it."""
+_FAREWELL_S = 5.0
+"""How long the leader waits for those who stand aside to hear of the end: they look all the time."""
 _PARENT_DEATH_SIGNAL = 1
 
 
@@ -170,6 +170,7 @@ def _take_part(
     host = muster.address or "127.0.0.1"
     world = form_world(layout, muster.place.rank, store, device=device, host=host)
     world.hindrance = against_serving(run_dir, job, workers=layout.world)
+    world.may_part = not layout.zero1  # else each holds a part of the optimiser's state
     try:
         engine = _build(run_dir, job, plan, parts, world)
         return _train(run_dir, engine, muster, stop, life=life, machine=machine, pattern=pattern)
@@ -246,17 +247,18 @@ def _train(
 ) -> RunState:
     names = ["tensorboard", *engine.job.trackers] if muster.leads else []
     trackers = TrackerThread(open_trackers(names), warn=run_dir.warn)
-    watch = _make_watch(run_dir, engine, trackers, stop, life=life)
+    crew = LaunchedCrew(run_dir, engine, muster, trackers, stop, life=life)
+    watch = crew.watch
     state, summary = RunState.FAILED, dict[str, Any]()
     try:
-        _begin(run_dir, engine, watch, trackers, muster)
-        ask = ""
-        if not watch.stopped_early and engine.steps_done < engine.course.steps:
-            cap = cap_of_worker(engine.job, machine, engine.device, workers=muster.workers_here)
-            with memory_capped(cap):
-                ask = loop.run(engine, watch)
-                engine.settle()
-        watch.log.flush()
+        _begin(crew, trackers)
+        ask = _run(crew, machine)
+        while ask == "pause":
+            if engine.company.is_aside:
+                return _stand_aside(crew, trackers, stop)
+            crew.go_on_without(engine.company.aside)
+            watch = crew.watch
+            ask = _run(crew, machine)
         if ask == "stop":
             is_to_be_saved = watch.is_to_be_saved()
             if watch.ruling is None:
@@ -273,8 +275,8 @@ def _train(
             environment = describe_environment(machine)
             summary = finish(run_dir, engine, watch, environment, machine, pattern=pattern)
             state = RunState.FINISHED
-        dist.barrier()  # nobody leaves before everyone is through
-        return _conclude(run_dir, trackers, state, summary)
+        _meet_again()  # nobody leaves before everyone is through
+        return _conclude(crew, trackers, state, summary)
     except BaseException:
         with suppress(OSError, TrainingError):  # whatever failed before is what gets told
             watch.log.flush()
@@ -289,66 +291,60 @@ def _leave_to_servers(engine: Engine, watch: CrewWatch, trackers: TrackerThread)
         watch.save_and_wait()
     watch.checkpoints.wait()
     trackers.close()
-    dist.barrier()  # nobody needs the leader's store any more
+    _meet_again()  # nobody needs the leader's store any more
     return RunState.RUNNING
 
 
+def _meet_again() -> None:
+    if dist.is_initialized():  # not where all others stand aside
+        dist.barrier()
+
+
+def _run(crew: LaunchedCrew, machine: Machine) -> str:
+    """Train until the end, or until all stand before the same step because one asked."""
+    engine, watch, ask = crew.engine, crew.watch, ""
+    if not watch.stopped_early and engine.steps_done < engine.course.steps:
+        here = crew.muster.workers_here
+        with memory_capped(cap_of_worker(engine.job, machine, engine.device, workers=here)):
+            ask = loop.run(engine, watch)
+            engine.settle()
+    watch.log.flush()
+    return ask
+
+
+def _stand_aside(crew: LaunchedCrew, trackers: TrackerThread, stop: StopRequest) -> RunState:
+    """The others are faster without this worker: wait for how it ends, or for being told to go."""
+    crew.watch.checkpoints.wait()
+    trackers.close()
+    crew.engine.world.close()
+    muster = crew.muster
+    state = muster.hear_unless("over", lambda: stop.is_set)
+    muster.come("over")
+    return RunState.STOPPED if state is None else RunState(state)
+
+
 def _conclude(
-    run_dir: RunDir, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
+    crew: LaunchedCrew, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
 ) -> RunState:
     trackers.finish(state=state, summary=summary)
-    move(run_dir, state)
+    move(crew.run_dir, state)
     # Once the others return, the run rests. Who is told so has all it came for: whoever shows the run
     # may have ended the leader by the time that the last of the others is here.
     with suppress(RuntimeError):
-        dist.barrier()
+        _meet_again()
+    if crew.muster.leads:
+        crew.muster.share("over", state.value)
+        aside = [rank for rank in range(crew.muster.place.size) if rank not in crew.ranks]
+        crew.muster.wait_for("over", aside, within_s=_FAREWELL_S)
     return state
 
 
-def _begin(
-    run_dir: RunDir, engine: Engine, watch: CrewWatch, trackers: TrackerThread, muster: Muster
-) -> None:
-    resumed_from = watch.resume()
-    watch.begin(_GENERATION)
-    trackers.start(run_dir, engine.job, resumed=resumed_from is not None)
-    layout, place = engine.world.layout, muster.place
-    run_dir.emit(
-        EventKind.CREW,
-        generation=_GENERATION,
-        layout=str(layout),
-        reason=f"{place.by} started {place.size} workers",
-        from_step=engine.steps_done,
-        redone_steps=0,
-        ranks=[
-            {"rank": rank, "member": rank, "host": host, "pid": pid,
-             "place": layout.place_of(rank)._asdict()}
-            for rank, (host, pid) in enumerate(zip(muster.hosts, muster.pids, strict=True))
-        ],
-    )  # fmt: skip
-    move(run_dir, RunState.RUNNING, resumed_from_step=resumed_from)
-
-
-def _make_watch(
-    run_dir: RunDir, engine: Engine, trackers: TrackerThread, stop: StopRequest, *, life: int
-) -> CrewWatch:
-    log = CrewLog(
-        run_dir,
-        device=engine.device,
-        life=life,
-        forward=lambda values, step: trackers.log(values, step=step),
-    )
-    world = engine.world
-    return CrewWatch(
-        engine,
-        run_dir,
-        member=Unsupervised(stop),
-        crew=Crew(rank=world.rank, size=world.layout.world, token=f"{life}-{_GENERATION}"),
-        log=log,
-        trackers=trackers,
-        life=life,
-        keep=lambda _: None,
-        forget_after=lambda _: None,
-    )
+def _begin(crew: LaunchedCrew, trackers: TrackerThread) -> None:
+    resumed_from = crew.watch.resume()
+    trackers.start(crew.run_dir, crew.engine.job, resumed=resumed_from is not None)
+    place = crew.muster.place
+    crew.begin(f"{place.by} started {place.size} workers")
+    move(crew.run_dir, RunState.RUNNING, resumed_from_step=resumed_from)
 
 
 def _tell_failure(run_dir: RunDir, failure: dict[str, Any]) -> None:

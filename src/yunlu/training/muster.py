@@ -26,7 +26,7 @@ from yunlu.training.life import as_user_error
 from yunlu.training.parallel.sockets import tells_of_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from yunlu.core.launch import Launched
 
@@ -108,6 +108,14 @@ class Muster:
         self.wait([key])
         return json.loads(self.store.get(key))
 
+    def hear_unless(self, key: str, is_over: Callable[[], bool]) -> Any:
+        """The same, or nothing where something else comes first."""
+        while not self.store.check([key]):
+            if is_over():
+                return None
+            self._wait_a_moment()
+        return self.hear(key)
+
     def meet(self, name: str) -> None:
         """Nobody goes on before all have come here."""
         self.come(name)
@@ -120,9 +128,19 @@ class Muster:
     def wait(self, keys: list[str]) -> None:
         """Until all of these are told."""
         while not self.store.check(keys):
-            if self.store.check(["failure"]):
-                raise OthersFailedError("another worker failed")
+            self._wait_a_moment()
+
+    def wait_for(self, name: str, ranks: Sequence[int], *, within_s: float) -> None:
+        """Until these have come, or will not."""
+        deadline = time.monotonic() + within_s
+        keys = [f"{name}-{rank}" for rank in ranks]
+        while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+
+    def _wait_a_moment(self) -> None:
+        if self.store.check(["failure"]):
+            raise OthersFailedError("another worker failed")
+        time.sleep(_LOOK_S)
 
     def explain(self, error: Exception) -> dict[str, Any]:
         """Whose failure it is that ended us, as the data of one event; all agree on the first."""

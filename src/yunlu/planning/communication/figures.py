@@ -96,6 +96,29 @@ class WireFigures(Figures):
         """Of the worker for whom a synchronous step waits."""
         return max(self.compute_s, default=None)
 
+    def without(self, host: str) -> Self:
+        """The same without the workers of a host, each of the others with its part of their samples."""
+        numbers = [number for number, name in enumerate(self.host_names) if name != host]
+        stay = [rank for rank, name in enumerate(self.hosts) if name != host]
+        more = self.size / len(stay)
+
+        def keep(row: Row) -> Row:
+            return tuple(row[number] for number in numbers)
+
+        return self.model_copy(
+            update={
+                "hosts": tuple(self.hosts[rank] for rank in stay),
+                "latency_s": tuple(keep(self.latency_s[number]) for number in numbers),
+                "bytes_per_s": tuple(keep(self.bytes_per_s[number]) for number in numbers),
+                "send_bytes_per_s": keep(self.send_bytes_per_s),
+                "receive_bytes_per_s": keep(self.receive_bytes_per_s),
+                "compute_s": tuple(self.compute_s[rank] * more for rank in stay)
+                if self.compute_s
+                else (),
+                "all_reduce": None,  # it was not tried among these
+            }
+        )
+
     def codec(self, name: str) -> CodecCost | None:
         """What a codec costs here, if that was measured."""
         return next((each for each in self.codecs if each.name == name), None)

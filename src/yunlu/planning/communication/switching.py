@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from yunlu.planning.communication.choosing import choose
+from yunlu.planning.communication.choosing import choose, explain
 from yunlu.planning.communication.forecast import ASYNCHRONOUS_S, forecast
 from yunlu.planning.communication.methods import METHODS
 from yunlu.planning.communication.timing import Clock
@@ -54,6 +54,14 @@ def should_switch(
     if left is not None and gained_s * left < _WORTH * switch_s:
         return None
     return fresh
+
+
+def renew(decision: Decision, figures: WireFigures) -> Decision:
+    """The same way to exchange, as it is predicted over other links."""
+    work = decision.question.work
+    chosen = forecast(Clock(figures), work, decision.setting)
+    reason = explain(figures, work, chosen, decision.plain)
+    return decision.model_copy(update={"chosen": chosen, "reason": reason})
 
 
 def find_rival(decision: Decision, *, steps_left: int | None) -> Forecast | None:

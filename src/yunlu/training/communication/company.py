@@ -61,6 +61,16 @@ class Company:
         """Whether this worker makes steps without the others."""
         return self.world.layout.is_single or self.communicator.is_apart
 
+    @property
+    def aside(self) -> tuple[int, ...]:
+        """Ranks without whom the others had better go on."""
+        return () if self._steering is None else self._steering.aside
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether this worker is one of them."""
+        return self.world.rank in self.aside
+
     def join(self, world: World, step: int) -> None:
         """Communicate with the workers of a world from now on; all of them call this."""
         self._join(world, step, kept={}, was_apart=False)

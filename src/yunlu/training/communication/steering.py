@@ -13,8 +13,9 @@ from yunlu.core.rundir import EventKind
 from yunlu.planning.communication.choosing import Pinned, Question, choose
 from yunlu.planning.communication.figures import Work
 from yunlu.planning.communication.forecast import Setting
+from yunlu.planning.communication.leaving import find_leaving
 from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import Watch, find_rival, should_switch
+from yunlu.planning.communication.switching import Watch, find_rival, renew, should_switch
 from yunlu.training.communication.audition import Audition
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Together
@@ -65,6 +66,9 @@ class Steering:
         self._told: Setting | None = None
         self.switch_at: int | None = None
         """After how many steps the communicator is to be opened anew."""
+        self.aside: tuple[int, ...] = ()
+        """Ranks for whom the others had better not wait: they are to leave at the next chance."""
+        self._aside_words = ""
         self._audition: Audition | None = None
         self._is_trying = False
         """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
@@ -150,10 +154,14 @@ class Steering:
         figures = self._measure(world)
         found = should_switch(before, figures, steps_left=self._plan.steps - steps_done)
         self._patience_s *= 2
-        if found is None:
+        decision = found or renew(before, figures)
+        self._find_aside(world, decision, figures, steps_done=steps_done)
+        if found is None and not self.aside:
             self._begin_watch(before)
             return False
-        self._adopt(found, figures)
+        self._adopt(decision, figures)
+        if found is None:
+            return False
         self._begin_audition(found, steps_done=steps_done)
         self._is_trying = True
         return True
@@ -204,9 +212,22 @@ class Steering:
             hindrances={"asynchronous": world.hindrance},
         )
         decision = choose(figures, question)
+        self._find_aside(world, decision, figures, steps_done=steps_done)
         self._adopt(decision, figures)
         self._begin_audition(decision, steps_done=steps_done)
         return decision.setting
+
+    def _find_aside(
+        self, world: World, decision: Decision, figures: WireFigures, *, steps_done: int
+    ) -> None:
+        """Look for those who had better leave; where the job names the way, everybody takes it."""
+        self.aside, self._aside_words = (), ""
+        is_free = self._job.communication.method == "auto"
+        if not (world.may_part and is_free) or decision.setting.method == "asynchronous":
+            return
+        found = find_leaving(decision, figures, steps_left=self._plan.steps - steps_done)
+        if found is not None:
+            self.aside, self._aside_words = found.ranks, found.reason
 
     def _has_slow_links(self, world: World) -> bool:
         figures = self._figures
@@ -250,7 +271,7 @@ class Steering:
             "chosen": decision.setting.name,
             "setting": decision.setting.model_dump(),
             "guarantee": decision.question.guarantee,
-            "reason": decision.reason,
+            "reason": "; ".join(filter(None, (decision.reason, self._aside_words))),
             "predicted": decision.chosen.model_dump(exclude={"setting"}),
             "candidates": [
                 {"name": each.setting.name, "step_s": each.step_s, "cost_s": each.cost_s}
@@ -258,6 +279,7 @@ class Steering:
             ],
             "refused": [each.model_dump() for each in decision.refused],
             "links": figures.model_dump(),
+            **({"aside": list(self.aside)} if self.aside else {}),
         }
 
     def _note_unmeasured(self, setting: Setting, reason: str) -> None:

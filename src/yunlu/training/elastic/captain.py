@@ -105,6 +105,7 @@ class Captain(Helm):
             self.logbook.write_figures(self.roster, self.generation)
         self.logbook.flush_faults(now)
         self._tend_node(now)
+        self._recall(now)
         self._go_on()
         self._hurry(now)
         if self.is_dirty:
@@ -128,7 +129,7 @@ class Captain(Helm):
             member.is_leaving = False
         for node in self.roster.nodes.values():
             here = len(self.roster.having("busy", "settled", node=node.name))
-            node.wanted = max(node.wanted, here)
+            node.wanted, node.aside = max(node.wanted, here), 0
         if self.stage in {"planning", "gathering"} and not self.roster.having("busy", "settled"):
             self._end(RunState.STOPPED, "asked to stop before the first step")
             return
@@ -181,6 +182,8 @@ class Captain(Helm):
             case Done() if message.generation == self.generation and member.status == "busy":
                 member.live, member.copies, member.ending = message.live, (), message.ending
                 member.move("settled", at=now)
+            case Leaving() if message.is_aside:
+                self._set_aside(member, now)
             case Leaving():
                 self._let_leave(member)
             case Failed():
@@ -223,6 +226,20 @@ class Captain(Helm):
             self._dismiss(member)
         elif self.roster.target == 0:
             self.stop()
+
+    def _set_aside(self, member: MemberRecord, now: float) -> None:
+        """The others go on without it, and try it again later: its link may be a better one by then."""
+        node = self.roster.nodes.get(member.node)
+        is_busy = member.status == "busy" and not member.is_leaving and not self.is_stopping
+        if node is not None and is_busy and self.roster.seats > 1:
+            member.is_leaving = member.is_aside = True
+            node.set_aside(at=now)
+
+    def _recall(self, now: float) -> None:
+        """Try again those who stood aside long enough; and all where nobody else is left."""
+        for node in self.roster.nodes.values():
+            if node.aside and (now >= node.aside_until or not self.roster.seats):
+                node.aside = 0
 
     # Nodes.
 

@@ -131,7 +131,7 @@ class Helm:
             case "gathering":
                 self._refill(now)
                 stay, _ = self.roster.candidates()
-                if stay and (len(stay) >= self.roster.target or not self.roster.having("starting")):
+                if stay and (len(stay) >= self.roster.seats or not self.roster.having("starting")):
                     self._form(now)
             case "planning":
                 pass
@@ -156,17 +156,19 @@ class Helm:
         seated = [member for member in self.roster.having("busy") if member.rank is not None]
         leaving = [member for member in seated if member.is_leaving]
         if leaving:
-            return "member " + ", ".join(str(member.number) for member in leaving) + " leaves"
+            names = ", ".join(str(member.number) for member in leaving)
+            is_aside = all(member.is_aside for member in leaving)
+            return f"member {names} {'steps aside' if is_aside else 'leaves'}"
         stay, _ = self.roster.candidates()
         if not stay:
             return None
-        wanted = self._layout_for(min(len(stay), self.roster.target))
+        wanted = self._layout_for(min(len(stay), self.roster.seats))
         now = self.history[self.generation]
         if wanted.world == now.world:
             return None
         is_growing = wanted.world > now.world
         # Several that come at once are taken in together.
-        if is_growing and len(stay) < self.roster.target and self.roster.having("starting"):
+        if is_growing and len(stay) < self.roster.seats and self.roster.having("starting"):
             return None
         return f"{now.world} to {wanted.world} workers"
 
@@ -215,7 +217,7 @@ class Helm:
             reports,
             layouts=self.history,
             current=self.generation,
-            target=self.roster.target,
+            target=self.roster.seats,
             replan=self._layout_for,
         )
         if decision is None:
@@ -303,7 +305,7 @@ class Helm:
         for node in self.roster.nodes.values():
             here = self.roster.having("starting", "idle", "busy", "settled", node=node.name)
             here = [member for member in here if not member.is_leaving]
-            wanted = node.wanted + (self.spares if node.is_local else 0)
+            wanted = node.seats + (self.spares if node.is_local else 0)
             if node.is_ready:
                 for _ in range(wanted - len(here)):
                     member = self.roster.add(node.name, at=now)

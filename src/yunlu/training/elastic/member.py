@@ -59,6 +59,7 @@ _STORE_S = 20.0
 """Meeting at the store takes milliseconds; whoever does not come by then will not."""
 _LAST_WORDS_S = 5.0
 _STUCK_S = 3.0
+_ASIDE_AGAIN_S = 30.0
 
 
 class HaltedError(Exception):
@@ -87,6 +88,7 @@ class Member:
         self._pending: Assignment | None = None
         self._meeting: Meet | None = None
         self._halted = -1
+        self._aside_due_at = 0.0
         self._is_waiting = False
         self._ending: Ending | None = None
         self._taken: Assignment | None = None
@@ -209,6 +211,13 @@ class Member:
         """Raise where the generation is over: not every loop waits for the others by itself."""
         if self.is_halted:
             raise HaltedError("the generation was broken off")
+
+    def step_aside(self) -> None:
+        """The others are faster without this worker: leave at the next step boundary."""
+        now = time.monotonic()
+        if now >= self._aside_due_at:  # again in a while: who heard it may have been replaced
+            self._aside_due_at = now + _ASIDE_AGAIN_S
+            self._post(Leaving(is_aside=True))
 
     @property
     def is_halted(self) -> bool:

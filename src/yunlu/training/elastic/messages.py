@@ -170,6 +170,8 @@ class Leaving(Value):
     """A worker or node was told to go (SIGTERM): it leaves at the next step boundary."""
 
     kind: Literal["leaving"] = "leaving"
+    is_aside: bool = False
+    """Nobody told it to: the others are faster without it, for now."""
 
 
 class Done(Value):

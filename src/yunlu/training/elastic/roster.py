@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
+FIRST_ASIDE_S = 300.0
+"""A worker that was too slow for the others is tried again after this; then after twice as long."""
 
 Status = Literal["starting", "idle", "busy", "settled", "gone"]
 """``idle``: stands by. ``settled``: was in the generation, waits for the next."""
@@ -44,6 +46,8 @@ class MemberRecord:
     copies: tuple[Holding, ...] = ()
     ending: Ending | None = None
     is_leaving: bool = False
+    is_aside: bool = False
+    """It leaves because the others are faster without it."""
     beat: Beat | None = None
     last_step: tuple[int, float, float] | None = None
 
@@ -79,6 +83,12 @@ class NodeRecord:
     name: str
     wanted: int
     """Workers that shall train there."""
+    aside: int = 0
+    """Of these, how many stand aside for now."""
+    aside_until: float = 0.0
+    """On the monotonic clock."""
+    aside_s: float = FIRST_ASIDE_S
+    """For how long they do next time."""
     host: str = ""
     pid: int = 0
     link: Link | None = None
@@ -88,6 +98,17 @@ class NodeRecord:
     def is_local(self) -> bool:
         """Whether it is the supervisor's own machine."""
         return self.name == LOCAL
+
+    @property
+    def seats(self) -> int:
+        """Workers that shall train there now."""
+        return max(0, self.wanted - self.aside)
+
+    def set_aside(self, *, at: float) -> None:
+        """One worker fewer for a while; each time for longer."""
+        self.aside += 1
+        self.aside_until = at + self.aside_s
+        self.aside_s *= 2
 
 
 @dataclass
@@ -102,6 +123,11 @@ class Roster:
     def target(self) -> int:
         """Workers wanted in all."""
         return sum(node.wanted for node in self.nodes.values())
+
+    @property
+    def seats(self) -> int:
+        """Of these, those that shall train now."""
+        return sum(node.seats for node in self.nodes.values())
 
     def add(self, node: str, *, at: float, number: int | None = None) -> MemberRecord:
         """A worker that is being started."""
@@ -132,8 +158,8 @@ class Roster:
             here = self.having("busy", "settled", "idle", node=node.name)
             here.sort(key=lambda m: (m.is_leaving, m.rank is None, m.rank or 0, m.number))
             able = [member for member in here if not member.is_leaving]
-            stay += able[: node.wanted]
-            give += [member for member in here if member not in able[: node.wanted]]
+            stay += able[: node.seats]
+            give += [member for member in here if member not in able[: node.seats]]
         give += [m for m in self.having("busy", "settled", "idle") if m.node not in self.nodes]
         return stay, give
 

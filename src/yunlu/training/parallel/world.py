@@ -51,6 +51,8 @@ class World:
     """Where the others reach this worker."""
     hindrance: str = "nobody here can start servers"
     """Why its workers cannot become asynchronous ones; empty where they can."""
+    may_part: bool = False
+    """Whether a worker can step aside, and the others go on without it."""
     _store: Any = None
     _wires: list[Wire] = field(default_factory=list[Any])
     _quick: Wire | None = None

@@ -17,8 +17,17 @@ from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.helm import STILLBORN
 from yunlu.training.elastic.links import Link, Links
 from yunlu.training.elastic.logbook import Logbook
-from yunlu.training.elastic.messages import Beat, Done, Failed, HelloAgent, Prepared, Settled
-from yunlu.training.elastic.roster import LOCAL
+from yunlu.training.elastic.messages import (
+    Beat,
+    Done,
+    Failed,
+    HelloAgent,
+    Holding,
+    Leaving,
+    Prepared,
+    Settled,
+)
+from yunlu.training.elastic.roster import FIRST_ASIDE_S, LOCAL
 
 
 class Ship:
@@ -194,3 +203,64 @@ def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
     assert ship.captain.outcome is not None
     assert ship.captain.outcome.is_changing
     assert ship.captain.outcome.state is RunState.RUNNING
+
+
+def step_aside(ship: Ship) -> None:
+    """The second worker does, after a first step."""
+    ship.hear(0, Beat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
+    ship.hear(1, Leaving(is_aside=True))
+
+
+def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs(
+    ship: Ship,
+) -> None:
+    step_aside(ship)
+    assert ship.captain.stage == "pausing"
+    assert (ship.captain.roster.seats, ship.captain.roster.target) == (1, 2)
+    for number in (0, 1):
+        live = Holding(step=1, generation=1, place=Layout(dp=2).place_of(number))
+        ship.hear(number, Settled(generation=1, step=1, live=live))
+    assert ship.captain.history[2] == Layout()
+    assert ship.captain.roster.members[0].rank == 0
+    ship.hear(0, Beat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
+    assert ship.there() == [0]
+    crew = [event.data for event, _ in ship.run.read_events() if event.kind is EventKind.CREW]
+    assert crew[-1]["reason"] == "member 1 steps aside"
+    assert not [event for event, _ in ship.run.read_events() if event.kind is EventKind.FAULT]
+
+
+def test_who_stepped_aside_is_tried_again_later_and_later(ship: Ship) -> None:
+    step_aside(ship)
+    node = ship.captain.roster.nodes[LOCAL]
+    ship.captain._recall(ship.now + FIRST_ASIDE_S - 1)
+    assert node.seats == 1
+    ship.captain._recall(ship.now + FIRST_ASIDE_S)
+    assert node.seats == 2
+    node.set_aside(at=ship.now)
+    ship.captain._recall(ship.now + 2 * FIRST_ASIDE_S - 1)
+    assert node.seats == 1
+    ship.captain._recall(ship.now + 2 * FIRST_ASIDE_S)
+    assert node.seats == 2
+
+
+def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
+    step_aside(ship)
+    ship.hear(0, Leaving(is_aside=True))
+    assert not ship.captain.roster.members[0].is_leaving
+    assert ship.captain.roster.seats == 1
+
+
+def test_who_stands_aside_is_called_back_where_nobody_else_is_left(ship: Ship) -> None:
+    step_aside(ship)
+    node = ship.captain.roster.nodes[LOCAL]
+    node.wanted = 1  # the other's device goes
+    assert ship.captain.roster.seats == 0
+    ship.captain._recall(ship.now)
+    assert ship.captain.roster.seats == 1
+
+
+def test_to_save_takes_those_too_who_were_to_step_aside(ship: Ship) -> None:
+    step_aside(ship)
+    ship.captain.stop()
+    assert not ship.captain.roster.members[1].is_leaving
+    assert ship.captain.roster.seats == 2

@@ -1,0 +1,108 @@
+"""Whom a synchronous step had better not wait for: the others do its share of the samples. Pure.
+
+Which samples a step holds does not depend on who computes them, so this keeps every guarantee.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.core.units import show_duration
+from yunlu.planning.communication.choosing import choose
+from yunlu.planning.probed import Figures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from yunlu.planning.communication.choosing import Decision, Question
+    from yunlu.planning.communication.figures import WireFigures
+
+_GAIN = 0.25
+"""Of the time to the same loss: less is not worth a device that stands idle."""
+_LAGGING = 1.5
+"""How many times slower than most of the rest a host must be: where all links are slow, nobody lags."""
+_LEAVE_S = 5.0
+"""The others meet anew, and measure their links."""
+_WORTH = 2.0
+"""By how much that must be repaid."""
+
+
+class Leaving(Figures):
+    """Who had better step aside, and why."""
+
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    step_s: float
+    """What a step is predicted to take without them."""
+    reason: str
+
+
+def find_leaving(
+    decision: Decision, figures: WireFigures, *, steps_left: int | None = None
+) -> Leaving | None:
+    """The hosts without which the same loss is reached at least a quarter sooner; none where all are of use.
+
+    The first worker's host always stays: it speaks for all.
+    """
+    best, kept = decision, figures
+    while True:
+        found = [
+            (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
+            for rest in _without_each(kept)
+        ]
+        if not found:
+            break
+        fewer, rest = min(found, key=lambda each: each[0].chosen.cost_s)
+        if fewer.chosen.cost_s >= best.chosen.cost_s:
+            break
+        best, kept = fewer, rest
+    gained_s = decision.chosen.cost_s - best.chosen.cost_s
+    if gained_s < _GAIN * decision.chosen.cost_s:
+        return None
+    if steps_left is not None and gained_s * steps_left < _WORTH * _LEAVE_S:
+        return None
+    gone = tuple(host for host in figures.host_names if host not in kept.host_names)
+    ranks = tuple(rank for rank, host in enumerate(figures.hosts) if host in gone)
+    words = (
+        f"{', '.join(gone)} {'steps' if len(gone) == 1 else 'step'} aside: a step without is"
+        f" predicted to take {show_duration(best.chosen.step_s)}, not"
+        f" {show_duration(decision.chosen.step_s)}"
+    )
+    return Leaving(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=words)
+
+
+def _with_more(decision: Decision, *, size: int, of: int) -> Question:
+    """The same question to fewer workers, each of whom does more of a step."""
+    question, more = decision.question, size / of
+    work = question.work.model_copy(update={"compute_s": question.work.compute_s * more})
+    return question.model_copy(update={"work": work})
+
+
+def _without_each(figures: WireFigures) -> Iterator[WireFigures]:
+    """Without the host that computes most slowly, and without that of the slowest link, if they lag."""
+    names = figures.host_names
+    if len(names) == 1:
+        return
+    rates = np.array(figures.bytes_per_s)
+    np.fill_diagonal(rates, 0.0)
+    # The best that it sends and receives: a slow host makes one link of each other host slow, too.
+    links = 1 / np.minimum(rates.max(axis=0), rates.max(axis=1))
+    if len(names) == 2:
+        links[0] = 0.0  # alone, it would wait for no link at all
+    paces = np.zeros(len(names))
+    if figures.compute_s:
+        np.maximum.at(paces, figures.host_numbers, np.array(figures.compute_s))
+    for slowest in sorted({_find_lagging(links), _find_lagging(paces)}):
+        if slowest > 0:
+            yield figures.without(names[slowest])
+
+
+def _find_lagging(spans: NDArray[np.float64]) -> int:
+    """Which of the hosts falls behind the rest; the first, which stays anyway, where none does."""
+    slowest = 1 + int(spans[1:].argmax())
+    is_lagging = spans[slowest] > _LAGGING * np.median(np.delete(spans, slowest))
+    return slowest if is_lagging else 0

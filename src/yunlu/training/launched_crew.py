@@ -1,0 +1,114 @@
+"""Workers that a launcher started, as they train together: all of them, or those who do not stand aside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import PrefixStore
+
+from yunlu.core.rundir import EventKind
+from yunlu.planning.splitting import fit_plan
+from yunlu.training.checkpoint.crew import Crew
+from yunlu.training.crew_watch import CrewLog, CrewWatch, Unsupervised
+from yunlu.training.parallel.world import form_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.core.rundir import RunDir
+    from yunlu.training.engine import Engine
+    from yunlu.training.muster import Muster
+    from yunlu.training.trackers.open import TrackerThread
+    from yunlu.training.watch import StopRequest
+
+
+class LaunchedCrew:
+    """One worker's side: its engine and watch, and who else is there.
+
+    Whoever is lost ends the life of such a run; only who steps aside is gone on without.
+    """
+
+    watch: CrewWatch
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        engine: Engine,
+        muster: Muster,
+        trackers: TrackerThread,
+        stop: StopRequest,
+        *,
+        life: int,
+    ) -> None:
+        self.run_dir, self.engine, self.muster = run_dir, engine, muster
+        self.ranks = list(range(muster.place.size))
+        """As the launcher counts, of those who train."""
+        self._trackers, self._stop, self._life = trackers, stop, life
+        self._generation = 1
+        self._log = CrewLog(
+            run_dir,
+            device=engine.device,
+            life=life,
+            forward=lambda values, step: trackers.log(values, step=step),
+        )
+        self.watch = self._make_watch()
+
+    def begin(self, reason: str) -> None:
+        """All hold the same, and go on."""
+        self.watch.begin(self._generation)
+        layout, muster = self.engine.world.layout, self.muster
+        self.run_dir.emit(
+            EventKind.CREW,
+            generation=self._generation,
+            layout=str(layout),
+            reason=reason,
+            from_step=self.engine.steps_done,
+            redone_steps=0,
+            ranks=[
+                {"rank": rank, "member": member, "host": muster.hosts[member],
+                 "pid": muster.pids[member], "place": layout.place_of(rank)._asdict()}
+                for rank, member in enumerate(self.ranks)
+            ],
+        )  # fmt: skip
+
+    def go_on_without(self, aside: Sequence[int]) -> None:
+        """Those who stay meet anew, before the step at which all stand; each holds everything."""
+        gone = [member for rank, member in enumerate(self.ranks) if rank in aside]
+        self.ranks = [member for member in self.ranks if member not in gone]
+        self._generation += 1
+        before, kept = self.engine.world, self.watch.kept()
+        self.watch.checkpoints.wait()
+        before.close()
+        muster = self.muster
+        layout = before.layout.model_copy(update={"dp": len(self.ranks)})
+        world = form_world(
+            layout,
+            self.ranks.index(muster.place.rank),
+            PrefixStore(f"world-{self._generation}", muster.store),
+            device=before.device,
+            host=before.host,
+        )
+        world.hindrance, world.may_part = before.hindrance, before.may_part
+        engine, nodes = self.engine, len({muster.hosts[member] for member in self.ranks})
+        cores = engine.plan.threads * len(self.ranks)
+        plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)
+        engine.rejoin(world, micro_batch=plan.micro_batch)
+        self.watch = self._make_watch()
+        self.watch.adopt(kept)
+        who = ", ".join(str(member) for member in gone)
+        self.begin(f"worker {who} {'steps' if len(gone) == 1 else 'step'} aside")
+
+    def _make_watch(self) -> CrewWatch:
+        world = self.engine.world
+        token = f"{self._life}-{self._generation}"
+        return CrewWatch(
+            self.engine,
+            self.run_dir,
+            member=Unsupervised(self._stop),
+            crew=Crew(rank=world.rank, size=world.layout.world, token=token),
+            log=self._log,
+            trackers=self._trackers,
+            life=self._life,
+            keep=lambda _: None,
+            forget_after=lambda _: None,
+        )

@@ -1,0 +1,123 @@
+"""One of three hosts has a link far worse than the others': they go on without it, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.netrig import Rig, why_no_rig
+
+from tests.distributed.test_crews import (
+    FEWER,
+    Runs,
+    check_run,
+    crew_of,
+    events,
+    losses,
+    wait,
+    wait_for_end,
+    wait_for_step,
+    write_job,
+)
+from yunlu.core.rundir import EventKind, RunDir
+
+pytestmark = [pytest.mark.network_rig, pytest.mark.slow]
+
+SLOW = "2mbit"
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    reason = why_no_rig()
+    if reason is not None:
+        pytest.skip(reason)
+    with Rig(3, rate="100mbit", prefix=f"yl{os.getpid() % 10_000}") as made:
+        made.rate(2, SLOW)
+        yield made
+
+
+@pytest.fixture
+def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
+    write_job(tmp_path)
+    made = Runs(tmp_path, own_home)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def call(rig: Rig, host: int, runs: Runs, *words: str, **more: str) -> subprocess.Popen[bytes]:
+    home = os.environ["YUNLU_HOME"]
+    environment = {"YUNLU_HOME": home, "OMP_NUM_THREADS": "1", **more}
+    command = [sys.executable, "-m", "yunlu.cli.main", *words]
+    return rig.run(host, command, environment=environment, cwd=runs.directory)
+
+
+def sizes_of(run: RunDir) -> list[int]:
+    return [len(told["ranks"]) for told in events(run, EventKind.CREW)]
+
+
+def test_launched_workers_go_on_without_the_slow_one_and_end_together(
+    rig: Rig, runs: Runs, own_home: Path
+) -> None:
+    steps = f"train.steps={FEWER}"
+    alone = losses(runs.start("--set", steps, detach=False))
+    before = set(own_home.glob("*-*"))
+    started = [
+        call(
+            rig, host, runs, "train", "job.yaml", "--set", steps, RANK=str(host), WORLD_SIZE="3",
+            LOCAL_RANK="0", MASTER_ADDR=rig.address(0), MASTER_PORT="29400",
+        )
+        for host in rig.hosts
+    ]  # fmt: skip
+    assert [each.wait(150) for each in started] == [0, 0, 0]
+    (path,) = set(own_home.glob("*-*")) - before
+    run = RunDir(path)
+    check_run(run, alone, steps=FEWER)
+    assert sizes_of(run) == [3, 2]
+    told = events(run, EventKind.CREW)[-1]
+    assert told["reason"] == "worker 2 steps aside"
+    assert [each["member"] for each in told["ranks"]] == [0, 1]
+    chosen = events(run, EventKind.COMMUNICATION)
+    assert chosen[0]["aside"] == [2]
+    assert f"{rig.address(2)} steps aside" in chosen[0]["reason"]
+    assert "aside" not in chosen[-1]
+    assert chosen[-1]["predicted"]["step_s"] < chosen[0]["predicted"]["step_s"] / 2
+
+
+@pytest.mark.long
+def test_machine_that_joined_steps_aside_and_stays_at_hand(
+    rig: Rig, runs: Runs, own_home: Path, tmp_path: Path
+) -> None:
+    steps = 600
+    # At this rate rounding does not grow in as many steps.
+    words = ("--set", f"train.steps={steps}", "--set", "train.optimizer.lr=0.00003")
+    alone = losses(runs.start(*words, detach=False))
+    before = set(own_home.glob("*-*"))
+    words = ("train", "job.yaml", *words, "--devices", "2", "--detach", "--json")
+    assert call(rig, 0, runs, *words, YUNLU_BIND=rig.address(0)).wait(60) == 0
+    (path,) = set(own_home.glob("*-*")) - before
+    run = RunDir(path)
+    runs.started.append(run)
+    wait_for_step(run, 2)
+    crew = crew_of(run)
+    (tmp_path / "token").write_text(crew.token)
+    words = ("join", f"{crew.host}:{crew.port}", "--devices", "1", "--name", "slow")
+    call(rig, 2, runs, *words, "--token-file", "token", YUNLU_BIND=rig.address(2))
+
+    def has_left() -> bool:
+        reasons = [told["reason"] for told in events(run, EventKind.CREW)]
+        return any("steps aside" in reason for reason in reasons)
+
+    wait(run, has_left, "the slow one to step aside")
+    assert sizes_of(run)[-1] == 2
+    assert crew_of(run).target == 3  # its device is still the run's
+    assert not events(run, EventKind.FAULT)
+    for step in range(150, steps, 150):
+        wait_for_step(run, step)
+    wait_for_end(run)
+    check_run(run, alone, steps=steps)

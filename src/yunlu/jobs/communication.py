@@ -82,6 +82,8 @@ class Chosen(Value):
     refused: tuple[Refused, ...]
     links: tuple[HostLinks, ...]
     """Empty where nothing was measured."""
+    aside: tuple[str, ...] = ()
+    """Hosts that stepped aside then: the others were to be faster without them."""
 
     def expectation(self, quantity: str) -> Expectation | None:
         """Predicted beside measured, where at least one of them is known."""
@@ -112,12 +114,12 @@ def read_communication(recorded: Recorded) -> Communication | None:
         for event, end in zip(events, ends, strict=True)
     ]
     # What was replaced before a step was made with it, or whose steps were undone, tells nothing.
-    kept = [each for each in choices[:-1] if each.steps] + choices[-1:]
+    kept = [each for each in choices[:-1] if each.steps or each.aside] + choices[-1:]
     return Communication(choices=tuple(kept))
 
 
 def communication_lines(communication: Communication) -> Iterator[str]:
-    """What was chosen, what it did, and what came before: one line each, at most three."""
+    """What was chosen, what it did, who stepped aside, and what came before: at most a line each."""
     newest = communication.newest
     # Of a long reason the ends: the links, and how much faster it should be.
     reason = without_name(newest).split("; ")
@@ -133,6 +135,9 @@ def communication_lines(communication: Communication) -> Iterator[str]:
         parts.append(f"packing leaves out {newest.compression_error:.2%}")
     if parts:
         yield "; ".join(parts)
+    for each in communication.choices:
+        if each.aside:
+            yield f"at step {each.from_step + 1:,} {each.reason.rpartition('; ')[2]}"
     before = [
         each.name for each, after in pairwise(communication.choices) if each.name != after.name
     ]
@@ -178,7 +183,14 @@ def _read_choice(event: Event, records: Sequence[Record]) -> Chosen:
             for each in _mappings(data.get("refused"))
         ),
         links=tuple(_links(_mapping(data.get("links")))),
+        aside=tuple(_aside(data)),
     )
+
+
+def _aside(data: dict[str, Any]) -> Iterator[str]:
+    hosts = [str(host) for host in _list(_mapping(data.get("links")).get("hosts"))]
+    ranks = {int(rank) for each in _list(data.get("aside")) if (rank := _finite(each)) is not None}
+    yield from dict.fromkeys(host for rank, host in enumerate(hosts) if rank in ranks)
 
 
 def _expect(

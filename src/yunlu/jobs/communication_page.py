@@ -115,6 +115,8 @@ def _reason(chosen: Chosen) -> Markup:
         )
         for text in texts
     )
+    if chosen.aside:  # of this the English reason tells already
+        chinese += both("communication.aside", "")[1].format(hosts=", ".join(chosen.aside))
     return _in_both(reason or english, chinese)
 
 

@@ -183,6 +183,24 @@ def test_what_was_replaced_before_a_step_is_left_out(tmp_path: Path) -> None:
     ]
 
 
+def test_who_stepped_aside_is_told_though_no_step_was_made_with_it(tmp_path: Path) -> None:
+    talk = Talk(tmp_path / "aside")
+    why = "node-b steps aside: a step without is predicted to take 0.5 s, not 1.2 s"
+    more = {"links": LINKS, "predicted": predicted(1.2, bytes_per_step=1e5), "aside": [2]}
+    talk.choose(0, "ring", DENSE, reason=f"ring: links of 24.8 to 100 Mbit/s; {why}", **more)
+    talk.choose(0, "all-reduce", DENSE, reason="all workers are on one machine")
+    talk.train(1, 8)
+    found = read(talk.run)
+    assert [(each.name, each.aside) for each in found.choices] == [
+        ("ring", ("node-b",)),
+        ("all-reduce", ()),
+    ]
+    assert f"at step 1 {why}" in list(communication_lines(found))
+    page = render_page(build_report(talk.run))
+    assert why in page
+    assert "；node-b 退让" in page
+
+
 def test_a_resumed_run_counts_its_steps_from_where_it_went_on(tmp_path: Path) -> None:
     talk = Talk(tmp_path / "resumed")
     talk.choose(0, "direct int4", INT4)

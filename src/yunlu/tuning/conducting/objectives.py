@@ -34,7 +34,7 @@ def find_values(
         if metric not in figures:
             raise StudyError(
                 f"{metric} is never reported: the evaluations of this task do not give it",
-                hint=did_you_mean(metric, found.metrics),
+                hint=did_you_mean(metric, figures),
             )
     return tuple(
         (-figures[metric] if direction == "maximize" else figures[metric]) + 0.0

@@ -1,0 +1,23 @@
+"""What a study seeks, in what its trials report."""
+
+from __future__ import annotations
+
+import pytest
+
+from yunlu.tuning.conducting.objectives import find_values
+from yunlu.tuning.conducting.story import Evaluated, Story
+from yunlu.tuning.founding import ask_study
+from yunlu.tuning.study_dir import StudyError
+
+
+def test_who_names_an_objective_wrongly_is_told_of_cost_and_seconds_too() -> None:
+    asked = ask_study(
+        name="some", dimensions=(), metrics=("loss", "dollars"),
+        directions=("minimize", "minimize"), rungs=9,
+    )  # fmt: skip
+    found = Evaluated(rung=1, step=1, metrics={"loss": 0.5}, at=1.0, device_seconds=2.0)
+    with pytest.raises(StudyError, match="dollars is never reported") as refused:
+        find_values(asked, Story(), found, dollars=0.1)
+    assert refused.value.hint == "known: cost, loss, parameters, seconds"
+    asked = asked.model_copy(update={"metrics": ("loss", "cost")})
+    assert find_values(asked, Story(), found, dollars=0.1) == (0.5, 0.1)

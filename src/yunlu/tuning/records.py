@@ -53,7 +53,9 @@ class Records:
         self.dir = directory
         self.asked = directory.read_asked()
         self._lock = threading.RLock()
-        name = self.asked.name
+        name, has_begun = self.asked.name, directory.read_status().began_at is not None
+        if has_begun and not directory.database.is_file():
+            raise directory.damaged(directory.database)  # an empty one would try everything again
         try:
             self._storage = _open_storage(directory)
             known = {study.study_name for study in self._storage.get_all_studies()}
@@ -61,6 +63,8 @@ class Records:
             raise directory.damaged(directory.database) from error
         if name in known:
             self._study = self._storage.get_study_id_from_name(name)
+        elif has_begun:
+            raise directory.damaged(directory.database)
         else:
             directions = [_direction(word) for word in self.asked.directions]
             self._study = self._storage.create_new_study(directions, name)

@@ -11,6 +11,7 @@ from yunlu.core.states import RunState
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.sharing import find_promises, share
 from yunlu.tuning.conducting.trial_runs import write_verdict
+from yunlu.tuning.stages import find_size
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ class Hosting:
         assert asked.job is not None
         self._records, self._places, self._elastic = records, places, elastic
         self._aim: Aim = getattr(method, "aim", "best")
-        said = asked.job.devices
-        self._least = asked.job.layout.said_workers if said == "auto" else said
-        self._is_fixed = said != "auto" or asked.job.layout.is_whole
+        self._least, self._is_fixed = find_size(asked.job)
         if self._least > places.devices:
             raise StoreError(
                 f"a trial needs {self._least} devices, and there are {places.devices}",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import missing_part
 from yunlu.tuning.distributions import make_distributions
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
-from yunlu.tuning.study_dir import StudyDir, find_study
+from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
 from yunlu.tuning.values import Point, Trial, TrialState
 
 try:
@@ -294,8 +294,14 @@ class Records:
 
 def create_records(directory: StudyDir, asked: StudyAsked) -> Records:
     """Make the directory of a new study."""
-    directory.path.mkdir(parents=True, exist_ok=True)
-    directory.write_asked(asked)
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        directory.write_asked(asked)
+    except OSError as error:
+        raise StudyError(
+            f"the study cannot be written to {directory.path}: {error.strerror or error}",
+            hint="make it writable, or set YUNLU_HOME to a directory that is",
+        ) from error
     return Records(directory)
 
 

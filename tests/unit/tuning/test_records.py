@@ -214,6 +214,13 @@ def test_a_damaged_study_says_so_and_leaves_the_others_alone(
     assert "broken is damaged" in shown
 
 
+def test_a_home_that_cannot_be_written_is_told(own_home: Path) -> None:
+    own_home.write_text("no directory")
+    with pytest.raises(StudyError, match=r"cannot be written to .*some") as refused:
+        make_records()
+    assert "YUNLU_HOME" in str(refused.value.hint)
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_study_that_has_begun_does_not_begin_anew_without_its_trials(is_empty: bool) -> None:
     records = make_records()

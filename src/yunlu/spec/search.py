@@ -343,13 +343,6 @@ class SearchSpec(Value):
             conflict("stop", "frontier judges itself how far each trial is trained: leave it out")
         if stop == "pbt" and method not in {"auto", "random", "sobol"}:
             conflict("method", f"pbt finds settings itself, not with {method}; take random")
-        size = self.stop.population
-        if stop == "pbt" and self.trials is not None and self.trials <= size:
-            conflict(
-                "trials",
-                f"{self.trials} leaves none for copies in a population of {size}, each of which is a "
-                "trial of its own; raise it, or leave it out: pbt ends by itself",
-            )
         is_blind = method in _BLIND or (method == "auto" and stop in {"asha", "hyperband", "pbt"})
         if self.warm_start and is_blind:
             words = f"method {method}" if method != "auto" else f"with stop {stop} the method"

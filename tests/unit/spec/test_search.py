@@ -322,15 +322,6 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
         ["search.method: pbt finds settings itself, not with tpe; take random"],
     ),
     (
-        space(train__batch=[8]) | {"stop": {"name": "pbt", "population": 4}, "trials": 4},
-        [
-            (
-                "search.trials: 4 leaves none for copies in a population of 4, each of which is a "
-                "trial of its own; raise it, or leave it out: pbt ends by itself"
-            )
-        ],
-    ),
-    (
         space(train__batch=[8]) | {"warm_start": ["earlier"], "method": "sobol"},
         ["search.warm_start: method sobol learns from no trials; take frontier or tpe"],
     ),

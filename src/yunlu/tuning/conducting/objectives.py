@@ -61,8 +61,10 @@ def refuse_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | No
     failed = [each for each in facts if each.state is TrialState.FAILED]
     alike = [each for each in failed if _bare(each.error or "") == _bare(message)]
     if len(alike) >= ALIKE:
+        first = failed[0]
+        logs = f"yunlu logs {first.run} shows the whole of it" if first.run else None
         raise StudyError(
-            f"the first {len(failed)} trials failed alike: {failed[0].error}", hint=hint
+            f"the first {len(failed)} trials failed alike: {first.error}", hint=hint or logs
         )
 
 

@@ -16,15 +16,8 @@ from yunlu.planning.choice.options import Interval
 from yunlu.pool.local import count_gpus
 from yunlu.spec.goal import read_span_s
 from yunlu.tuning.conducting.sharing import USUAL_POWER
-from yunlu.tuning.rungs import plan_alone
-from yunlu.tuning.stages import (
-    count_population,
-    count_space,
-    expect,
-    find_size,
-    find_stop,
-    makespan_s,
-)
+from yunlu.tuning.rungs import find_size, plan_alone
+from yunlu.tuning.stages import count_population, count_space, expect, find_stop, makespan_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,6 @@ from yunlu.tuning.space import list_values, make_dimensions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.spec.job import Job
     from yunlu.spec.search import SearchSpec
 
 _MEDIAN = (0.5, 0.35)
@@ -114,13 +113,6 @@ def count_space(search: SearchSpec) -> int | None:
     if 0 < whole <= _FEW and any(each.when for each in dimensions):
         return sum(1 for _ in list_settings(dimensions, points))
     return whole or None
-
-
-def find_size(job: Job) -> tuple[int, bool]:
-    """The fewest devices that a trial of the job takes, and whether it keeps to so many."""
-    said = job.devices
-    least = job.layout.said_workers if said == "auto" else said
-    return least, said != "auto" or job.layout.is_whole
 
 
 def makespan_s(

@@ -12,7 +12,7 @@ from yunlu.jobs.calibration import usual_start_s
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.sharing import find_promises, share
 from yunlu.tuning.conducting.trial_runs import write_verdict
-from yunlu.tuning.stages import find_size
+from yunlu.tuning.rungs import find_size
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:

@@ -142,18 +142,21 @@ def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list
         setting = (
             f"{short.get(key, key)}={show_param(value)}" for key, value in facts.params.items()
         )
-        news.append(f"begins      {'  '.join(setting)}")
+        source, rung = facts.trial.copied_from or (None, 0)
+        origin = f"  from trial {source} at rung {rung}" if rung else ""
+        news.append(f"begins      {'  '.join(setting)}{origin}")
     if before is not None and before.state is TrialState.HELD is not facts.state:
         news.append(f"goes on     from rung {before.trial.rung}")
     known = len(before.points) if before is not None else 0
     of = f"/{view.rungs}" if view.rungs else ""
+    best_at = next((rung for rung, values in facts.curve if values[0] == facts.value), None)
     for rung, values in facts.curve[known:]:
         shown = "  ".join(
             f"{metric} {show_value(metric, value)}"
             for metric, value in zip(view.metrics, values, strict=True)
         )
         best = view.best is not None and view.best.number == facts.number
-        star = "  ★ best so far" if best and facts.value == values[0] else ""
+        star = "  ★ best so far" if best and rung == best_at else ""
         news.append(f"rung {rung}{of}    {shown}{star}")
     if before is not None and before.devices != facts.devices and facts.devices and before.devices:
         news.append(f"devices     {before.devices} → {facts.devices}")

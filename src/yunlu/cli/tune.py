@@ -287,7 +287,7 @@ def _conclude(view: StudyView, console: Console | None, *, asked: bool) -> int:
         return RESTS_CODE if asked else 0
     if view.best is None:
         raise StudyError(
-            f"none of the {len(view.trials)} trials of {view.name} came to a value",
+            f"no trial of {view.name} came to a value ({len(view.trials)} made): {view.reason}",
             hint=f"yunlu study show {view.name} tells why",
         )
     return 0

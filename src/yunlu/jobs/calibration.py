@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import heapq
 import os
 import platform
 import socket
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import psutil
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
     from yunlu.core.rundir import Event
     from yunlu.planning.probed import Probed
+
+_STARTS = 9
+"""Runs whose starts tell how long the next one takes."""
 
 
 def stored_probe() -> Probed | None:
@@ -132,6 +137,29 @@ def offer_of(probed: Probed) -> Offer:
         source="yunlu probe",
         terms="this machine; YUNLU_DOLLARS_PER_HOUR sets what it costs",
     )
+
+
+def usual_start_s() -> float | None:
+    """From the start of a worker to its first step: of the newest runs here, else as the probe knows it."""
+    starts_s: list[float] = []
+    with suppress(OSError):  # one may be removed just now
+        logs = read_settings().home.glob("*/metrics.jsonl")
+        newest = heapq.nlargest(_STARTS, logs, key=lambda path: path.stat().st_mtime)
+        starts_s = [found for path in newest if (found := _start_s(RunDir(path.parent)))]
+    if starts_s:
+        return median(starts_s)
+    probed = stored_probe()
+    return None if probed is None or probed.start is None else probed.start.worker_s
+
+
+def _start_s(run: RunDir) -> float | None:
+    """None of a run that made no step, or that began in a process which was there before."""
+    with suppress(StopIteration, ValueError, LookupError, TypeError):  # cut short, or torn
+        lives = (event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE)
+        life, (step, _) = next(lives), next(run.read_metrics())
+        if life["began_at"] == life["process_started_at"]:
+            return max(step["at"] - life["began_at"], 0.0)
+    return None
 
 
 def read_calibration(*, refresh: bool = False) -> Calibration:

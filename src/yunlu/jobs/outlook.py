@@ -11,6 +11,7 @@ import numpy as np
 from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
 from yunlu.jobs.amounts import Amounts, block_length, count_amounts
+from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.outlook_notes import note_lone, note_prices, note_terms
 from yunlu.jobs.shapes import find_shape
@@ -21,6 +22,7 @@ from yunlu.planning.choice.limits import Limits
 from yunlu.planning.choice.options import Options, PlanError
 from yunlu.planning.choice.reasons import give_reasons
 from yunlu.planning.choice.search import EVALUATED, Question, Work
+from yunlu.planning.choice.spot import START_HERE_S
 from yunlu.planning.conflicts import find_clashes, refuse_conflicts
 from yunlu.planning.foretell.constants import STACKS
 from yunlu.planning.foretell.memory import StateBytes
@@ -117,6 +119,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
             budget=goal.budget, deadline_s=None if deadline is None else read_span_s(deadline)
         ),
         counts_tokens=job.task in _TEXT_TASKS,
+        start_here_s=usual_start_s() or START_HERE_S,
         lr_scaling=_scaling(job, batches),
         base_batch=optimizer.base_batch,
     )

@@ -112,7 +112,8 @@ class Course:
         data = event.data
         match event.kind:
             case EventKind.LIFE:
-                self._life, self._life_at = int(data.get("number") or self._life + 1), event.at
+                self._life = int(data.get("number") or self._life + 1)
+                self._life_at = data.get("began_at") or event.at
             case EventKind.PLAN:
                 self.batch, self.micro_batch = data.get("batch"), data.get("micro_batch")
                 self.base_batch, self.steps = self.batch, data.get("steps")

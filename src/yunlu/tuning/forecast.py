@@ -15,7 +15,8 @@ from yunlu.core.value import Value
 from yunlu.planning.choice.options import Interval
 from yunlu.pool.local import count_gpus
 from yunlu.spec.goal import read_span_s
-from yunlu.tuning.rungs import plan_alone
+from yunlu.tuning.conducting.sharing import USUAL_POWER
+from yunlu.tuning.rungs import find_size, plan_alone
 from yunlu.tuning.stages import count_population, count_space, expect, find_stop, makespan_s
 
 if TYPE_CHECKING:
@@ -106,17 +107,18 @@ def foretell(
         search: What is searched, how, and within which limits.
         rungs: Evaluations of a whole training.
         devices: That its trials share.
-        parallel: Trials at once; without a word, one on each device.
+        parallel: Trials at once; without a word, as many as find devices.
         trial: How long a training takes; without a word, as the probe and earlier runs tell.
         dollars_per_hour: Of all devices; without a word, as the settings say.
         elastic: Whether freed devices go to the trials that are left.
     """
     trial = trial or find_trial_time(job, devices=devices)
     price = dollars_per_hour if dollars_per_hour is not None else read_settings().dollars_per_hour
-    places = min(parallel or devices, devices)
+    least, is_fixed = find_size(job)
+    most = max(devices // least, 1)
     teller = _Teller(
-        search=search, rungs=rungs, devices=devices, places=places, trial=trial, price=price,
-        elastic=elastic,
+        search=search, rungs=rungs, devices=devices, least=least, trial=trial, price=price,
+        places=min(parallel or most, most), elastic=elastic and not is_fixed,
     )  # fmt: skip
     return teller.tell()
 
@@ -201,6 +203,8 @@ class _Teller:
     search: SearchSpec
     rungs: int
     devices: int
+    least: int
+    """Devices of a trial; with an elastic one, before it grows."""
     places: int
     trial: TrialTime | None
     price: float | None
@@ -272,15 +276,17 @@ class _Teller:
         return expect(self.search, trials=trials, rungs=self.rungs)
 
     def _rung_s(self) -> float:
+        """On as few devices as a trial takes."""
         assert self.trial is not None
-        return max(self.trial.seconds.value - self.trial.start_s, 0.0) / self.rungs
+        alone_s = max(self.trial.seconds.value - self.trial.start_s, 0.0) / self.rungs
+        return alone_s / self.least**USUAL_POWER
 
     def _makespan_s(self, trials: int) -> float:
         assert self.trial is not None
         return makespan_s(
             self._expect(trials),
             rung_s=self._rung_s(),
-            devices=self.devices,
+            devices=max(self.devices // self.least, 1),
             parallel=self.places,
             start_s=self.trial.start_s,
             elastic=self.elastic,
@@ -290,7 +296,7 @@ class _Teller:
         assert self.trial is not None
         course = self._expect(trials)
         lives = sum(stage.trials for stage in course.stages)
-        return course.rungs * self._rung_s() + lives * self.trial.start_s
+        return (course.rungs * self._rung_s() + lives * self.trial.start_s) * self.least
 
     def _spread_of(self, course: Course) -> float:
         """Deviation of the logarithm of all that the study takes."""

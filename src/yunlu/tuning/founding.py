@@ -92,6 +92,7 @@ def prepare_study(
     dimensions = find_dimensions(job)
     target, job = (job, _narrow(job)) if search.proxy else (None, job)
     _refuse_silence(job)
+    _refuse_no_copies(search)
     limits = find_limits(search)
     price = read_settings().dollars_per_hour
     if limits["dollars"] is not None and price is None:
@@ -192,6 +193,16 @@ def with_search(job: Job, search: Any, options: Mapping[str, Any]) -> Job:
     from yunlu.spec.load import job_from_mapping  # noqa: PLC0415 - reads YAML: slow to import
 
     return job_from_mapping(mapping, where="search")
+
+
+def _refuse_no_copies(search: SearchSpec) -> None:
+    size = search.stop.population
+    if search.stop.name == "pbt" and search.trials is not None and search.trials <= size:
+        raise StudyError(
+            f"search.trials: {search.trials} leaves none for copies in a population of {size}; "
+            "each copy is a trial of its own",
+            hint="raise it, lower search.stop.population, or leave it out: pbt ends by itself",
+        )
 
 
 def _narrow(job: Job) -> Job:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import missing_part
 from yunlu.tuning.distributions import make_distributions
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
-from yunlu.tuning.study_dir import StudyDir, find_study
+from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
 from yunlu.tuning.values import Point, Trial, TrialState
 
 try:
@@ -53,7 +53,9 @@ class Records:
         self.dir = directory
         self.asked = directory.read_asked()
         self._lock = threading.RLock()
-        name = self.asked.name
+        name, has_begun = self.asked.name, directory.read_status().began_at is not None
+        if has_begun and not directory.database.is_file():
+            raise directory.damaged(directory.database)  # an empty one would try everything again
         try:
             self._storage = _open_storage(directory)
             known = {study.study_name for study in self._storage.get_all_studies()}
@@ -61,6 +63,8 @@ class Records:
             raise directory.damaged(directory.database) from error
         if name in known:
             self._study = self._storage.get_study_id_from_name(name)
+        elif has_begun:
+            raise directory.damaged(directory.database)
         else:
             directions = [_direction(word) for word in self.asked.directions]
             self._study = self._storage.create_new_study(directions, name)
@@ -290,8 +294,14 @@ class Records:
 
 def create_records(directory: StudyDir, asked: StudyAsked) -> Records:
     """Make the directory of a new study."""
-    directory.path.mkdir(parents=True, exist_ok=True)
-    directory.write_asked(asked)
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        directory.write_asked(asked)
+    except OSError as error:
+        raise StudyError(
+            f"the study cannot be written to {directory.path}: {error.strerror or error}",
+            hint="make it writable, or set YUNLU_HOME to a directory that is",
+        ) from error
     return Records(directory)
 
 

@@ -1,4 +1,4 @@
-"""What a training of the job is like, before any was begun: what it reports, and how often."""
+"""What a training of the job is like, before any was begun: its devices, what it reports, and how often."""
 
 from __future__ import annotations
 
@@ -59,6 +59,13 @@ def _longest(job: Job, search: SearchSpec) -> Job:
         if numbers:
             changes[field] = choose(numbers)
     return job.model_copy(update={"train": job.train.model_copy(update=changes)})
+
+
+def find_size(job: Job) -> tuple[int, bool]:
+    """The fewest devices that a trial of the job takes, and whether it keeps to so many."""
+    said = job.devices
+    least = job.layout.said_workers if said == "auto" else said
+    return least, said != "auto" or job.layout.is_whole
 
 
 def plan_alone(job: Job) -> Plan:

@@ -159,6 +159,8 @@ class StudyDir:
             status = StudyStatus.model_validate_json(self.status.read_bytes())
         except FileNotFoundError:
             return StudyStatus()
+        except ValidationError as error:
+            raise self.damaged(self.status) from error
         if status.state == "running" and not self.is_conducted():
             return status.model_copy(
                 update={"state": "stopped", "reason": "whoever conducted it ended"}

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from tests.unit.tuning.made_studies import BEGAN_AT, make_living, make_pareto, make_study
+from tests.unit.tuning.made_studies import (
+    BEGAN_AT,
+    make_living,
+    make_pareto,
+    make_study,
+    with_trials,
+)
 from yunlu.cli.main import main
 from yunlu.cli.page import to_json
 from yunlu.cli.study_live import LiveStudy, PlainStudy
@@ -178,6 +184,18 @@ def test_lines_tell_what_happened_and_only_once() -> None:
         ["rung", "2/9", "loss", "0.9"],
         ["devices", "2", "→", "4"],
     ]
+
+
+def test_a_value_that_is_only_reached_again_is_no_new_best() -> None:
+    out = io.StringIO()
+    watch = PlainStudy(Console(file=out, width=140, highlight=False))
+    view = make_study(HOME, 1)
+    points = tuple(Point(rung, (loss,), 1.0) for rung, loss in enumerate((0.5, 0.25, 0.25), 1))
+    trial = replace(view.trials[0].trial, points=points, copied_from=(7, 2))
+    watch.show(with_trials(view, replace(view.trials[0], trial=trial)))
+    begins, *rungs, _ = out.getvalue().splitlines()
+    assert begins.endswith("  from trial 7 at rung 2")
+    assert ["best so far" in line for line in rungs] == [False, True, False]
 
 
 @pytest.mark.parametrize(

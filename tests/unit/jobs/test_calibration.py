@@ -15,13 +15,14 @@ import pytest
 from tests.unit.planning.test_planner import job
 from tests.unit.planning.test_probed import pace, planned, probe
 from yunlu.core.errors import StoreError
+from yunlu.core.files import append_lines
 from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import calibration as known
 from yunlu.jobs.report import build_report, write_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.plan import Measured
-from yunlu.planning.probed import FOLDER, dump_probes
+from yunlu.planning.probed import FOLDER, StartFigures, dump_probes
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,30 @@ def test_this_machine_is_a_device_and_an_offer_without_a_price(
     assert "yunlu probe" in device.source("peak_flops.fp32")
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "1.25")
     assert known.offer_of(probe()).dollars_per_hour == 1.25
+
+
+def started_run(home: Path, name: str, start_s: float | None, *, in_process_s: float = 0.0) -> None:
+    """A run that began at 1000 and made its first step later, or none."""
+    (home / name).mkdir(parents=True)
+    run = RunDir(home / name)
+    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0 - in_process_s)
+    steps = [] if start_s is None else [start_s, start_s + 1.0]
+    append_lines(run.metrics, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)])
+
+
+def test_how_long_a_start_takes_is_told_by_runs_that_started(own_home: Path) -> None:
+    assert known.usual_start_s() is None
+    for name, start_s in {"slow": 9.0, "usual": 7.0, "quick": 6.0, "none": None}.items():
+        started_run(own_home, name, start_s)
+    for name in ("fit-1", "fit-2", "fit-3"):
+        started_run(own_home, name, 0.1, in_process_s=60.0)
+    (own_home / "fit-1" / "events.jsonl").write_text('{"kind": "life", "at": 0}\n')
+    assert known.usual_start_s() == 7.0
+
+
+def test_before_any_run_the_probe_tells_how_long_a_start_takes(own_cache: Path) -> None:
+    store_probe(own_cache, start=StartFigures(torch_s=2, worker_s=4, cpu_s=3, resident_bytes=1))
+    assert known.usual_start_s() == 4.0
 
 
 def test_a_finished_run_teaches_once_however_often_its_report_is_written(tmp_path: Path) -> None:

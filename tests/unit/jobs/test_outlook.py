@@ -14,6 +14,8 @@ import pytest
 
 from yunlu.catalog.catalog import CatalogError
 from yunlu.core.errors import DataError, JobError
+from yunlu.core.files import append_lines
+from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import read_settings
 from yunlu.jobs import outlook
 from yunlu.jobs.amounts import block_length, count_amounts
@@ -24,6 +26,7 @@ from yunlu.jobs.outlook_plot import draw_outlook, find_front
 from yunlu.jobs.shapes import FoundShape, find_shape
 from yunlu.planning.calibration import Calibration, RunFigure
 from yunlu.planning.choice.options import Interval, Option, PlanError
+from yunlu.planning.choice.spot import START_HERE_S
 from yunlu.planning.guess import name_work
 from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
 from yunlu.spec.job import Job
@@ -384,7 +387,7 @@ def test_huawei_has_no_price_and_the_user_is_told_how_to_set_one() -> None:
     assert any("yunlu catalog add" in note for note in options.notes)
 
 
-def test_this_machine_is_an_option_once_it_is_probed(probed: str) -> None:
+def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path) -> None:
     small = {
         "data": {"train": "nowhere.txt", "samples": 100, "max_length": 16},
         "model": {"name": "transformer", "args": {"width": 32, "layers": 1}},
@@ -399,6 +402,14 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str) -> None:
     here = foresee(make_job(**small, goal={"cloud": "here"}))
     assert len(here) == 1
     assert not here.notes
+    assert here.best.total_parts["start_up"] == START_HERE_S
+    run = RunDir(own_home / "earlier")
+    run.path.mkdir(parents=True)
+    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
+    append_lines(run.metrics, [{"step": 1, "at": 1007.0}])
+    again = foresee(make_job(**small, goal={"cloud": "here"})).best
+    assert again.total_parts["start_up"] == 7.0
+    assert again.total_s.value == pytest.approx(here.best.total_s.value + 7.0 - START_HERE_S)
 
 
 def test_an_own_machine_is_planned_once_and_is_not_this_one(

@@ -64,6 +64,14 @@ def test_plain_worker_counts_as_one(run):
     assert (seen.devices, seen.step_s) == (1, pytest.approx(0.1))
 
 
+def test_a_start_counts_from_the_beginning_of_the_process(run):
+    run.emit(EventKind.LIFE, number=1, began_at=990.0)
+    steps(run, 1, 1, None, step_s=0.1)
+    course = Course(run)
+    course.take()
+    assert course.startup_s == pytest.approx(11.0)
+
+
 def test_noise_is_per_base_batch(run):
     run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=10)
     append_lines(run.metrics, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}])

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from yunlu.planning.choice.options import Interval
 from yunlu.planning.plan import Plan, Prediction
 from yunlu.spec.job import Job
+from yunlu.spec.layout import LayoutSpec
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning import forecast
+from yunlu.tuning.conducting.sharing import USUAL_POWER
 from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
     StudyForecast,
@@ -55,6 +57,23 @@ def test_whole_trainings_one_after_the_other() -> None:
     assert found.seconds.value == pytest.approx(800.0)
     assert found.seconds.low < 800.0 < found.seconds.high
     assert (found.trials.value, found.bound, found.share) == (8.0, "trials", 1.0)
+
+
+def test_a_trial_of_two_devices_holds_both() -> None:
+    wide = job().model_copy(update={"devices": 2})
+    options: dict[str, Any] = {"rungs": 9, "trial": trial(), "dollars_per_hour": 3.6}
+    asked, two_s = search(trials=8), 10.0 + 90.0 / 2**USUAL_POWER
+    assert foretell(wide, asked, devices=4, **options).parallel == 2
+    found = foretell(wide, asked, devices=2, **options)
+    assert (found.parallel, found.devices) == (1, 2)
+    assert found.seconds is not None
+    assert found.seconds.value == pytest.approx(8 * two_s)
+    assert found.device_s is not None
+    assert found.device_s.value == pytest.approx(8 * 2 * two_s)
+    assert found.dollars is not None
+    assert found.dollars.value == pytest.approx(0.001 * 8 * two_s)
+    layout = job().model_copy(update={"layout": LayoutSpec.model_validate({"tp": 2})})
+    assert foretell(layout, asked, devices=2, **options).parallel == 1
 
 
 def test_halving_counts_its_rungs() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from yunlu.tuning.founding import prepare_study
+from yunlu.tuning.study_dir import StudyError
 
 
 @pytest.mark.parametrize(
@@ -18,3 +19,10 @@ def test_without_a_price_the_cost_is_the_time_of_devices(
     job = toy_job(metric="auto", objectives=["loss", "cost"], method="tpe")
     asked = prepare_study(job, name="front")
     assert (asked.metrics, asked.directions) == (metrics, ("minimize", "minimize"))
+
+
+def test_a_population_needs_trials_for_its_copies() -> None:
+    stop = {"name": "pbt", "population": 4}
+    with pytest.raises(StudyError, match="4 leaves none for copies in a population of 4"):
+        prepare_study(toy_job(stop=stop, trials=4), probes=False)
+    assert prepare_study(toy_job(stop=stop, trials=5), probes=False).trials == 5

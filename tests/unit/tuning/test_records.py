@@ -19,6 +19,7 @@ from yunlu.tuning.records import Records, create_records, open_study
 from yunlu.tuning.study_dir import (
     StudyDir,
     StudyError,
+    StudyStatus,
     check_name,
     find_study,
     list_studies,
@@ -196,7 +197,7 @@ def test_a_conductor_that_vanished_leaves_a_stopped_study() -> None:
     assert look("some").state == "stopped"
 
 
-@pytest.mark.parametrize("file", ["study.json", "study.sqlite3"])
+@pytest.mark.parametrize("file", ["study.json", "study.sqlite3", "state.json"])
 def test_a_damaged_study_says_so_and_leaves_the_others_alone(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,3 +212,24 @@ def test_a_damaged_study_says_so_and_leaves_the_others_alone(
     shown = capsys.readouterr().out
     assert "whole" in shown
     assert "broken is damaged" in shown
+
+
+def test_a_home_that_cannot_be_written_is_told(own_home: Path) -> None:
+    own_home.write_text("no directory")
+    with pytest.raises(StudyError, match=r"cannot be written to .*some") as refused:
+        make_records()
+    assert "YUNLU_HOME" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_study_that_has_begun_does_not_begin_anew_without_its_trials(is_empty: bool) -> None:
+    records = make_records()
+    records.begin({"lr": 0.1})
+    records.dir.write_status(StudyStatus(state="finished", began_at=1.0, ended_at=2.0))
+    records.dir.database.unlink()
+    if is_empty:
+        records.dir.database.touch()
+    records_module._opened.clear()  # pyright: ignore[reportPrivateUsage] (as another program)
+    with pytest.raises(StudyError, match=r"some is damaged: .*study\.sqlite3"):
+        look("some")
+    assert records.dir.database.exists() == is_empty

@@ -14,7 +14,7 @@ from yunlu.planning.choice.reasons import give_reasons
 from yunlu.planning.choice.refusals import refuse_all, refuse_change
 from yunlu.planning.choice.replacing import narrow
 from yunlu.planning.choice.search import Found, Question, foretell_steps, hold, run_seconds, search
-from yunlu.planning.choice.spot import lost_share
+from yunlu.planning.choice.spot import START_HERE_S, lost_share
 from yunlu.planning.choice.spread import memory_factors, time_factors
 from yunlu.planning.foretell.points import PRECISIONS, RECOMPUTE
 from yunlu.planning.large_batch import Rule, scale_rate
@@ -50,6 +50,8 @@ class Ask:
     counts_tokens: bool
     checkpoint_s: float = 60.0
     """Between two checkpoints."""
+    start_here_s: float = START_HERE_S
+    """Until the first step on this machine."""
     lr_scaling: Rule = "none"
     base_batch: int = 32
 
@@ -137,7 +139,9 @@ def price_all(ask: Ask, found: Found, steps: dict[str, Column]) -> Candidates:
     place = np.repeat(np.arange(len(finds)), [len(each) for each in finds])
     each = [price.dollars_per_hour for price in ask.prices]
     hourly = np.array([np.nan if dollars is None else dollars for dollars in each])[place]
-    start_s = np.array([start_seconds(price) for price in ask.prices])[place]
+    start_s = np.array([start_seconds(price, here_s=ask.start_here_s) for price in ask.prices])[
+        place
+    ]
     lost = np.array(
         [
             lost_share(price.offer.cloud, nodes=1, checkpoint_s=ask.checkpoint_s) * price.spot
@@ -250,6 +254,7 @@ def _make_option(
     total_parts, total = sum_up(
         price, nodes=nodes, steps=steps, step=step, checkpoint_s=ask.checkpoint_s,
         evaluating=work.evaluation_share + work.evaluated / batch,
+        start_s=start_seconds(price, here_s=ask.start_here_s),
     )  # fmt: skip
     memory = _interval(sum(held.values()), memory_factors)
     hourly = hardware.dollars_per_hour

@@ -22,13 +22,20 @@ MOST_LOST = 0.9
 """Of an hour, to interruptions: beyond, nothing is foretold any more."""
 
 
-def start_seconds(price: Price) -> float:
-    """Until the first step."""
-    return START_HERE_S if price.offer.cloud == HERE else START_S
+def start_seconds(price: Price, *, here_s: float = START_HERE_S) -> float:
+    """Until the first step; ``here_s`` on this machine."""
+    return here_s if price.offer.cloud == HERE else START_S
 
 
 def sum_up(
-    price: Price, *, nodes: int, steps: int, step: Interval, evaluating: float, checkpoint_s: float
+    price: Price,
+    *,
+    nodes: int,
+    steps: int,
+    step: Interval,
+    evaluating: float,
+    checkpoint_s: float,
+    start_s: float,
 ) -> tuple[dict[str, float], Interval]:
     """Seconds by what takes them, and all of them.
 
@@ -37,7 +44,7 @@ def sum_up(
     lost = lost_share(price.offer.cloud, nodes=nodes, checkpoint_s=checkpoint_s) * price.spot
     run = step.times(steps * (1.0 + evaluating))
     whole = run.times(_longer(lost))
-    start = _around(start_seconds(price), START_FACTOR)
+    start = _around(start_s, START_FACTOR)
     parts = {
         "start_up": start.value,
         "steps": steps * step.value,

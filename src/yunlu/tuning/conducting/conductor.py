@@ -298,6 +298,10 @@ class Conductor:
         while self._has_news and self._end is None:
             if len(self._live) + len(self._hosting.queue) >= self._hosting.workers:
                 return
+            if not self._limits.pays_for_start():
+                if not self._live and not self._hosting.queue:
+                    self._end = ("finished", "what is left of the budget does not pay for a start")
+                return
             move = self._decider.choose()
             match move:
                 case Begin():

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.errors import StoreError
 from yunlu.core.states import RunState
+from yunlu.jobs.calibration import usual_start_s
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.sharing import find_promises, share
 from yunlu.tuning.conducting.trial_runs import write_verdict
+from yunlu.tuning.rungs import find_size
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
@@ -42,9 +44,7 @@ class Hosting:
         assert asked.job is not None
         self._records, self._places, self._elastic = records, places, elastic
         self._aim: Aim = getattr(method, "aim", "best")
-        said = asked.job.devices
-        self._least = asked.job.layout.said_workers if said == "auto" else said
-        self._is_fixed = said != "auto" or asked.job.layout.is_whole
+        self._least, self._is_fixed = find_size(asked.job)
         if self._least > places.devices:
             raise StoreError(
                 f"a trial needs {self._least} devices, and there are {places.devices}",
@@ -64,6 +64,8 @@ class Hosting:
         self._shared_at = -inf
         price = asked.dollars_per_hour
         self._device_price = None if price is None else price / places.devices / 3600
+        self.start_s = (usual_start_s() or 0.0) * self._least
+        """Of one device, until a trial makes its first step; 0 where no earlier run tells."""
 
     # Money.
 
@@ -73,7 +75,11 @@ class Hosting:
 
     def seconds_for(self, dollars: float) -> float:
         """How long all devices can be had for so much."""
-        return dollars / (self._device_price or inf) / self._places.devices
+        return self.shared_s(dollars / (self._device_price or inf))
+
+    def shared_s(self, device_seconds: float) -> float:
+        """How long all devices together take for what one does in so many seconds."""
+        return device_seconds / self._places.devices
 
     # Waiting for devices.
 

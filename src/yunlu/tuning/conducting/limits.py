@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from yunlu.core.states import RunState
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from yunlu.tuning.conducting.hosting import Hosting
     from yunlu.tuning.conducting.live import Live
-    from yunlu.tuning.facts import StudyState
+    from yunlu.tuning.facts import StudyState, TrialFacts
     from yunlu.tuning.records import Records
 
 
@@ -28,6 +30,11 @@ class Limits:
         """Of time, or of what the money buys, whichever ends first; None: no end."""
         ends = [left for left in (self._time_left(), self._money_left()) if left is not None]
         return max(min(ends), 0.0) if ends else None
+
+    def pays_for_start(self) -> bool:
+        """Whether there is money for one more trial to get to its first step."""
+        left, starts = self._money_left(), len(self._hosting.queue) + 1
+        return left is None or left >= self._hosting.shared_s(starts * self._hosting.start_s)
 
     def find_end(self, is_asked_to_stop: Callable[[], bool]) -> tuple[StudyState, str] | None:
         """How the study ends now, and why; None while it may go on."""
@@ -51,10 +58,15 @@ class Limits:
         if dollars is None:
             return None
         now = time.time()
-        spent_s = sum(
-            self._lives[facts.number].story.device_seconds(now)
-            if facts.number in self._lives
-            else facts.device_seconds
-            for facts in self._records.facts()
-        )
+        spent_s = sum(self._spent_s(facts, now) for facts in self._records.facts())
         return self._hosting.seconds_for(dollars - (self._hosting.dollars(spent_s) or 0.0))
+
+    def _spent_s(self, facts: TrialFacts, now: float) -> float:
+        live = self._lives.get(facts.number)
+        if live is None:
+            return facts.device_seconds
+        spent_s = live.story.device_seconds(now)
+        if live.story.state not in {RunState.PENDING, RunState.PLANNING}:
+            return spent_s
+        # A worker hears that it is to stop when it has started: until then that is as good as spent.
+        return max(spent_s, facts.device_seconds + self._hosting.start_s)

@@ -34,7 +34,7 @@ def find_values(
         if metric not in figures:
             raise StudyError(
                 f"{metric} is never reported: the evaluations of this task do not give it",
-                hint=did_you_mean(metric, found.metrics),
+                hint=did_you_mean(metric, figures),
             )
     return tuple(
         (-figures[metric] if direction == "maximize" else figures[metric]) + 0.0
@@ -61,8 +61,10 @@ def refuse_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | No
     failed = [each for each in facts if each.state is TrialState.FAILED]
     alike = [each for each in failed if _bare(each.error or "") == _bare(message)]
     if len(alike) >= ALIKE:
+        first = failed[0]
+        logs = f"yunlu logs {first.run} shows the whole of it" if first.run else None
         raise StudyError(
-            f"the first {len(failed)} trials failed alike: {failed[0].error}", hint=hint
+            f"the first {len(failed)} trials failed alike: {first.error}", hint=hint or logs
         )
 
 

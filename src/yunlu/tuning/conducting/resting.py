@@ -97,5 +97,4 @@ class Rests:
         told = live.story.error or {}
         message = told.get("message") or live.story.reason or "its worker vanished"
         self._records.end(live.number, TrialState.FAILED, error=message, **cost)
-        hint = told.get("hint") or f"yunlu logs {live.run_dir.id} shows the whole of it"
-        refuse_failures(self._records.facts(), message, hint=hint)
+        refuse_failures(self._records.facts(), message, hint=told.get("hint"))

@@ -1,0 +1,73 @@
+"""What is left of a budget while trials start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.toy_study import toy_job
+from yunlu.core.files import append_lines
+from yunlu.core.rundir import EventKind, RunDir
+from yunlu.core.states import RunState
+from yunlu.jobs import service
+from yunlu.jobs.run import new_record
+from yunlu.tuning.conducting.hosting import Hosting
+from yunlu.tuning.conducting.limits import Limits
+from yunlu.tuning.conducting.live import Live
+from yunlu.tuning.conducting.story import Story
+from yunlu.tuning.founding import create_study, make_method_of
+from yunlu.tuning.values import TrialState
+
+
+class TwoDevices:
+    """Where nothing is started."""
+
+    devices = 2
+
+
+def start_run(home: Path, start_s: float) -> None:
+    """An earlier run, which made its first step so long after it had begun."""
+    run = RunDir(home / "earlier")
+    run.path.mkdir(parents=True)
+    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
+    append_lines(run.metrics, [{"step": 1, "at": 1000.0 + start_s}])
+
+
+def test_who_starts_has_as_good_as_spent_what_a_start_takes(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3600")  # half a dollar for a second of one device
+    start_run(own_home, 10.0)
+    job, places = toy_job(trials=9, budget=16.0), TwoDevices()
+    records = create_study(job, name="some")
+    hosting = Hosting(records, make_method_of(records.asked), _as_any(places))
+    lives: dict[int, Live] = {}
+    limits = Limits(records, hosting, lives, clock_at=0.0)
+    done, started = (records.begin({"train.optimizer.lr": rate}) for rate in (0.1, 0.2))
+    records.end(done, TrialState.DONE, device_seconds=8.0)
+    assert limits.seconds_left() == pytest.approx(12.0)
+    run_dir = service.submit(job)
+    record = new_record(run_dir)
+    assert record is not None
+    story = Story()
+    lives[started] = Live(number=started, run_dir=run_dir, record=record, story=story)
+    assert limits.seconds_left() == pytest.approx(7.0)  # 10 of one device are 5 of both
+    assert limits.pays_for_start()
+    hosting.enqueue(7, run_dir)
+    assert not limits.pays_for_start()  # for one, but not for another besides
+    story.state = RunState.RUNNING
+    assert limits.seconds_left() == pytest.approx(12.0)
+    assert limits.pays_for_start()
+
+
+def test_where_no_run_tells_of_starts_none_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3600")
+    records = create_study(toy_job(trials=9, budget=0.1), name="some")
+    hosting = Hosting(records, make_method_of(records.asked), _as_any(TwoDevices()))
+    assert Limits(records, hosting, {}, clock_at=0.0).pays_for_start()
+
+
+def _as_any(places: object) -> Any:
+    return places

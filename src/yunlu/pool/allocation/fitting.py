@@ -3,8 +3,8 @@
 The loss and the optimism about what was never seen are those of Pollux (OSDI 2021, section 4.1):
 a term without evidence is taken as free, so that the job is tried there. Three things differ: a
 job begins on a few devices at once and leaps further (each step up costs a restart), timings of other
-jobs of the same program count as its own (no ramp at all for a model that the pool knows), and a
-shape that was measured is believed more than the formula.
+jobs of the same program count as its own (no ramp at all for a model that the pool knows), and what
+was measured is believed more than the formula (``deviation.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from yunlu.pool.allocation.deviation import learn_deviation
 from yunlu.pool.allocation.goodput import FittedSpeed, Throughput
 
 if TYPE_CHECKING:
@@ -65,8 +66,18 @@ class Fitter:
 
 
 def fit_throughput(timings: Sequence[Timing]) -> Throughput:
-    """The seven parameters that tell these timings best; all of one type of device."""
-    return _fit(tuple(_thin(timings)))
+    """The seven parameters that tell these timings best, and what they are off by.
+
+    All timings are of one type of device.
+    """
+    return _correct(_fit(tuple(_thin(timings))), timings)
+
+
+def _renew(before: Throughput | None, timings: Sequence[Timing]) -> Throughput:
+    """The formula as it was while it tells the timings; what it is off by is learnt from all."""
+    if before is None or not _tells(before, timings):
+        return fit_throughput(timings)
+    return _correct(before, timings)
 
 
 def _merge(shared: Sequence[Timing], own: Sequence[Timing]) -> list[Timing]:
@@ -85,18 +96,14 @@ def _fit_types(merged: Sequence[Timing], last: FittedSpeed | None) -> dict[str, 
     for timing in merged:
         by_type.setdefault(timing.device_type, []).append(timing)
     known = last.throughputs if last else {}
-    return {
-        name: known[name] if _tells(known.get(name), timings) else fit_throughput(timings)
-        for name, timings in by_type.items()
-    }
+    return {name: _renew(known.get(name), timings) for name, timings in by_type.items()}
 
 
-def _tells(throughput: Throughput | None, timings: Sequence[Timing]) -> bool:
+def _tells(throughput: Throughput, timings: Sequence[Timing]) -> bool:
     """Whether the model knows every shape of these timings, and how long its steps take."""
-    if throughput is None:
-        return False
     points = _Points.of(timings)
-    shapes = {(nodes, devices) for nodes, devices, _ in throughput.measured}
+    known = throughput.measured
+    shapes = set(zip(known.nodes, known.devices, strict=True)) if known is not None else set()
     if any((timing.nodes, timing.devices) not in shapes for timing in timings):
         return False
     told = throughput.tell_step_s(
@@ -236,19 +243,16 @@ def _finish(fitted: Floats, points: _Points) -> Throughput:
     if not (points.nodes > 1).any():  # a network is at least a little slower than a bus
         fitted[2] = max(fitted[2], 1.1 * fitted[4])
         fitted[3] = max(fitted[3], 1.1 * fitted[5])
-    plain = _name(fitted)
-    told = plain.tell_step_s(
-        points.nodes, points.devices, points.local, np.zeros_like(points.local)
-    )
-    off = np.log(points.step_s / told)
-    ratios: list[tuple[int, int, float]] = []
-    shapes = sorted(set(zip(points.nodes.tolist(), points.devices.tolist(), strict=True)))
-    for nodes, devices in shapes:
-        here = (points.nodes == nodes) & (points.devices == devices)
-        count = int(here.sum())
-        ratio = float(np.exp(off[here].mean() * count / (count + 1)))
-        ratios.append((nodes, devices, ratio))
-    return replace(plain, measured=tuple(ratios))
+    return _name(fitted)
+
+
+def _correct(throughput: Throughput, timings: Sequence[Timing]) -> Throughput:
+    """With what the formula is off by, wherever it was measured."""
+    plain = replace(throughput, measured=None)
+    points = _Points.of(timings)
+    at = points.nodes, points.devices, points.local
+    off = np.log(points.step_s / plain.tell_step_s(*at, np.zeros_like(points.local)))
+    return replace(plain, measured=learn_deviation(*at, off))
 
 
 def _name(fitted: Floats) -> Throughput:

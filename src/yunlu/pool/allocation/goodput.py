@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from yunlu.pool.allocation.deviation import Deviation
     from yunlu.pool.allocation.observations import Noise, Timing
 
     Floats = NDArray[np.float64]
@@ -53,8 +54,8 @@ class Throughput:
     link_s: float
     link_s_per_device: float
     overlap: float
-    measured: tuple[tuple[int, int, float], ...] = ()
-    """Nodes, devices, and how much longer a step really took there than the formula says."""
+    measured: Deviation | None = None
+    """How much longer steps really took than the formula says."""
 
     def tell_gradient_s(self, local: Floats) -> Floats:
         """Seconds of one forward and backward of so many samples on each device."""
@@ -76,19 +77,9 @@ class Throughput:
         longest = np.maximum(gradient_s, sum_s)
         power = (gradient_s / longest) ** self.overlap + (sum_s / longest) ** self.overlap
         step_s = accumulation * gradient_s + longest * power ** (1.0 / self.overlap)
-        return step_s * self._correct(nodes, devices)
-
-    def _correct(self, nodes: Ints, devices: Ints) -> Floats:
-        """As at the nearest measured shape: a shape is not better for never having been tried."""
-        factor = np.ones(np.broadcast(nodes, devices).shape)
-        nearest = np.full(factor.shape, np.inf)
-        for known_nodes, known_devices, ratio in self.measured:
-            is_alike = (nodes > 1) == (known_nodes > 1)
-            away = np.where(is_alike, np.abs(np.log(devices / known_devices)), np.inf)
-            away = away + np.where(nodes == known_nodes, 0.0, 1e-3)
-            factor = np.where(away < nearest, ratio, factor)
-            nearest = np.minimum(away, nearest)
-        return factor
+        if self.measured is None:
+            return step_s
+        return step_s * self.measured.tell_factor(nodes, devices, local)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yunlu.pool.allocation.values import Demand, PoolState
 
 
-TASTE = Taste(guard=0.3, company=1.0, growth=2.5)
+TASTE = Taste(guard=0.3, crowd=0.25, late_company=3.0, growth=2.5)
 """Numbers chosen on one public workload (Pollux's sixth, as it is and with its jobs shuffled)."""
 
 
@@ -82,14 +82,15 @@ _EVENING_S = 3600.0
 
 
 def _settle(taste: Taste, state: PoolState) -> Taste:
-    """What is given lasts the longer, the longer nobody new has come; then nobody is expected."""
+    """What is given lasts the longer, the longer nobody new has come; then the end of all counts."""
     quiet_s = max(state.now - max(job.submitted_at for job in state.jobs), 0.0)
     share = min(quiet_s / _EVENING_S, 1.0)
+    company = taste.company + taste.crowd * len(state.jobs)
     return replace(
         taste,
         dwell_s=max(taste.dwell_s, min(taste.calm * quiet_s, taste.calmest_s)),
         refill=taste.refill + (taste.late_refill - taste.refill) * share,
-        company=taste.company * (1.0 - share),
+        company=company + (taste.late_company - company) * share,
     )
 
 

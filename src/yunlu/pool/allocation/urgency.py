@@ -39,6 +39,12 @@ class Taste:
     """The same once nobody new has come for an hour."""
     company: float = 0.0
     """Jobs that are expected to come and be there when a job ends, beside those that are known."""
+    crowd: float = 0.0
+    """How many more are expected for each job that is there: where many are, many come."""
+    late_company: float = 0.0
+    """Once nobody new has come for an hour, instead of both: what the end of all counts, in jobs. By
+    optimal control, a pool to which its makespan is worth so many jobs' times is a pool with so
+    many more jobs in it, until the last one ends."""
     guard: float = 0.0
     """How much more the end of the longest job counts: everybody waits for the last one."""
     guard_power: float = 4.0

@@ -115,7 +115,7 @@ class SiaEstimator:
             ):
                 continue
             # Sia believes its formula, also where it has measured.
-            known[name] = replace(fit_throughput(timings), measured=())
+            known[name] = replace(fit_throughput(timings), measured=None)
         return known
 
     def _limits(self, seen: Observations, name: str) -> BatchLimits:

@@ -114,9 +114,22 @@ def test_nothing_is_fitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         np.array([1]), np.array([4]), np.array([90.0]), np.array([0.0])
     )
     more = (*ALL, Timing("t4", 1, 4, 90, 0.1, float(told[0])))
-    assert fit(replace(seen, timings=more), later).throughputs == first.throughputs
+    again = fit(replace(seen, timings=more), later).throughputs["t4"]
+    assert replace(again, measured=None) == replace(first.throughputs["t4"], measured=None)
     with pytest.raises(AssertionError):
         fit(replace(seen, timings=(*more, observe(8, 32, 64))), later)
+
+
+def test_what_is_too_little_to_fit_again_is_learnt_all_the_same() -> None:
+    fit = Fitter()
+    seen = Observations(signature="a", limits=LIMITS, timings=ALL, noise=Noise(1.0, 3.0))
+    first = fit(seen, None)
+    slow = observe(1, 4, 512, factor=1.025)
+    again = fit(replace(seen, timings=(*ALL, slow)), first)
+    at = np.array([1]), np.array([4]), np.array([512.0]), np.array([0.0])
+    assert first.throughputs["t4"].tell_step_s(*at)[0] < 0.985 * slow.step_s
+    assert again.throughputs["t4"].tell_step_s(*at)[0] == pytest.approx(slow.step_s, rel=0.005)
+    assert again.throughputs["t4"].overlap == first.throughputs["t4"].overlap
 
 
 def test_each_type_of_device_has_its_own_model() -> None:

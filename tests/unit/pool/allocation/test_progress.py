@@ -100,6 +100,21 @@ def test_who_is_nearly_done_gets_more() -> None:
     assert guarded["long"] > gets["long"]
 
 
+def test_the_end_of_all_counts_once_nobody_comes_any_more() -> None:
+    jobs = [make_job("short", work_s=3e5), make_job("long", work_s=1e6)]
+    at_once, later = (make_state(jobs, make_nodes(16), now=now) for now in (0.0, 1e5))
+    plain, late = Taste(company=1.0, late_company=1.0), Taste(company=1.0, late_company=9.0)
+    assert decide(at_once, taste=plain) == decide(at_once, taste=late)
+    assert decide(later, taste=late)["long"] > decide(later, taste=plain)["long"]
+
+
+def test_where_many_are_the_longest_is_not_left_with_nothing() -> None:
+    jobs = [make_job(f"short{each}", work_s=3e4) for each in range(4)]
+    state = make_state([*jobs, make_job("long", work_s=1e6)])
+    alone, crowded = (decide(state, taste=Taste(crowd=crowd)) for crowd in (0.0, 2.0))
+    assert crowded.get("long", 0) > alone.get("long", 0)
+
+
 def test_who_scales_better_gets_more() -> None:
     jobs = [
         make_job("well", speed=PowerSpeed(power=0.95)),

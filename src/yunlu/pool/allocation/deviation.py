@@ -1,0 +1,81 @@
+"""What the formula for the time of a step is off by, learnt from the steps that were measured.
+
+A formula with seven parameters is a few per cent off: kernels like some batches better than others,
+and the sum of gradients hides behind the backward pass from some batch on. That is as much as
+choosing between two batches is about. So what it is off by (the logarithm of measured over told) is
+taken for a Gaussian process over shapes and samples of a device (kriging): where a step was measured
+that is believed, close by it is told in part, and where nothing was tried the formula stands,
+corrected by what the shape, or the nearest one, is off by as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
+_SHAPE_SPREAD = 0.15
+"""How far a whole shape is off, usually."""
+_SHAPE_REACH = 4.0
+"""How far that holds for other numbers of devices, as a logarithm: very far, since a shape is not
+better for never having been tried."""
+_BATCH_SPREAD = 0.06
+"""How far one batch of a shape is off beyond that."""
+_BATCH_REACH = 0.2
+"""How far that holds for other batches, as a logarithm."""
+_BATCH_SHAPE_REACH = 1.0
+"""How far it holds for other numbers of devices."""
+_DOUBT = 0.01
+"""How far a measurement itself is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """What was measured where, and what each measurement says about its surroundings."""
+
+    nodes: tuple[int, ...]
+    devices: tuple[int, ...]
+    local: tuple[float, ...]
+    """Samples of one device in one pass."""
+    weights: tuple[float, ...]
+
+    def __hash__(self) -> int:
+        """Of the weights alone: models are looked up by their value, over and over."""
+        return hash(self.weights)
+
+    def tell_factor(self, nodes: Ints, devices: Ints, local: Floats) -> Floats:
+        """How many times as long as the formula says a step takes."""
+        known = np.array(self.nodes), np.array(self.devices), np.array(self.local)
+        return np.exp(_tell_likeness((nodes, devices, local), known) @ np.array(self.weights))
+
+
+def learn_deviation(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> Deviation:
+    """From measurements, each with the logarithm of how many times as long as told it took."""
+    at = nodes, devices, local
+    doubt = _DOUBT**2 * np.eye(len(off))
+    weights = np.linalg.solve(_tell_likeness(at, at) + doubt, off)
+    return Deviation(
+        nodes=tuple(nodes.tolist()),
+        devices=tuple(devices.tolist()),
+        local=tuple(local.tolist()),
+        weights=tuple(weights.tolist()),
+    )
+
+
+def _tell_likeness(at: tuple[Ints, Ints, Floats], known: tuple[Ints, Ints, Floats]) -> Floats:
+    """The covariance of each place (leading axes) with each known one (the last axis)."""
+    nodes, devices, local = (each[..., None] for each in at)
+    # Within a node and between nodes, gradients are summed over different wires.
+    is_alike = (nodes > 1) == (known[0] > 1)
+    devices_away = np.abs(np.log(devices / known[1]))
+    batch_away = np.log(local / known[2]) / _BATCH_REACH
+    shape = _SHAPE_SPREAD**2 * np.exp(-devices_away / _SHAPE_REACH)
+    batch = _BATCH_SPREAD**2 * np.exp(-devices_away / _BATCH_SHAPE_REACH - 0.5 * batch_away**2)
+    return is_alike * (shape + batch)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
 from yunlu.core.files import write_atomically
 from yunlu.pool.simulation.seats import find_seats
+from yunlu.pool.simulation.tables import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,9 +22,22 @@ _COLOURS = ("#d9480f", "#1971c2", "#2f9e44", "#7048e8", "#e8a50c", "#0c8599", "#
 _HOUR_S = 3600
 
 
+def prepare(directory: Path) -> None:
+    """Make the directory of the pictures, and find out before all else whether it can be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise SimulationError(
+            f"--plot: no pictures can be written to {directory}: {error.strerror}.",
+            hint="name a directory that you may write to; it is made where there is none",
+        ) from error
+
+
 def draw_all(runs: Mapping[str, Sequence[Outcome]], directory: Path) -> list[Path]:
     """Draw every picture of what each policy (by name) made of each workload; where they lie."""
-    directory.mkdir(parents=True, exist_ok=True)
+    prepare(directory)
     made: list[Path] = []
     for name, outcomes in runs.items():
         for outcome in outcomes:

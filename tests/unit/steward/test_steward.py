@@ -317,6 +317,33 @@ def test_policy_that_fails_changes_nothing(make_world, make_steward):
     assert "in the policy" in steward.journal.read_view()["troubles"]["policy"]
 
 
+def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_steward, monkeypatch):
+    class Least(Fair):
+        def decide(self, state):
+            jobs = tuple(replace(job, max_devices=job.min_devices) for job in state.jobs)
+            return super().decide(replace(state, jobs=jobs))
+
+    world = make_world(steps=1000)
+    run = world.submit("a", most=2)
+    steward = make_steward(world)
+    turn(world, steward, 5)
+    assert read_notes(run).placement.devices == 2
+    resize, asked = world.resize, []
+
+    def note(run_dir, placement):
+        asked.append(placement.devices)
+        return resize(run_dir, placement)
+
+    monkeypatch.setattr(world, "resize", note)
+    steward.policy, world.dawdles = Least(), 1.0  # in the middle of a long step
+    turn(world, steward, 1, seconds=31.0)
+    turn(world, steward, 3, seconds=31.0)
+    world.dawdles = 0.0
+    turn(world, steward, 5)
+    assert asked == [1]
+    assert read_notes(run).placement.devices == 1
+
+
 def test_spent_budget_pauses_a_run(make_world, make_steward):
     world = make_world(steps=1000)
     run = world.submit("a")

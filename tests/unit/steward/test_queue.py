@@ -126,8 +126,8 @@ def test_jobs_that_are_equally_fast_have_one_signature():
         (["pool", "up", "--team-dollars", "vision=much"], "not a team and a number"),
         (["pool", "up", "--slurm", "main?cpus=0"], "cpus is not a whole number above 0"),
         (["pool", "up", "--ray", "127.0.0.1:9"], "no connection to the Ray cluster"),
-        (["submit", "{job}", "--priority", "99999999"], "99999999 is too large"),
-        (["priority", "last", "-99999999"], "-99999999 is too large"),
+        (["submit", "{job}", "--priority", "99999999"], "99999999 is out of bounds"),
+        (["priority", "last", "-99999999"], "-99999999 is out of bounds"),
     ],
 )
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):

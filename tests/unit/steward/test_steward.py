@@ -391,7 +391,11 @@ def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
 
 @pytest.mark.parametrize(
     ("cores", "gib", "expected"),
-    [(1.0, 1, None), (3.5, 1, "3.5 cores busy, and holds 2 of 4"), (1.0, 9, "9.0 GiB of memory")],
+    [
+        (5.0, 1, None),
+        (6.5, 1, "6.5 cores busy, and its share is 4.0"),
+        (1.0, 9, "9.0 GiB of memory"),
+    ],
 )
 def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, cores, gib, expected):
     world = make_world(steps=100)
@@ -399,7 +403,7 @@ def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, co
     steward = make_steward(world)
     turn(world, steward, 4)
     usage = Usage(cores=cores, memory_bytes=gib * 2.0**30)
-    machine = {"memory_bytes": 16 * 2.0**30}
+    machine = {"cores": 8.0, "memory_bytes": 16 * 2.0**30}  # two cores for each of four devices
     words = find_lie(steward.register.stands["a"], usage, machine, steward.nodes)
     assert (words is None) == (expected is None)
     assert expected is None or expected in words

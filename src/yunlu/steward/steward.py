@@ -265,6 +265,9 @@ class Steward:
 
     def _explain(self, stands: list[Stand], decision: Decision) -> None:
         for stand in stands:
+            if stand.phase is Phase.BACKING_OFF:
+                words = f"It failed: {stand.notes.failure.rstrip('.')}"
+                self._tell(stand.id, "failed", f"{words}. It waits {stand.notes.wait_s():.0f} s.")
             if stand.rests:
                 continue
             wanted = decision.placements.get(stand.id)

@@ -161,6 +161,9 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     last = [e.data for e, _ in run.read_events() if e.kind is EventKind.STATE][-1]
     assert last.get("reason", notes.given_up) == notes.given_up
     assert decided(steward, run)[-1] in {"given up", "fair"}
+    told = [line["text"] for line in steward.journal.read_decisions(run.id)]
+    assert any(text.endswith("It waits 5 s.") for text in told), told
+    assert any(text.endswith("It waits 20 s.") for text in told), told
 
 
 def test_run_given_up_is_tried_again_when_it_is_resumed(make_world, make_steward):

@@ -67,11 +67,12 @@ TreeWidth=65533
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE
 PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} State=UP MaxTime=INFINITE
 """
-# What Slurm starts has signals blocked: a slurmd that inherits that cannot be ended.
+# What Slurm starts has signals blocked: a slurmd that inherits that cannot be ended. Slurm counts in whole
+# seconds: a node that has booted before a job was placed on it is taken for one that never did.
 _RESUME = """#!/bin/sh
 for node in $(scontrol show hostnames "$1"); do
   echo "resume $node" >> {place}/log/power.log
-  {python} -c 'import os,signal,sys;signal.pthread_sigmask(signal.SIG_SETMASK,[]);os.execvp(sys.argv[1],sys.argv[1:])' \
+  {python} -c 'import os,signal,sys,time;time.sleep(2);signal.pthread_sigmask(signal.SIG_SETMASK,[]);os.execvp(sys.argv[1],sys.argv[1:])' \
     setsid {slurmd} -b -D -f {place}/slurm.conf -N $node </dev/null >>{place}/log/resume.err 2>&1 &
 done
 """

@@ -195,7 +195,7 @@ class _Runs:
                 table = _table_of(titles, cells)
         yield table
         if left_out:
-            words = f"no room for: {', '.join(left_out)}; yunlu pool --json has them"
+            words = f"no room for: {', '.join(left_out)}; see --json"
             yield Text(words, style="dim")
 
 

@@ -288,7 +288,8 @@ def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
     for lease in record.leases:
         each = seen.get(lease.name)
         is_late = now - (lease.unwanted_at or now) > _LEAVE_S
-        is_idle = each is not None and each.state is LeaseState.WAITING and not lease.is_wanted
+        is_over = record.is_ending or not lease.is_wanted
+        is_idle = each is not None and each.state is LeaseState.WAITING and is_over
         if each is not None and each.state is not LeaseState.GONE and (is_late or is_idle):
             found.append(each.handle)
     return found

@@ -48,10 +48,10 @@ class Drill:
         os.kill(found.pid, signal.SIGKILL)
         self.wait(lambda: control.find_service(self.home) is None, "the service is gone")
 
-    def submit(self, name: str, *, steps: int, **asked: Any) -> RunDir:
+    def submit(self, name: str, *, steps: int, exchange: str = "auto", **asked: Any) -> RunDir:
         source = self.place / f"{name}.yaml"
         job = JOB.replace("STEPS", str(steps)).replace("every: 1000", "every: 50")
-        source.write_text(f"name: {name}\n{job}")
+        source.write_text(f"name: {name}\ncommunication: {exchange}\n{job}")
         self.runs.append(enqueue(load_job(source), Asked.model_validate(asked), source=source))
         return self.runs[-1]
 

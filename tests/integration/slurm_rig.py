@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,7 +33,7 @@ AuthInfo=socket={place}/munge/socket,cred_expire=10
 CredType=cred/munge
 SlurmctldPort={port}
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={place}/slurmctld.pid
 SlurmdPidFile={place}/slurmd.%n.pid
 SlurmctldLogFile={place}/log/slurmctld.log
@@ -66,11 +67,12 @@ TreeWidth=65533
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE
 PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} State=UP MaxTime=INFINITE
 """
-# What Slurm starts has signals blocked: a slurmd that inherits that cannot be ended.
+# What Slurm starts has signals blocked: a slurmd that inherits that cannot be ended. Slurm counts in whole
+# seconds: a node that has booted before a job was placed on it is taken for one that never did.
 _RESUME = """#!/bin/sh
 for node in $(scontrol show hostnames "$1"); do
   echo "resume $node" >> {place}/log/power.log
-  {python} -c 'import os,signal,sys;signal.pthread_sigmask(signal.SIG_SETMASK,[]);os.execvp(sys.argv[1],sys.argv[1:])' \
+  {python} -c 'import os,signal,sys,time;time.sleep(2);signal.pthread_sigmask(signal.SIG_SETMASK,[]);os.execvp(sys.argv[1],sys.argv[1:])' \
     setsid {slurmd} -b -D -f {place}/slurm.conf -N $node </dev/null >>{place}/log/resume.err 2>&1 &
 done
 """
@@ -113,6 +115,8 @@ class SlurmRig:
             "feature": feature,
         }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        # Slurm's sockets lie there, and the name of a socket may not be long.
+        self._spool = Path(tempfile.mkdtemp(prefix="slurm-"))
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -196,6 +200,7 @@ class SlurmRig:
                 with suppress(psutil.Error):
                     process.kill()
             time.sleep(0.05)
+        shutil.rmtree(self._spool, ignore_errors=True)
         assert not left, left
 
     @property
@@ -214,7 +219,7 @@ class SlurmRig:
             )
 
     def _configure(self) -> None:
-        for folder in ("state", "spool", "log", "munge"):
+        for folder in ("state", "log", "munge"):
             (self.place / folder).mkdir(parents=True)
         for folder in (self.place, self.place / "munge"):
             folder.chmod(0o755)
@@ -225,7 +230,7 @@ class SlurmRig:
         port, *ports = _free_ports(count + 3)
         first = ports[0]
         facts = {"host": socket.gethostname().partition(".")[0], "place": self.place, "port": port,
-                 "nodes": count, "n_first": first, "n_last": first + count - 1,
+                 "spool": self._spool, "nodes": count, "n_first": first, "n_last": first + count - 1,
                  "c_first": first + count, "c_last": first + count + 1, **self._options}  # fmt: skip
         (self.place / "slurm.conf").write_text(_CONFIG.format(**facts))
         for number in (0, 1):  # stand in for GPUs: nobody opens them

@@ -82,3 +82,33 @@ def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> No
     for run in pool.runs:
         check_samples(run)
     assert "Traceback" not in Journal(pool.home).log.read_text()
+
+
+def test_asynchronous_workers_share_the_pool_and_outlive_the_node_of_their_servers(
+    rig: RayRig, pool: Drill
+) -> None:
+    first = pool.submit("apart", steps=FOR_EVER, exchange="asynchronous", max_devices=3)
+    pool.up()
+    pool.wait(lambda: 3 in sizes_of(first), "alone, it grows over two nodes")
+    assert len(nodes_of(first)) == 2
+
+    other = pool.submit("short", steps=200, max_devices=2)
+    pool.await_end(other)
+    pool.kill()
+    pool.await_training(first)  # nobody minds
+    pool.up()
+    pool.wait(lambda: pool.phase(first) == "running", "it is adopted")
+    assert lives_of(first) == 1  # it made room, and was not stopped for that
+
+    lost, before = nodes_of(first)[0], step(first)
+    rig.kill(lost)
+    pool.wait(lambda: lost not in held_by(first), f"{lost} is left")
+    pool.wait(lambda: step(first) > before + 5, "it goes on elsewhere", 2 * PATIENCE_S)
+    assert read_notes(first).failures == 0  # not counted against it
+
+    pool.dismiss(first)
+    assert state(first) == "stopped"
+    pool.wait(lambda: pool.view().get("held") == 0, "every device is given back")
+    for run in pool.runs:
+        check_samples(run)
+    assert "Traceback" not in Journal(pool.home).log.read_text()

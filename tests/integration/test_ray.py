@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -150,6 +151,31 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
     assert crew["redone_steps"] == 0
     first = next(each for each, _ in run.read_metrics() if each["step"] > crew["from_step"])
     sys.stdout.write(f"a step again {first['at'] - killed_at:.2f} s after the kill of a raylet\n")
+    rest(run, executor)
+
+
+def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_nobody_up(
+    rig: RayRig, executor: RayExecutor, run: RunDir
+) -> None:
+    job = json.loads(run.job.read_text())
+    job["communication"] = {"method": "asynchronous"}
+    run.job.write_text(json.dumps(job))
+    while len(rig.raylets) < 3:
+        rig.add(1)
+    nodes = list(rig.raylets)
+    service.start(run, on=executor, placement=spread(nodes[:2]))
+    await_crew(run, 2)
+    assert executor.status(run).workers == 2
+    assert service.place(run, spread(nodes)).how == "live"
+    await_crew(run, 3)
+
+    on_it = family_on(run, rig.raylets[nodes[1]])
+    rig.kill(nodes[1])
+    await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
+    await_crew(run, 2)
+    fewer = spread([nodes[0], nodes[2]])
+    assert service.place(run, fewer).how == "live"
+    await_(run, lambda: executor.status(run).held == fewer, "the lost device is forgotten")
     rest(run, executor)
 
 

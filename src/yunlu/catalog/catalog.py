@@ -109,7 +109,7 @@ class Catalog:
         found = [offer for offer in offers if offer.instance.lower() == instance.lower()]
         if not found:
             known = {offer.instance for offer in offers}
-            raise CatalogError(f"{cloud} has no {instance!r}; {some_of(instance, known)}")
+            raise CatalogError(f"{cloud} has no {instance!r}; {did_you_mean(instance, known)}")
         if region:
             found = self._in_region(found, region)
         return min(found, key=lambda offer: _rank(offer, spot=False))
@@ -150,7 +150,7 @@ class Catalog:
         found = [kept for offer in offers for kept in _within(offer, wanted)]
         if offers and not found:
             known = {_quoted(name) for offer in offers for name in offer.regions}
-            raise CatalogError(f"region: nothing fits in {region!r}; {some_of(wanted, known)}")
+            raise CatalogError(f"region: nothing fits in {region!r}; {did_you_mean(wanted, known)}")
         return found
 
 
@@ -241,9 +241,3 @@ def _within(offer: Offer, region: str) -> list[Offer]:
 def _quoted(name: str) -> str:
     """A name that stays one in a list."""
     return repr(name) if "," in name else name
-
-
-def some_of(word: str, known: set[str]) -> str:
-    """The nearest name, and as many of the others as a message can hold."""
-    words = did_you_mean(word, known)
-    return words if len(words) < 600 else words[:600].rsplit(",", 1)[0] + ", …"

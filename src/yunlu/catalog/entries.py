@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from yunlu.catalog.catalog import CatalogError, some_of
+from yunlu.catalog.catalog import CatalogError
 from yunlu.catalog.device import KINDS, MIB, PRECISIONS, DeviceModel, Kind
 from yunlu.catalog.offer import OWN_CLOUD, Offer
 from yunlu.catalog.ownership import Ownership
@@ -227,7 +227,7 @@ def _new_offer(entry: PriceEntry, cloud: str, instance: str, catalog: Catalog) -
     if entry.device is None or entry.devices is None:
         missing = "device" if entry.device is None else "devices"
         near = {offer.key for offer in catalog.every_offer if offer.cloud == cloud}
-        known = some_of(entry.offer, near) if near else did_you_mean(cloud, catalog.clouds)
+        known = did_you_mean(*((entry.offer, near) if near else (cloud, catalog.clouds)))
         raise CatalogError(
             f"prices: {entry.offer} is not in the catalog, and without {missing} it cannot be "
             f"added; {known}"

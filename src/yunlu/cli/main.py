@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError, UnusedCliTokensError
 from rich.console import Console
 from rich.text import Text
 
@@ -129,6 +129,8 @@ def _usage_words(error: CycloptsError) -> str:
         # The library would import every verb to answer.
         verb, known = error.unused_tokens[0], [verb for verbs in VERBS.values() for verb in verbs]
         return f"there is no command {verb!r}; {did_you_mean(verb, known)}"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"{' '.join(error.unused_tokens)!r} was not expected here"
     return " ".join(str(error).split())
 
 

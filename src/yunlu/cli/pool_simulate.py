@@ -19,7 +19,7 @@ from yunlu.pool.simulation.cluster import parse_cluster
 from yunlu.pool.simulation.contestants import CONTESTANTS, make_contestant
 from yunlu.pool.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
 from yunlu.pool.simulation.mixed_contestants import MIXED, make_mixed_contestant
-from yunlu.pool.simulation.pictures import draw_all
+from yunlu.pool.simulation.pictures import draw_all, prepare
 from yunlu.pool.simulation.profiles import load_profiles
 from yunlu.pool.simulation.rules import Rules, Trouble
 from yunlu.pool.simulation.simulator import simulate as replay
@@ -108,6 +108,8 @@ def simulate(
     for name in names:  # a misspelt name should not wait for the simulation of the others
         if len(types) == 1 or name not in MIXED:
             make_contestant(name)
+    if plot is not None:
+        prepare(plot)
     workloads = load_workloads(trace)
     used = [job.application for workload in workloads for job in workload.jobs]
 

@@ -75,6 +75,10 @@ def spot(
     from yunlu.pool.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
+    if plot is not None:
+        from yunlu.pool.spot.picture import check_picture  # noqa: PLC0415
+
+        check_picture(plot)
     random = np.random.default_rng(seed)
     markets = _read(trace, price=price, instance=instance, zone=zone, below=below)
     markets = [each for each in markets if len(each) * each.step_s > job.deadline_s] or markets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -16,7 +17,7 @@ from yunlu.core.units import show_count, show_duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from yunlu.steward.explanation import Explanation
     from yunlu.steward.queue import Entry
@@ -33,6 +34,8 @@ _PHASES = {
     "given up": ("✘", "bold red"),
     "troubled": ("!", "bold magenta"),
 }
+_FIRST_LEFT_OUT = ("cores", "pace", "team", "$", "prio", "progress", "deadline", "start")
+"""Columns that a narrow screen goes without."""
 _OLD_S = 30.0
 _MANY_MOST = 1 << 16
 
@@ -45,7 +48,7 @@ def pool_page(view: Mapping[str, Any], *, now: float) -> RenderableType:
     if view.get("arrivals"):
         parts += [Text(_arrivals(view["arrivals"], now), style="cyan"), Text("")]
     if view.get("runs"):
-        parts.append(_runs(view, now))
+        parts.append(_Runs(view, now))
     else:
         parts.append(Text("nothing is queued: yunlu submit JOB", style="dim"))
     age_s = now - float(view.get("at") or now)
@@ -123,7 +126,7 @@ def _title(view: Mapping[str, Any]) -> Text:
 def _nodes(view: Mapping[str, Any]) -> Table:
     table = plain_table()
     for title in ("node", "type", "devices", "held by", "use", "$/h"):
-        table.add_column(title, no_wrap=title != "held by")
+        table.add_column(title, no_wrap=title != "held by", overflow="fold")
     holders: dict[str, list[str]] = {}
     for run in view.get("runs") or ():
         for name, count in run.get("shares") or ():
@@ -167,37 +170,66 @@ def _busy(node: Mapping[str, Any]) -> str:
     return f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}"
 
 
-def _runs(view: Mapping[str, Any], now: float) -> Table:
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The runs, in as many columns as there is room for."""
+
+    view: Mapping[str, Any]
+    now: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        runs: list[Mapping[str, Any]] = self.view["runs"]
+        facts = {"deadline": "deadline_at", "$": "dollars", "team": "team"}
+        absent = {title for title, key in facts.items() if not any(run.get(key) for run in runs)}
+        cells = [_cells(run, self.now) for run in runs]
+        titles = [title for title in cells[0] if title not in absent]
+        left_out: list[str] = []
+        endless = options.update(max_width=10_000)
+        table = _table_of(titles, cells)
+        for title in _FIRST_LEFT_OUT:
+            if console.measure(table, options=endless).maximum <= options.max_width:
+                break
+            if title in titles:
+                titles.remove(title)
+                left_out.append(title)
+                table = _table_of(titles, cells)
+        yield table
+        if left_out:
+            words = f"no room for: {', '.join(left_out)}; see --json"
+            yield Text(words, style="dim")
+
+
+def _table_of(titles: Sequence[str], rows: Sequence[Mapping[str, str | Text]]) -> Table:
     table = plain_table()
-    table.add_column("run", style="bold", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for title in ("devices", "progress", "pace", "use", "start", "end"):
-        table.add_column(title, justify="right", no_wrap=True)
-    runs: list[Mapping[str, Any]] = view["runs"]
-    has_deadlines = any(run.get("deadline_at") for run in runs)
-    has_prices = any(run.get("dollars") for run in runs)
-    has_teams = any(run.get("team") for run in runs)
-    for title in ["deadline"] * has_deadlines + ["$"] * has_prices + ["prio"]:
-        table.add_column(title, justify="right", no_wrap=True)
-    if has_teams:
-        table.add_column("team")
-    for run in runs:
-        sign, style = _PHASES.get(run["phase"], ("·", "dim"))
-        table.add_row(
-            run["id"],
-            Text(f"{sign} {run['phase']}", style=style),
-            _devices(run),
-            "–" if run.get("progress") is None else f"{run['progress']:.0%}",
-            _pace(run),
-            _use(run),
-            _until(run.get("start_at"), now) if not run.get("devices") else "",
-            _until(run.get("end_at"), now),
-            *([_deadline(run, now)] if has_deadlines else []),
-            *([f"{run.get('dollars') or 0:.2f}"] if has_prices else []),
-            str(run.get("priority") or ""),
-            *([run.get("team") or ""] if has_teams else []),
+    for title in titles:
+        table.add_column(
+            "" if title == "phase" else title,
+            style="bold" if title == "run" else "",
+            justify="left" if title in {"run", "phase", "team"} else "right",
+            no_wrap=True,
         )
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
     return table
+
+
+def _cells(run: Mapping[str, Any], now: float) -> dict[str, str | Text]:
+    sign, style = _PHASES.get(run["phase"], ("·", "dim"))
+    cores = run.get("cores")
+    return {
+        "run": run["id"],
+        "phase": Text(f"{sign} {run['phase']}", style=style),
+        "devices": _devices(run),
+        "progress": "–" if run.get("progress") is None else f"{run['progress']:.0%}",
+        "pace": _pace(run),
+        "cores": "–" if cores is None or not run.get("devices") else f"{cores:.1f}",
+        "start": _until(run.get("start_at"), now) if not run.get("devices") else "",
+        "end": _until(run.get("end_at"), now),
+        "deadline": _deadline(run, now),
+        "$": f"{run.get('dollars') or 0:.2f}",
+        "prio": str(run.get("priority", "")),
+        "team": run.get("team") or "",
+    }
 
 
 def _deadline(run: Mapping[str, Any], now: float) -> Text:
@@ -224,11 +256,6 @@ def _devices(run: Mapping[str, Any]) -> str:
 def _pace(run: Mapping[str, Any]) -> str:
     pace = run.get("samples_per_s")
     return f"{show_count(pace)}/s" if pace else "–"
-
-
-def _use(run: Mapping[str, Any]) -> str:
-    cores, devices = run.get("cores"), run.get("devices")
-    return f"{cores / devices:.0%}" if cores is not None and devices else "–"
 
 
 def _until(at: float | None, now: float) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
+from yunlu.core.errors import StoreError, nearest
 from yunlu.jobs import service
 from yunlu.steward.control import find_service
+from yunlu.steward.journal import Journal
 from yunlu.steward.queue import enqueue, read_asked, read_entry
 
 Number = Annotated[int | None, Parameter(show_default=False)]
@@ -70,4 +73,16 @@ def submit(
         console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
     else:
         console.print(f" yunlu pool shows the queue; yunlu pool why {run_dir.id} explains")
+    if near := _find_near_team(team):
+        words = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
+        console.print(words, style="yellow")
     return 0
+
+
+def _find_near_team(team: str) -> str | None:
+    """A team of the pool that was probably meant; none where the team is known, or like no other."""
+    with suppress(StoreError):  # of another version
+        known = Journal(service.home()).read_settings()
+        if team and known is not None and team not in known.quotas:
+            return nearest(team, known.quotas)
+    return None

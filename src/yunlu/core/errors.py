@@ -93,11 +93,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+_LISTED_MOST = 600
+"""Letters of what is known that a message can hold."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` where a near word exists, then all that is known."""
+    """``did you mean 'x'? `` where a near word exists, then what is known, as far as it can be read."""
     words = sorted(known)
     guess = nearest(word, words)
     listing = f"known: {', '.join(words)}"
+    if len(listing) > _LISTED_MOST:
+        listing = listing[:_LISTED_MOST].rpartition(",")[0] + ", …"
     return f"did you mean {guess!r}? ({listing})" if guess else listing
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,25 @@ def import_object(reference: str) -> Any:
             )
         found = getattr(found, part)
     return found
+
+
+def make_object(reference: str) -> Any:
+    """One of the class that ``module:Class`` names, made without arguments."""
+    found = import_object(reference)
+    if not callable(found):
+        raise JobError(
+            f"{reference} is not a class, but of {type(found).__name__}.",
+            hint="name a class, or a function that makes an object",
+        )
+    with suppress(ValueError):  # of what is written in C, the arguments may not be known
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise JobError(
+                f"{reference} cannot be made without arguments: {error}.",
+                hint="give its arguments defaults, or name a function that makes one",
+            ) from error
+    return found()
 
 
 def _load_module(name: str, reference: str) -> ModuleType:

@@ -67,7 +67,7 @@ class Gauge:
         self.machine = {
             "cpu": here.cpu,
             "memory": here.memory,
-            "cores": float(psutil.cpu_count() or 1),
+            "cores": float(len(os.sched_getaffinity(0))),
             "memory_bytes": float(psutil.virtual_memory().total),
         }
         self.nodes = {node.name: here for node in nodes} if self._is_local else {}
@@ -125,9 +125,10 @@ def find_lie(
     held, node = stand.notes.placement.devices, next(iter(nodes), None)
     if node is None or not held or not machine or stand.sight.shares:
         return None  # a cluster keeps runs to what they hold itself
-    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * held + 0.3:
-        return f"it keeps {usage.cores:.1f} cores busy, and holds {held} of {node.devices} shares"
-    share_bytes = machine["memory_bytes"] * held / max(node.devices, 1)
+    share = held / max(node.devices, 1)
+    share_cores, share_bytes = machine["cores"] * share, machine["memory_bytes"] * share
+    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * share_cores + 0.3:
+        return f"it keeps {usage.cores:.1f} cores busy, and its share is {share_cores:.1f}"
     if usage.memory_bytes > 1.1 * share_bytes:
         took, part = usage.memory_bytes / 2**30, share_bytes / 2**30
         return f"it takes {took:.1f} GiB of memory, and its share is {part:.1f} GiB"

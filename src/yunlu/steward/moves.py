@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.pool.allocation.values import NOTHING, Placement
+from yunlu.steward.stand import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from yunlu.pool.allocation.values import Node
     from yunlu.steward.stand import Stand
@@ -61,6 +63,27 @@ def plan_moves(
             for name, count in more.items():
                 free[name] -= count
     return giving + fitting
+
+
+def hold_still(
+    stands: Sequence[Stand], placements: Mapping[str, Placement], fixed: AbstractSet[str]
+) -> Mapping[str, Placement]:
+    """What was decided; who could not be moved then keeps what it has come to since."""
+    return {**placements, **{s.id: s.notes.placement for s in stands if s.id in fixed}}
+
+
+def is_under_way(stands: Sequence[Stand], placements: Mapping[str, Placement]) -> bool:
+    """Whether what was decided is still being done: those who make room, others wait for.
+
+    Decided in the middle of that, devices that are about to be free would look taken, and others
+    would be stopped for them.
+    """
+    return any(
+        s.is_sent_away
+        if s.phase is Phase.LEAVING
+        else s.is_resized or find_move(s, placements.get(s.id, NOTHING)) is not None
+        for s in stands
+    )
 
 
 def find_move(stand: Stand, wanted: Placement) -> Move | None:

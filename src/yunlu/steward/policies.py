@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError, did_you_mean
-from yunlu.core.imports import import_object, names_object
+from yunlu.core.imports import make_object, names_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def open_policy(name: str) -> Policy:
     if name in known:
         return known[name]()
     if names_object(name):
-        policy = import_object(name)()
+        policy = make_object(name)
         if not hasattr(policy, "decide"):
             raise PolicyError(f"{name} is not a policy: it has no method decide(state)")
         return policy

@@ -230,7 +230,8 @@ def sign(job: Job) -> str:
 def _check_priority(priority: int) -> None:
     if abs(priority) > MOST_PRIORITY:
         raise JobError(
-            f"priority: {priority} is too large", hint=f"say -{MOST_PRIORITY} to {MOST_PRIORITY}"
+            f"priority: {priority} is out of bounds",
+            hint=f"say -{MOST_PRIORITY} to {MOST_PRIORITY}",
         )
 
 

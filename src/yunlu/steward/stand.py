@@ -83,6 +83,11 @@ class Stand:
         return self.entry.wish != "run" or (intention is not None and intention.kind == "stop")
 
     @property
+    def is_resized(self) -> bool:
+        """Whether it was asked for another size, and has not come to it yet."""
+        return self.notes.intention is not None and self.notes.intention.kind == "resize"
+
+    @property
     def may_move(self) -> bool:
         """Whether what it holds can be changed now."""
         return self.is_free or self.phase is Phase.RUNNING

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
 from yunlu.pool.allocation.staying import stay_near
-from yunlu.pool.allocation.values import NOTHING, Decision, PoolState, Reason
+from yunlu.pool.allocation.values import Decision, PoolState, Reason
 from yunlu.pool.executors.executor import name_kind
 from yunlu.pool.executors.finding import LOCAL, scheme_of
 from yunlu.steward import markets
@@ -22,7 +22,7 @@ from yunlu.steward.clock import SteadyClock
 from yunlu.steward.deeds import Deeds
 from yunlu.steward.forecast import forecast, with_start
 from yunlu.steward.gauge import Gauge
-from yunlu.steward.moves import find_move, plan_moves
+from yunlu.steward.moves import hold_still, is_under_way, plan_moves
 from yunlu.steward.register import Register
 from yunlu.steward.speed import Knowledge
 from yunlu.steward.stand import Phase, Stand, find_held, make_demand, make_teams
@@ -80,6 +80,8 @@ class Steward:
         self.decided_ms = 0.0
         self._signature: Any = None
         self._news: Any = None
+        self._fixed: frozenset[str] = frozenset()
+        """Runs that could not be moved when it was decided last."""
         """What is not our own doing: runs that come and go, what is asked of them, machines."""
         self._decided_at = -math.inf
         self._told: dict[str, tuple[str, Any]] = {}
@@ -199,24 +201,14 @@ class Steward:
             self.decision = self._signature = None
             return
         self._signature, self._decided_at = (signature, self.nodes), self.clock.now()
-        self._news = news
+        self._news, self._fixed = news, frozenset(s.id for s in stands if not s.may_move)
         self._explain(stands, self.decision)
 
     def _is_under_way(self, stands: list[Stand]) -> bool:
-        """Whether what was decided last is still being done: those who make room, others wait for.
-
-        Decided in the middle of that, devices that are about to be free would look taken, and others
-        would be stopped for them.
-        """
+        """Whether what was decided last is still being done."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
-        placements = self.decision.placements
-        return any(
-            s.is_sent_away
-            if s.phase is Phase.LEAVING
-            else find_move(s, placements.get(s.id, NOTHING)) is not None
-            for s in stands
-        )
+        return is_under_way(stands, hold_still(stands, self.decision.placements, self._fixed))
 
     def _find_unknown(self, stands: list[Stand]) -> set[str]:
         return {s.id for s in stands if not self.knowledge.is_known(s)}
@@ -273,6 +265,9 @@ class Steward:
 
     def _explain(self, stands: list[Stand], decision: Decision) -> None:
         for stand in stands:
+            if stand.phase is Phase.BACKING_OFF:
+                words = f"It failed: {stand.notes.failure.rstrip('.')}"
+                self._tell(stand.id, "failed", f"{words}. It waits {stand.notes.wait_s():.0f} s.")
             if stand.rests:
                 continue
             wanted = decision.placements.get(stand.id)
@@ -296,7 +291,9 @@ class Steward:
                 self.deeds.hurry(stand)
         if self.decision is None:
             return
-        for move in plan_moves(self.register.ordered(), self.decision.placements, self.nodes):
+        stands = self.register.ordered()
+        wanted = hold_still(stands, self.decision.placements, self._fixed)
+        for move in plan_moves(stands, wanted, self.nodes):
             stand = self.register.stands[move.run_id]
             if words := self.deeds.do(stand, move):
                 self._tell(move.run_id, "put off", words)

@@ -142,6 +142,13 @@ def test_an_unknown_verb_suggests_the_nearest_without_importing_any(capsys):
     assert "yunlu --help" in shown
 
 
+def test_a_word_too_many_is_named(capsys):
+    assert main(["pool", "simulat"]) == 2
+    shown = capsys.readouterr().err
+    assert "'simulat' was not expected here" in shown
+    assert "yunlu pool --help" in shown
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

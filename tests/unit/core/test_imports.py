@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from yunlu.core.errors import JobError
-from yunlu.core.imports import import_object, names_object
+from yunlu.core.imports import import_object, make_object, names_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,3 +91,18 @@ def test_references_are_told_by_their_form(text: str) -> None:
 @pytest.mark.parametrize("text", ["mlp", "hf:org/name", "s3://bucket/x", "a-b:C", "model.keras"])
 def test_other_names_are_no_references(text: str) -> None:
     assert not names_object(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [("os:path", "not a class, but of module"), ("fractions:Fraction.limit_denominator", "'self'")],
+)
+def test_what_cannot_be_made_is_refused_in_words(reference: str, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        make_object(reference)
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    with pytest.raises(JobError, match="has no 'nope'") as caught:
+        import_object("os:nope")
+    assert len(str(caught.value.hint)) < 700

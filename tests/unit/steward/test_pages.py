@@ -11,8 +11,8 @@ from yunlu.steward.queue import change_entry
 from yunlu.steward.scaling import Scaler
 
 
-def show(page):
-    console = Console(file=io.StringIO(), width=140)
+def show(page, width=140):
+    console = Console(file=io.StringIO(), width=width)
     console.print(page)
     return " ".join(console.file.getvalue().split())
 
@@ -36,6 +36,24 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
     assert "vision" in text
     assert "last looked" not in text
     assert "last looked 1 min" in show(pool_page(view, now=view["at"] + 60))
+
+
+def test_narrow_page_leaves_whole_columns_out_and_says_so(make_world, make_steward):
+    world = make_world(steps=100)
+    change_entry(
+        world.submit("a-run-with-a-long-name"), team="vision", deadline_at=world.wall + 600
+    )
+    steward = make_steward(world, dollars_per_hour=360.0)
+    for _ in range(4):
+        steward.step()
+        world.tick()
+    view = {"is_up": True, **steward.journal.read_view()}
+    wide, narrow = (show(pool_page(view, now=view["at"]), width) for width in (140, 80))
+    assert "no room" not in wide
+    assert "no room for: cores, pace, team" in narrow
+    assert "vision" not in narrow
+    assert "a-run-with-a-long-name ● running 4 of 1–4" in narrow
+    assert "…" not in narrow
 
 
 def test_page_shows_deadlines_and_what_was_spent(make_world, make_steward):

@@ -126,8 +126,8 @@ def test_jobs_that_are_equally_fast_have_one_signature():
         (["pool", "up", "--team-dollars", "vision=much"], "not a team and a number"),
         (["pool", "up", "--slurm", "main?cpus=0"], "cpus is not a whole number above 0"),
         (["pool", "up", "--ray", "127.0.0.1:9"], "no connection to the Ray cluster"),
-        (["submit", "{job}", "--priority", "99999999"], "99999999 is too large"),
-        (["priority", "last", "-99999999"], "-99999999 is too large"),
+        (["submit", "{job}", "--priority", "99999999"], "99999999 is out of bounds"),
+        (["priority", "last", "-99999999"], "-99999999 is out of bounds"),
     ],
 )
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
@@ -137,6 +137,18 @@ def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
     service.submit(make_job())
     assert main([word.format(job=job) for word in words]) == 1
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path, capsys):
+    _skip_unless_wired()
+    job = tmp_path / "job.yaml"
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    journal = Journal(own_home)
+    journal.path.mkdir(parents=True)
+    journal.settings.write_text(PoolSettings(quotas={"vision": 2}).model_dump_json())
+    for team, is_asked in (("vison", True), ("vision", False), ("speech", False)):
+        assert main(["submit", str(job), "--team", team]) == 0
+        assert ("did you mean 'vision'" in capsys.readouterr().out) == is_asked
 
 
 def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):

@@ -161,6 +161,9 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     last = [e.data for e, _ in run.read_events() if e.kind is EventKind.STATE][-1]
     assert last.get("reason", notes.given_up) == notes.given_up
     assert decided(steward, run)[-1] in {"given up", "fair"}
+    told = [line["text"] for line in steward.journal.read_decisions(run.id)]
+    assert any(text.endswith("It waits 5 s.") for text in told), told
+    assert any(text.endswith("It waits 20 s.") for text in told), told
 
 
 def test_run_given_up_is_tried_again_when_it_is_resumed(make_world, make_steward):
@@ -317,6 +320,33 @@ def test_policy_that_fails_changes_nothing(make_world, make_steward):
     assert "in the policy" in steward.journal.read_view()["troubles"]["policy"]
 
 
+def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_steward, monkeypatch):
+    class Least(Fair):
+        def decide(self, state):
+            jobs = tuple(replace(job, max_devices=job.min_devices) for job in state.jobs)
+            return super().decide(replace(state, jobs=jobs))
+
+    world = make_world(steps=1000)
+    run = world.submit("a", most=2)
+    steward = make_steward(world)
+    turn(world, steward, 5)
+    assert read_notes(run).placement.devices == 2
+    resize, asked = world.resize, []
+
+    def note(run_dir, placement):
+        asked.append(placement.devices)
+        return resize(run_dir, placement)
+
+    monkeypatch.setattr(world, "resize", note)
+    steward.policy, world.dawdles = Least(), 1.0  # in the middle of a long step
+    turn(world, steward, 1, seconds=31.0)
+    turn(world, steward, 3, seconds=31.0)
+    world.dawdles = 0.0
+    turn(world, steward, 5)
+    assert asked == [1]
+    assert read_notes(run).placement.devices == 1
+
+
 def test_spent_budget_pauses_a_run(make_world, make_steward):
     world = make_world(steps=1000)
     run = world.submit("a")
@@ -364,7 +394,11 @@ def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
 
 @pytest.mark.parametrize(
     ("cores", "gib", "expected"),
-    [(1.0, 1, None), (3.5, 1, "3.5 cores busy, and holds 2 of 4"), (1.0, 9, "9.0 GiB of memory")],
+    [
+        (5.0, 1, None),
+        (6.5, 1, "6.5 cores busy, and its share is 4.0"),
+        (1.0, 9, "9.0 GiB of memory"),
+    ],
 )
 def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, cores, gib, expected):
     world = make_world(steps=100)
@@ -372,7 +406,7 @@ def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, co
     steward = make_steward(world)
     turn(world, steward, 4)
     usage = Usage(cores=cores, memory_bytes=gib * 2.0**30)
-    machine = {"memory_bytes": 16 * 2.0**30}
+    machine = {"cores": 8.0, "memory_bytes": 16 * 2.0**30}  # two cores for each of four devices
     words = find_lie(steward.register.stands["a"], usage, machine, steward.nodes)
     assert (words is None) == (expected is None)
     assert expected is None or expected in words

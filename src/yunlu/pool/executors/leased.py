@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from yunlu.core.crew import count_workers, read_crew
 from yunlu.pool.executors.executor import (
@@ -28,6 +29,7 @@ from yunlu.pool.executors.record import (
     tell,
     write_record,
 )
+from yunlu.pool.local import is_asynchronous
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +117,8 @@ class LeasedExecutor(ABC):
         """As ``Executor.resize``."""
         with record_lock(run_dir):
             record, statuses, seen = self._look_again(run_dir)
-            if record.is_ending or not any(each.state is not LeaseState.GONE for each in statuses):
+            is_alive = any(each.state is not LeaseState.GONE for each in statuses)
+            if record.is_ending or not is_alive or _is_headless(run_dir, statuses):
                 return Resized(how="later", text=f"{run_dir.id} is stopped, or just being")
             lead = next((lease for lease in record.wanted if lease.is_lead), None)
             wanted = dict(placement.shares)
@@ -203,9 +206,13 @@ class LeasedExecutor(ABC):
             if record.find(name) is None and found.state is not LeaseState.GONE
         ]
         # Strangers are of an earlier life, or were asked for by somebody who was killed.
-        if ended := strangers + _find_laggards(record, seen):
-            self.cancel(ended)
         statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
+        ended = strangers + _find_laggards(record, seen)
+        if _is_headless(run_dir, statuses):
+            left = (seen.get(each.lease.name) for each in statuses)
+            ended += [s.handle for s in left if s is not None and s.state is not LeaseState.GONE]
+        if ended:
+            self.cancel([*dict.fromkeys(ended)])
         return self._note(run_dir, record, statuses, seen), statuses, seen
 
     def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, Seen]) -> None:
@@ -262,6 +269,15 @@ class LeasedExecutor(ABC):
         return after
 
 
+def _is_headless(run_dir: RunDir, statuses: Sequence[LeaseStatus]) -> bool:
+    """Whether those who are left can only wait: servers of asynchronous workers have no heir."""
+    alive = [each for each in statuses if each.state is not LeaseState.GONE]
+    if not alive or any(each.lease.is_lead for each in alive):
+        return False
+    job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
+    return is_asynchronous(run_dir, (job.get("communication") or {}).get("method"))
+
+
 def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
     """Who was sent away long ago and is still there; a clock that was set back spares them.
 
@@ -272,7 +288,8 @@ def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
     for lease in record.leases:
         each = seen.get(lease.name)
         is_late = now - (lease.unwanted_at or now) > _LEAVE_S
-        is_idle = each is not None and each.state is LeaseState.WAITING and not lease.is_wanted
+        is_over = record.is_ending or not lease.is_wanted
+        is_idle = each is not None and each.state is LeaseState.WAITING and is_over
         if each is not None and each.state is not LeaseState.GONE and (is_late or is_idle):
             found.append(each.handle)
     return found

@@ -252,7 +252,7 @@ class LocalExecutor:
         if kind == "affinity":
             cores = f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
         else:
-            cores = f"time on {share:g} of {self._cores} cores for each device ({kind})"
+            cores = f"time on {share:.2g} of {self._cores} cores for each device ({kind})"
         return f"{cores}; {memory.describe(devices=self._devices)}"
 
 

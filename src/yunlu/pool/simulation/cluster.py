@@ -15,6 +15,7 @@ from yunlu.pool.simulation.tables import SimulationError
 
 _GROUP = re.compile(r"(?P<count>\d+)x(?P<devices>\d+)(?::(?P<type>[\w.-]+))?")
 _HINT = "write NODESxDEVICES, as in 16x4 or 6x4:t4+2x8:a100, or name a YAML file with nodes"
+_MOST_NODES = 100_000
 
 
 class NodeGroup(Value):
@@ -56,6 +57,10 @@ def parse_cluster(text: str) -> tuple[Node, ...]:
 
 def build_cluster(groups: list[NodeGroup]) -> tuple[Node, ...]:
     """Machines with names, in order."""
+    if sum(group.count for group in groups) > _MOST_NODES:
+        raise SimulationError(
+            f"--cluster: more than {_MOST_NODES:,} nodes cannot be simulated.", hint=_HINT
+        )
     kinds = {group.type for group in groups}
     nodes: list[Node] = []
     for group in groups:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
-from yunlu.core.imports import import_object, names_object
+from yunlu.core.imports import make_object, names_object
 from yunlu.pool.allocation.baselines import BASELINES
 from yunlu.pool.allocation.fitting import Fitter
 from yunlu.pool.allocation.progress import ProgressOptions, ProgressPolicy
@@ -76,7 +76,7 @@ def make_contestant(name: str) -> Contestant:
             f"--policy: {name!r} is not known; {did_you_mean(name, CONTESTANTS)}.",
             hint="or name your own: module:Class",
         )
-    policy: Policy = import_object(name)()
+    policy: Policy = make_object(name)
     if not hasattr(policy, "decide"):
         raise SimulationError(f"--policy: {name} has no method decide(state).")
     estimator: Estimator | None = getattr(policy, "estimator", None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
 from yunlu.core.files import write_atomically
 from yunlu.pool.simulation.seats import find_seats
+from yunlu.pool.simulation.tables import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,19 +17,33 @@ if TYPE_CHECKING:
 
     from yunlu.pool.simulation.outcome import Outcome
 
-_INK, _GRID, _EMPTY = "#212529", "#e9ecef", "#f4f5f6"
+_INK, _GRID, _EMPTY = "#212529", "#e9ecef", "#e6e9ec"
 _COLOURS = ("#d9480f", "#1971c2", "#2f9e44", "#7048e8", "#e8a50c", "#0c8599", "#c2255c", "#868e96")
 _HOUR_S = 3600
 
 
+def prepare(directory: Path) -> None:
+    """Make the directory of the pictures, and find out before all else whether it can be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise SimulationError(
+            f"--plot: no pictures can be written to {directory}: {error.strerror}.",
+            hint="name a directory that you may write to; it is made where there is none",
+        ) from error
+
+
 def draw_all(runs: Mapping[str, Sequence[Outcome]], directory: Path) -> list[Path]:
     """Draw every picture of what each policy (by name) made of each workload; where they lie."""
-    directory.mkdir(parents=True, exist_ok=True)
+    prepare(directory)
     made: list[Path] = []
-    for name, outcomes in runs.items():
-        for outcome in outcomes:
+    for of_policies in zip(*runs.values(), strict=True):  # side by side, an hour is as long in each
+        until_s = max(outcome.makespan_s for outcome in of_policies)
+        for name, outcome in zip(runs, of_policies, strict=True):
             path = directory / f"allocation-{outcome.workload}-{_file_name(name)}.png"
-            made.append(_save(draw_allocation(outcome), path))
+            made.append(_save(draw_allocation(outcome, until_s=until_s), path))
     for place, first in enumerate(next(iter(runs.values()))):
         of_one = {name: outcomes[place] for name, outcomes in runs.items()}
         made.append(_save(draw_queue(of_one), directory / f"queue-{first.workload}.png"))
@@ -36,8 +52,8 @@ def draw_all(runs: Mapping[str, Sequence[Outcome]], directory: Path) -> list[Pat
     return made
 
 
-def draw_allocation(outcome: Outcome) -> Any:
-    """Time across, one row for each device; a colour for each application, an edge for each job."""
+def draw_allocation(outcome: Outcome, *, until_s: float | None = None) -> Any:
+    """Time across, one row for each device; a colour for each application, a shade for each job."""
     rows = sum(node.devices for node in outcome.nodes)
     figure, axes = _open(11, min(2.2 + rows * 0.085, 12))
     from matplotlib.collections import PolyCollection  # noqa: PLC0415 - optional, slow to import
@@ -67,7 +83,13 @@ def draw_allocation(outcome: Outcome) -> Any:
     for node in outcome.nodes:
         axes.axhline(edge, color="white", linewidth=1.2, zorder=3)
         edge += node.devices
-    axes.set_xlim(0, outcome.makespan_s / _HOUR_S)
+    last = outcome.makespan_s / _HOUR_S
+    most = max(last, (until_s or 0.0) / _HOUR_S)
+    if most > last:
+        axes.axvspan(last, most, color="white", zorder=2)
+        axes.text(last, rows / 2, " the last job has ended", color=_INK, fontsize=8, rotation=90,
+                  va="center", zorder=4)  # fmt: skip
+    axes.set_xlim(0, most)
     axes.set_ylim(rows, 0)
     axes.set_yticks(_name_nodes(outcome), [node.name for node in outcome.nodes][:: _step(outcome)])
     axes.tick_params(axis="y", length=0, labelsize=8)
@@ -75,9 +97,12 @@ def draw_allocation(outcome: Outcome) -> Any:
     axes.set_ylabel(f"{rows} devices on {len(outcome.nodes)} nodes")
     axes.grid(visible=False)
     handles = [Patch(color=colours[name], label=name) for name in applications]
-    axes.legend(
-        handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=9
-    )
+    handles.append(Patch(facecolor=_EMPTY, edgecolor=_GRID, label="idle"))
+    legend = axes.legend(
+        handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=9,
+        title="colour: application\nshade: job", title_fontsize=8, alignment="left",
+    )  # fmt: skip
+    legend.get_title().set_color(_INK)
     average = outcome.average_s / 60
     _title(axes, f"{outcome.workload}, {outcome.policy}: who held which devices "
                  f"(average completion {average:,.0f} min)")  # fmt: skip
@@ -163,7 +188,7 @@ def draw_cost(runs: Mapping[str, Sequence[Outcome]]) -> Any:
     axes.set_xlim(0, most * 1.3)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("device-hours until the last job ended")
-    axes.grid(visible=False, axis="y")
+    axes.grid(visible=False)  # it would shine through what is idle; each bar has its figures
     _title(axes, "What it took: held by jobs (dark), idle (light)")
     return figure
 

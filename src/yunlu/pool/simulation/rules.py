@@ -33,6 +33,8 @@ class Rules:
     """Whether jobs of one application learn from each other's timings and noise."""
     limit_s: float = 120 * 86400
     """A policy that has not ended all jobs by then never will."""
+    idle_limit_s: float = 86400
+    """Nor will one that for so long gives nothing to anybody, though jobs wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

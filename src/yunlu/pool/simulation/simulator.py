@@ -116,6 +116,8 @@ class _Run:
         """Not yet submitted, the next last."""
         self._active: dict[str, SimulatedJob] = {}
         self._next_round: float = rules.interval_s
+        self._idle_since: float = 0
+        """When somebody last held a device, or nobody asked for one."""
 
     @property
     def is_open(self) -> bool:
@@ -130,6 +132,14 @@ class _Run:
             raise SimulationError(
                 f"{self._policy.name} has not ended {len(self._jobs) - self.ended} jobs "
                 f"after {self.now / 86400:.0f} days: {stuck}."
+            )
+        if self._active and self.now - self._idle_since > self._rules.idle_limit_s:
+            job = next(iter(self._active.values())).submission
+            raise SimulationError(
+                f"{self._policy.name} gives nobody a device, though {len(self._active)} jobs wait: "
+                f"{job.name} asks for {job.asked_devices} of "
+                f"{sum(node.devices for node in self._nodes.values())}.",
+                hint="give the cluster more devices, or leave out the jobs that never fit",
             )
 
     def _pass(self, then: float) -> bool:
@@ -262,6 +272,8 @@ class _Run:
 
     def _note(self, took_s: float) -> None:
         devices = [job.placement.devices for job in self._active.values()]
+        if any(devices) or not devices:
+            self._idle_since = self.now
         running = sum(count > 0 for count in devices)
         self._rounds.append(
             Round(

@@ -33,9 +33,15 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
                 )
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SimulationError(f"{path} cannot be read as CSV: {error}.") from error
+        words = getattr(error, "strerror", None) or error
+        raise SimulationError(
+            f"{path} cannot be read as CSV: {words}.",
+            hint=f"name a file whose first line holds: {','.join(columns)}",
+        ) from error
     if not rows:
-        raise SimulationError(f"{path} has no rows below its head.")
+        raise SimulationError(
+            f"{path} has no rows below its head.", hint=f"each holds: {','.join(columns)}"
+        )
     return rows
 
 

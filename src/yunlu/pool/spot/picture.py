@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +25,28 @@ _COLOURS = {Mode.SPOT: "#2b8a3e", Mode.ON_DEMAND: "#d9480f"}
 _UP = "#ced4da"
 
 
-def draw_trials(
-    job: DeadlineJob, trials: Sequence[Trial], markets: Mapping[str, Market], path: Path
-) -> None:
-    """The job whose policies differ most, above; the costs of all jobs, below."""
+def check_picture(path: Path) -> None:
+    """Refuse, before anything is computed, a picture that cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
         raise TraceError(
             f"--plot: {path} is not a picture that can be drawn.",
             hint=f"its name may end in {', '.join(FORMATS)}",
         )
     if not path.parent.is_dir():
-        raise TraceError(f"--plot: there is no directory {path.parent}.")
+        raise TraceError(
+            f"--plot: there is no directory {path.parent}.", hint="make it, or name another"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise TraceError(
+            f"--plot: {path.parent} may not be written to.", hint="name another directory"
+        )
+
+
+def draw_trials(
+    job: DeadlineJob, trials: Sequence[Trial], markets: Mapping[str, Market], path: Path
+) -> None:
+    """The job whose policies differ most, above; the costs of all jobs, below."""
+    check_picture(path)
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:

@@ -44,6 +44,7 @@ from yunlu.training.elastic.messages import (
     as_failure,
 )
 from yunlu.training.elastic.sockets import cut_since, interface_of, open_store
+from yunlu.training.life import as_user_error
 from yunlu.training.parallel.sockets import Socket, open_sockets, tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 
@@ -263,7 +264,12 @@ class Member:
 
     def fail(self, error: BaseException) -> None:
         """The run fails with this worker: say so, and wait until it is heard."""
-        self._post(as_failure(error))
+        words = as_failure(error)
+        if isinstance(error, Exception):
+            shown = as_user_error(error)
+            told = {"code": shown.code, "message": shown.message, "hint": shown.hint}
+            words = words.model_copy(update=told)
+        self._post(words)
         deadline = time.monotonic() + _LAST_WORDS_S
         while self._outbox and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from yunlu.core.errors import JobError, did_you_mean
-from yunlu.core.imports import import_object, names_object
+from yunlu.core.imports import make_object, names_object
 from yunlu.training.tasks.task import Task
 
 
@@ -15,7 +15,7 @@ def open_task(name: str) -> Task:
     if found:
         task = next(iter(found)).load()()
     elif names_object(name):
-        task = import_object(name)()
+        task = make_object(name)
     else:
         known = {point.name for point in entry_points(group="yunlu.tasks")}
         raise JobError(f"There is no task {name!r}.", hint=did_you_mean(name, known))

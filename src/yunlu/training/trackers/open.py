@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from yunlu.core.errors import JobError, YunluError, did_you_mean
-from yunlu.core.imports import import_object, names_object
+from yunlu.core.imports import make_object, names_object
 from yunlu.training.environment import hide_credentials
 from yunlu.training.trackers.tracker import Tracker
 
@@ -32,7 +32,7 @@ def open_trackers(names: Sequence[str]) -> list[Tracker]:
 
 def _make(name: str) -> Tracker:
     if names_object(name):
-        tracker = import_object(name)()
+        tracker = make_object(name)
     else:
         known = {point.name: point for point in entry_points(group=GROUP)}
         if name not in known:

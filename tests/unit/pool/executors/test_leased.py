@@ -180,6 +180,31 @@ def test_who_was_sent_away_and_is_queued_again_is_called_off() -> None:
         assert shares(books.status(run_dir).held) == {"a": 2}
 
 
+def test_who_is_queued_again_after_the_run_was_stopped_is_called_off() -> None:
+    with new_run() as run_dir:
+        books = Books()
+        books.start(run_dir, Placement((("a", 1), ("b", 1))))
+        books.turn(run_dir)
+        books.stop(run_dir)  # the cluster has not found out yet that b has died
+        books.set("0", LeaseState.GONE)
+        books.set("1", LeaseState.WAITING)
+        books.status(run_dir)
+        assert not books.status(run_dir).is_alive
+
+
+@pytest.mark.parametrize("method", ["asynchronous", "all-reduce"])
+def test_only_asynchronous_workers_are_ended_when_their_lead_is_lost(method: str) -> None:
+    with new_run() as run_dir:
+        run_dir.job.write_text(json.dumps({"communication": {"method": method}}))
+        books = Books()
+        books.start(run_dir, Placement((("a", 1), ("b", 1))))
+        books.turn(run_dir)
+        books.set("0", LeaseState.GONE)
+        resized = books.resize(run_dir, Placement((("a", 1), ("b", 1), ("c", 1))))
+        is_ended = books.jobs["1"][1].state is LeaseState.GONE
+        assert (resized.how == "later", is_ended) == ((method == "asynchronous",) * 2)
+
+
 def test_the_lead_is_never_shrunk_live() -> None:
     with new_run() as run_dir:
         books = Books()

@@ -7,11 +7,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from yunlu.core.rundir import RunDir
 from yunlu.planning.layout import Layout
 from yunlu.training.elastic.member import Member
 from yunlu.training.elastic.messages import (
     Assignment,
+    Failed,
     HelloMember,
     Leaving,
     Restore,
@@ -53,3 +56,17 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
     assert member._outbox is outbox
     assert [message.kind for message in outbox] == ["leaving", "settled"]
     assert outbox[1].step == 5
+
+
+def test_a_worker_out_of_memory_says_so_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = Member(0, node="local", run_dir=RunDir(tmp_path))
+    monkeypatch.setattr("yunlu.training.elastic.member._LAST_WORDS_S", 0.0)
+    with member._wake, member._woken:
+        member.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    (words,) = member._outbox
+    assert isinstance(words, Failed)
+    assert words.code == "training"
+    assert words.message.startswith("Memory ran out")
+    assert "micro_batch" in str(words.hint)

@@ -80,9 +80,9 @@ class Steward:
         self.decided_ms = 0.0
         self._signature: Any = None
         self._news: Any = None
+        """What is not our own doing: runs that come and go, what is asked of them, machines."""
         self._fixed: frozenset[str] = frozenset()
         """Runs that could not be moved when it was decided last."""
-        """What is not our own doing: runs that come and go, what is asked of them, machines."""
         self._decided_at = -math.inf
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}

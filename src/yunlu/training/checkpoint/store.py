@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
+from yunlu.training.background import open_background
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.copies import CopyBuffer, copy_into
 from yunlu.training.checkpoint.crew import Crew, Shares
@@ -19,6 +19,7 @@ from yunlu.training.checkpoint.reader import FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
+    from concurrent.futures import Future
     from pathlib import Path
 
     from torch import Tensor
@@ -67,7 +68,7 @@ class CheckpointStore:
         self._is_abandoned = threading.Event()
         self._is_copied = threading.Event()
         self._is_copied.set()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pool = open_background("checkpoint")
         self._pending: Future[None] | None = None
 
     def reserve(self, nbytes: int) -> None:

@@ -78,15 +78,15 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     (path,) = set(own_home.glob("*-*")) - before
     run = RunDir(path)
     check_run(run, alone, steps=FEWER)
-    assert sizes_of(run) == [3, 2]
-    told = events(run, EventKind.CREW)[-1]
-    assert told["reason"] == "worker 2 steps aside"
-    assert [each["member"] for each in told["ranks"]] == [0, 1]
-    chosen = events(run, EventKind.COMMUNICATION)
-    assert chosen[0]["aside"] == [2]
-    assert f"{rig.address(2)} steps aside" in chosen[0]["reason"]
-    assert "aside" not in chosen[-1]
-    assert chosen[-1]["predicted"]["step_s"] < chosen[0]["predicted"]["step_s"] / 2
+    # Of the other two, the first alone may be faster: the model is small.
+    first, *later = events(run, EventKind.CREW)
+    assert [each["member"] for each in first["ranks"]] == [0, 1, 2]
+    assert later
+    assert all({each["member"] for each in told["ranks"]} <= {0, 1} for told in later)
+    assert "aside" in later[0]["reason"]
+    chosen = events(run, EventKind.COMMUNICATION)[0]
+    assert 2 in chosen["aside"]
+    assert rig.address(2) in chosen["reason"].rpartition("; ")[2]
 
 
 @pytest.mark.long

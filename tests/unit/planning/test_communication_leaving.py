@@ -50,6 +50,20 @@ def test_several_step_aside_one_after_another() -> None:
     assert found.ranks == (3, 6)
 
 
+def test_two_that_are_equally_slow_leave_together() -> None:
+    figures = with_slow_host(with_slow_host(even(5), 2, 0.1), 4, 0.1)
+    found = ask(figures)
+    assert found is not None
+    assert found.ranks == (2, 4)
+
+
+def test_who_costs_the_others_little_stays_though_a_slower_one_leaves() -> None:
+    figures = with_slow_host(with_slow_host(even(4), 2, 0.6), 3, 0.1)
+    found = ask(figures, compute_s=0.3, backward_s=0.1)
+    assert found is not None
+    assert found.ranks == (3,)
+
+
 def test_nobody_leaves_where_all_links_are_alike_however_slow() -> None:
     assert ask(even(4, bytes_per_s=1e5)) is None
 

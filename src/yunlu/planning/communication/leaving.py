@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from yunlu.planning.communication.figures import WireFigures
 
 _GAIN = 0.25
-"""Of the time to the same loss: less is not worth a device that stands idle."""
+"""Of the time to the same loss, by each that leaves: less is not worth a device that stands idle."""
 _LAGGING = 1.5
 """How many times slower than most of the rest a host must be: where all links are slow, nobody lags."""
 _LEAVE_S = 5.0
@@ -49,20 +49,13 @@ def find_leaving(
     The first worker's host always stays: it speaks for all.
     """
     best, kept = decision, figures
-    while True:
-        found = [
-            (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
-            for rest in _without_each(kept)
-        ]
-        if not found:
-            break
-        fewer, rest = min(found, key=lambda each: each[0].chosen.cost_s)
-        if fewer.chosen.cost_s >= best.chosen.cost_s:
-            break
-        best, kept = fewer, rest
-    gained_s = decision.chosen.cost_s - best.chosen.cost_s
-    if gained_s < _GAIN * decision.chosen.cost_s:
+    for fewer, rest in _leave_one_by_one(decision, figures):
+        # Of two that are equally slow, only the second one's leaving gains anything.
+        if fewer.chosen.cost_s <= (1 - _GAIN) * best.chosen.cost_s:
+            best, kept = fewer, rest
+    if kept is figures:
         return None
+    gained_s = decision.chosen.cost_s - best.chosen.cost_s
     if steps_left is not None and gained_s * steps_left < _WORTH * _LEAVE_S:
         return None
     gone = tuple(host for host in figures.host_names if host not in kept.host_names)
@@ -73,6 +66,19 @@ def find_leaving(
         f" {show_duration(decision.chosen.step_s)}"
     )
     return Leaving(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=words)
+
+
+def _leave_one_by_one(
+    decision: Decision, figures: WireFigures
+) -> Iterator[tuple[Decision, WireFigures]]:
+    """What would be chosen without the one, then the two, for whom the others wait most, and so on."""
+    kept = figures
+    while found := [
+        (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
+        for rest in _without_each(kept)
+    ]:
+        fewer, kept = min(found, key=lambda each: each[0].chosen.cost_s)
+        yield fewer, kept
 
 
 def _with_more(decision: Decision, *, size: int, of: int) -> Question:

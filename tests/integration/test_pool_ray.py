@@ -72,7 +72,10 @@ def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> No
     pool.wait(lambda: all(lost not in held_by(run) for run in pool.runs), f"{lost} is left")
     pool.await_end(*others)
     pool.wait(lambda: step(first) > before + 5, "it goes on elsewhere", 2 * PATIENCE_S)
-    assert lost not in {node["name"] for node in pool.view()["nodes"]}
+    pool.wait(
+        lambda: lost not in {node["name"] for node in pool.view()["nodes"]},
+        "Ray has given it up",
+    )
     assert read_notes(first).failures == 0  # not counted against it
 
     pool.dismiss(first)

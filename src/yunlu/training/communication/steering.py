@@ -97,6 +97,8 @@ class Steering:
         if not self._is_trying:
             self._audition = None  # not all who are here now need have seen the same of it
         self._is_trying = False
+        if self._figures is None or self._figures.hosts != world.hosts:
+            self.aside, self._aside_words = (), ""  # ranks of another world
         if world.layout.is_single:
             return Together(world)
         reason = _against_choosing(world, model)

@@ -126,7 +126,7 @@ class Captain(Helm):
         self.is_stopping = True
         # To save takes everyone who holds a part, those too who were about to leave.
         for member in self.roster.having("busy", "settled"):
-            member.is_leaving = False
+            member.is_leaving = member.is_aside = False
         for node in self.roster.nodes.values():
             here = len(self.roster.having("busy", "settled", node=node.name))
             node.wanted, node.aside = max(node.wanted, here), 0
@@ -237,9 +237,10 @@ class Captain(Helm):
 
     def _recall(self, now: float) -> None:
         """Try again those who stood aside long enough; and all where nobody else is left."""
+        is_empty = not self.roster.seats
         for node in self.roster.nodes.values():
-            if node.aside and (now >= node.aside_until or not self.roster.seats):
-                node.aside = 0
+            if node.aside and (now >= node.aside_until or is_empty):
+                node.recall()
 
     # Nodes.
 

@@ -88,7 +88,7 @@ class NodeRecord:
     aside_until: float = 0.0
     """On the monotonic clock."""
     aside_s: float = FIRST_ASIDE_S
-    """For how long they do next time."""
+    """For how long they do; longer each time."""
     host: str = ""
     pid: int = 0
     link: Link | None = None
@@ -105,9 +105,13 @@ class NodeRecord:
         return max(0, self.wanted - self.aside)
 
     def set_aside(self, *, at: float) -> None:
-        """One worker fewer for a while; each time for longer."""
+        """One worker fewer for a while."""
         self.aside += 1
         self.aside_until = at + self.aside_s
+
+    def recall(self) -> None:
+        """All of them again; if that was too early, they stand aside for longer."""
+        self.aside = 0
         self.aside_s *= 2
 
 

@@ -243,6 +243,16 @@ def test_who_stepped_aside_is_tried_again_later_and_later(ship: Ship) -> None:
     assert node.seats == 2
 
 
+def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(ship: Ship) -> None:
+    node = ship.captain.roster.nodes[LOCAL]
+    node.wanted = 4
+    for _ in range(3):
+        node.set_aside(at=ship.now)
+    assert node.aside_until == ship.now + FIRST_ASIDE_S
+    ship.captain._recall(ship.now + FIRST_ASIDE_S)
+    assert node.seats == 4
+
+
 def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
     step_aside(ship)
     ship.hear(0, Leaving(is_aside=True))

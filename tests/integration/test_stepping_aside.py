@@ -84,7 +84,9 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     assert later
     assert all({each["member"] for each in told["ranks"]} <= {0, 1} for told in later)
     assert "aside" in later[0]["reason"]
-    chosen = events(run, EventKind.COMMUNICATION)[0]
+    chosen, *anew = events(run, EventKind.COMMUNICATION)
+    refused = {"name": "asynchronous", "reason": "a worker stands aside"}
+    assert all(refused in each["refused"] for each in anew)
     assert 2 in chosen["aside"]
     assert rig.address(2) in chosen["reason"].rpartition("; ")[2]
 

@@ -88,7 +88,8 @@ class LaunchedCrew:
             device=before.device,
             host=before.host,
         )
-        world.hindrance, world.may_part = before.hindrance, before.may_part
+        # To become asynchronous takes all who were launched, and who stands aside would not hear of it.
+        world.hindrance, world.may_part = "a worker stands aside", before.may_part
         engine, nodes = self.engine, len({muster.hosts[member] for member in self.ranks})
         cores = engine.plan.threads * len(self.ranks)
         plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)

@@ -3,7 +3,7 @@
     python -m benchmarks.fit_spot [--traces FOLDER]
 
 Judged on: the nine V100 zones of ``availability/1-node/aws-02-15-2023``. Fitted on all other traces of
-the same collection. Prints the constants that stand in ``yunlu/pool/spot/prior.py``.
+the same collection. Prints the constants that stand in ``yunlu/scheduler/spot/prior.py``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from rich.console import Console
 from scipy.signal import lfilter
 
-from yunlu.pool.spot.model import AGE_EDGES_S, SpotModel
-from yunlu.pool.spot.traces import read_availability
-from yunlu.pool.spot.values import HOUR_S
+from yunlu.scheduler.spot.model import AGE_EDGES_S, SpotModel
+from yunlu.scheduler.spot.traces import read_availability
+from yunlu.scheduler.spot.values import HOUR_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from yunlu.pool.spot.values import Market
+    from yunlu.scheduler.spot.values import Market
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "evidence" / "sched" / "spot"
 HELD_OUT = "aws-02-15-2023"

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anyw
 from rich.console import Console
 from rich.table import Table
 
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import worker_environment
-from yunlu.core.states import RunState
 from yunlu.jobs.calibration import figures_of
 from yunlu.planning.calibration import Calibration, RunFigure, learn
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.load import load_job
 from yunlu.training import loop, profile, worker
 from yunlu.training.startup import meter

@@ -85,7 +85,7 @@ def same_random_numbers() -> None:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Any]:
     """A fresh run directory with a job for objects: ``make_run(steps=5, batch=8, ...)``."""
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
     count = 0

@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks.planner_parts import memory_evidence
 from benchmarks.planner_parts.fit_memory import Fit, fit, foretell
 from benchmarks.planner_parts.memory_protocols import SWEEP, leave_model_out
-from yunlu.planning.foretell.constants import STACKS
-from yunlu.planning.foretell.intervals import widening
-from yunlu.planning.foretell.memory import cannot_run, peak_memory
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.intervals import widening
+from yunlu.planning.predict.memory import cannot_run, peak_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ from benchmarks.planner_parts.fit_experts import SOURCE as ROUTED_SOURCE
 from benchmarks.planner_parts.fit_experts import fit_experts, routed_errors
 from benchmarks.planner_parts.fit_time import Fit, fit, fit_model, foretell
 from benchmarks.planner_parts.protocols import SCALE_SOURCES, Fold
-from yunlu.planning.foretell.constants import STACKS
-from yunlu.planning.foretell.intervals import Spread, make_spread, spread_factors, widening
-from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.intervals import Spread, make_spread, spread_factors, widening
+from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

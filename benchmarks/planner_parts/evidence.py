@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.catalog.catalog import load_catalog
-from yunlu.planning.foretell.rows import measured_tokens_per_s, read_rows
+from yunlu.hardware.catalog import load_catalog
+from yunlu.planning.predict.rows import measured_tokens_per_s, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.planning.foretell.points import Points
+    from yunlu.planning.predict.points import Points
 
 COLD_SOURCES = (
     "vtrain_single",

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.ensemble import GradientBoostingRegressor
 
-from yunlu.planning.foretell.correction import Correction, Forest, feature_table, is_wide
-from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.predict.correction import Correction, Forest, feature_table, is_wide
+from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from benchmarks.planner_parts.evidence import Evidence
-    from yunlu.planning.foretell.constants import Constants
+    from yunlu.planning.predict.constants import Constants
 
 ENOUGH_ROWS = 90
 """Below it a stack keeps the formulas alone."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import least_squares
 
-from yunlu.planning.foretell.constants import NAMES, OF_EXPERTS, PRIORS
-from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.predict.constants import NAMES, OF_EXPERTS, PRIORS
+from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from benchmarks.planner_parts.evidence import Evidence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.planner_parts import memory_evidence
-from yunlu.planning.foretell.constants import STACKS
-from yunlu.planning.foretell.memory import peak_memory
-from yunlu.planning.foretell.memory_constants import (
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.memory import peak_memory
+from yunlu.planning.predict.memory_constants import (
     NAMES,
     MemoryConstants,
     habit_features,

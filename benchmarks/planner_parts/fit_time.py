@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.planner_parts.fit_correction import learn
-from yunlu.planning.foretell.constants import NAMES, PRIORS, STACKS, Constants, from_logs
-from yunlu.planning.foretell.correction import Correction, correct
-from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.predict.constants import NAMES, PRIORS, STACKS, Constants, from_logs
+from yunlu.planning.predict.correction import Correction, correct
+from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from benchmarks.planner_parts.evidence import Evidence
-    from yunlu.planning.foretell.points import Points
+    from yunlu.planning.predict.points import Points
 
 NOISE = {"nanotron_playbook": 0.15}
 """Spread of a source's log errors that no model would explain; 0.05 elsewhere."""

@@ -20,16 +20,16 @@ from benchmarks.planner_parts.memory_protocols import (
     leave_model_out,
     sweep_groups,
 )
-from yunlu.planning.choice.probing import Predictions, next_probe
-from yunlu.planning.foretell.memory import cannot_run, peak_memory
-from yunlu.planning.foretell.step_time import step_time
+from yunlu.planning.predict.memory import cannot_run, peak_memory
+from yunlu.planning.predict.step_time import step_time
+from yunlu.planning.search.probing import Predictions, next_probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.planner_parts.evidence import Evidence
-    from yunlu.planning.foretell.memory_constants import MemoryConstants
-    from yunlu.planning.foretell.points import Points
+    from yunlu.planning.predict.memory_constants import MemoryConstants
+    from yunlu.planning.predict.points import Points
 
 SPREAD = 0.35
 """Of the log error of a foretold speed among the layouts that are worth a try."""

@@ -13,7 +13,7 @@ from benchmarks.planner_parts.evidence import DEFAULT_FOLDER, FINE_TUNING, read_
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.planning.foretell.points import Points
+    from yunlu.planning.predict.points import Points
 
 SOURCES = ("nanotron_playbook", "torchtitan", FINE_TUNING)
 UNIT_BYTES = {"nanotron_playbook": 2**30}

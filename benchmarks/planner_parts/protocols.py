@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.planning.foretell.constants import STACKS
+from yunlu.planning.predict.constants import STACKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

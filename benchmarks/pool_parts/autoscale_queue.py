@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.pool.allocation.values import Demand, Placement, PoolState
-from yunlu.pool.autoscaling.deadlines import DeadlineWatch
-from yunlu.pool.autoscaling.decision import decide_nodes
-from yunlu.pool.autoscaling.values import Lease, Notes, Offer, Rules
-from yunlu.pool.spot.baselines import Greedy, OnDemandOnly, UniformProgress
-from yunlu.pool.spot.replay import replay
-from yunlu.pool.spot.values import HOUR_S, DeadlineJob, Mode
+from yunlu.hardware.fleet import Placement
+from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
+from yunlu.scheduler.autoscaling.decision import decide_nodes
+from yunlu.scheduler.autoscaling.values import Lease, Notes, Offer, Rules
+from yunlu.scheduler.policy.values import Demand, PoolState
+from yunlu.scheduler.spot.baselines import Greedy, OnDemandOnly, UniformProgress
+from yunlu.scheduler.spot.replay import replay
+from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.pool.spot.values import Market
+    from yunlu.scheduler.spot.values import Market
 
 BOOT_S, RESTART_S = 180.0, 120.0
 FIXED_DEVICES, MOST_DEVICES = 4, 8

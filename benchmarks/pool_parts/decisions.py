@@ -12,18 +12,18 @@ import numpy as np
 
 from benchmarks.pool_parts.evidence import read_profiles
 from benchmarks.pool_parts.figures import Figure
-from yunlu.pool.allocation.fitting import Fitter
-from yunlu.pool.allocation.progress import ProgressPolicy
-from yunlu.pool.simulation.cluster import parse_cluster
-from yunlu.pool.simulation.rules import Rules
-from yunlu.pool.simulation.simulator import simulate
-from yunlu.pool.simulation.workload import load_workload
+from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.workload import load_workload
+from yunlu.scheduler.policy.fitting import Fitter
+from yunlu.scheduler.policy.progress import ProgressPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.pool.allocation.values import Decision, PoolState
+    from yunlu.scheduler.policy.values import Decision, PoolState
 
 SCALES = (1, 4, 16, 32)
 _ROUNDS = 16

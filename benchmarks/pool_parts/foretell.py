@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.pool_parts.queue import BATCH
-from yunlu.pool.allocation.fitting import fit_throughput
-from yunlu.pool.allocation.observations import BatchLimits, Noise, Timing
-from yunlu.pool.allocation.values import Node
-from yunlu.pool.simulation import simulator
-from yunlu.pool.simulation.contestants import make_contestant
-from yunlu.pool.simulation.job import SimulatedJob
-from yunlu.pool.simulation.profiles import Application, Epochs, Profiles
-from yunlu.pool.simulation.rules import Rules
-from yunlu.pool.simulation.simulator import simulate
-from yunlu.pool.simulation.step_times import StepTimes
-from yunlu.pool.simulation.workload import Submission, Workload
+from yunlu.hardware.fleet import Node
+from yunlu.lab.simulation import simulator
+from yunlu.lab.simulation.contestants import make_contestant
+from yunlu.lab.simulation.job import SimulatedJob
+from yunlu.lab.simulation.profiles import Application, Epochs, Profiles
+from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.step_times import StepTimes
+from yunlu.lab.simulation.workload import Submission, Workload
+from yunlu.scheduler.policy.fitting import fit_throughput
+from yunlu.scheduler.policy.observations import BatchLimits, Noise, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from benchmarks.pool_parts.live import Lived
     from benchmarks.pool_parts.queue import Arrival
-    from yunlu.pool.allocation.values import Placement
+    from yunlu.hardware.fleet import Placement
 
 _NODE = "here"
 _TYPE = "cpu"

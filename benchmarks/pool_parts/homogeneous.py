@@ -14,18 +14,18 @@ from benchmarks.pool_parts.evidence import (
     read_workload,
 )
 from benchmarks.pool_parts.figures import Figure
-from yunlu.pool.allocation.baselines import BASELINES
-from yunlu.pool.allocation.fitting import Fitter
-from yunlu.pool.allocation.progress import ProgressOptions, ProgressPolicy
-from yunlu.pool.simulation.cluster import parse_cluster
-from yunlu.pool.simulation.rules import Rules, Trouble
-from yunlu.pool.simulation.simulator import simulate
+from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.scheduler.policy.fitting import Fitter
+from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.pool.simulation.outcome import Outcome
+    from yunlu.lab.simulation.outcome import Outcome
 
     Say = Callable[[str], None]
 

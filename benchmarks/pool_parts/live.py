@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 from benchmarks.pool_parts.queue import BATCH, make_job
 from yunlu.core.files import read_lines
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.jobs import service
-from yunlu.steward import control
-from yunlu.steward.journal import PoolSettings
-from yunlu.steward.notes import Seen, read_notes
-from yunlu.steward.queue import Asked, enqueue, read_entry
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
+from yunlu.scheduler import control
+from yunlu.scheduler.journal import PoolSettings
+from yunlu.scheduler.notes import Seen, read_notes
+from yunlu.scheduler.queue import Asked, enqueue, read_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from benchmarks.pool_parts.queue import Arrival
-    from yunlu.core.rundir import Event, RunDir
+    from yunlu.runs.run_dir import Event, RunDir
 
 _POLL_S = 0.5
 

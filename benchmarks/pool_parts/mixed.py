@@ -14,18 +14,18 @@ import numpy as np
 
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.pool.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles, mixed_nodes
-from yunlu.pool.simulation.mixed_contestants import make_mixed_contestant
-from yunlu.pool.simulation.rules import Rules
-from yunlu.pool.simulation.simulator import simulate
-from yunlu.pool.simulation.workload import load_workload
+from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles, mixed_nodes
+from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
+from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.workload import load_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.pool.simulation.outcome import Outcome
-    from yunlu.pool.simulation.workload import Workload
+    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.workload import Workload
 
 _LARGEST = 32
 ANCHORS = {"philly/workload-6": (0.598, 8.36, 4.64), "saturn/workload-1": (0.583, 7.96, 4.11)}

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.pool.spot.study import draw_starts, rank, run_trials, run_zones, summarise
-from yunlu.pool.spot.traces import read_availability
-from yunlu.pool.spot.values import HOUR_S, DeadlineJob
+from yunlu.scheduler.spot.study import draw_starts, rank, run_trials, run_zones, summarise
+from yunlu.scheduler.spot.traces import read_availability
+from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:
-    from yunlu.pool.spot.study import Standing
-    from yunlu.pool.spot.values import Market
+    from yunlu.scheduler.spot.study import Standing
+    from yunlu.scheduler.spot.values import Market
 
 WORK_H = 24.0
 PRICE_RATIO = 3.33

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs.service import make_plan
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.places import LocalPlaces
 from yunlu.tuning.forecast import StudyForecast, foretell, trial_time_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.core.rundir import Event
+    from yunlu.runs.run_dir import Event
     from yunlu.spec.job import Job
     from yunlu.tuning.view import StudyView
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from yunlu.client import Run, finetune, load_run, plan, resume, runs, submit, train, validate
     from yunlu.core.errors import YunluError
     from yunlu.estimator import YunluClassifier, YunluRegressor
-    from yunlu.planning.choice.options import Option, Options
+    from yunlu.planning.search.options import Option, Options
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
     from yunlu.tuning.study import Study, tune
@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
     "Job": "yunlu.spec.job",
-    "Option": "yunlu.planning.choice.options",
-    "Options": "yunlu.planning.choice.options",
+    "Option": "yunlu.planning.search.options",
+    "Options": "yunlu.planning.search.options",
     "Run": "yunlu.client",
     "Study": "yunlu.tuning.study",
     "YunluClassifier": "yunlu.estimator",

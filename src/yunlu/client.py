@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from yunlu.core.errors import JobError, StoreError, missing_part
-from yunlu.core.rundir import Event, EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.asking import ask_job, merge, plain, read_options
 from yunlu.jobs.follow import end_of, follow
@@ -21,15 +19,17 @@ from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
 from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.scheduler.control import is_queued_again
+from yunlu.scheduler.queue import enqueue, read_asked, withdraw
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
-from yunlu.steward.control import is_queued_again
-from yunlu.steward.queue import enqueue, read_asked, withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.choice.options import Options
+    from yunlu.planning.search.options import Options
     from yunlu.spec.goal import GoalSpec
 
 _LIVE_TASK = "yunlu.training.tasks.objects"

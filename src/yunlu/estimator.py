@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, TrainingError, missing_part
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.publishing import publish
 from yunlu.jobs.run import error_of, move
+from yunlu.runs.states import RunState
 from yunlu.spec.load import job_from_mapping
 from yunlu.spec.overrides import lay_fields
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
     Numbers = NDArray[np.float64]

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-from yunlu.core.crew import read_crew
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.executors.executor import Executor
+from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.executor import Executor
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import read_crew
 from yunlu.spec.load import load_job
 from yunlu.training.data.order import StepOrder, digest_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.contracts.places import Place, kill_processes
 from tests.integration.ray_rig import RayRig, why_no_ray
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.executors.ray_executor import RayExecutor
+from yunlu.hardware.fleet import Placement
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def open_ray_place(directory: Path) -> Generator[Place]:
                 executor=executor,
                 small=Placement(((first, 2),)),
                 large=Placement(((first, 2), (second, 1))),
-                starter="yunlu.pool.executors.ray_executor:RayExecutor.submit",
+                starter="yunlu.executors.ray_executor:RayExecutor.submit",
                 kill=kill_processes,
             )
         finally:

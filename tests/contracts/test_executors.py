@@ -26,12 +26,12 @@ from tests.contracts.places import (
 )
 from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import RunDir
+from yunlu.executors.executor import ExecutorError, LeaseState, Scaling
+from yunlu.executors.finding import executor_of, open_executor
+from yunlu.executors.record import RECORD
+from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import NOTHING, Placement
-from yunlu.pool.executors.executor import ExecutorError, LeaseState, Scaling
-from yunlu.pool.executors.finding import executor_of, open_executor
-from yunlu.pool.executors.record import RECORD
+from yunlu.runs.run_dir import RunDir
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,7 +43,7 @@ def local_place(directory: Path) -> Generator[Place]:
         executor=executor,
         small=Placement((("here", 2),)),
         large=Placement((("here", 3),)),
-        starter="yunlu.pool.executors.local:start_worker",
+        starter="yunlu.executors.local:start_worker",
         kill=kill_processes,
     )
 
@@ -59,7 +59,7 @@ def slurm_place(directory: Path) -> Generator[Place]:
             executor=open_executor("slurm://main"),
             small=Placement((("n1", 2),)),
             large=Placement((("n1", 2), ("n2", 1))),
-            starter="yunlu.pool.executors.slurm:SlurmExecutor.submit",
+            starter="yunlu.executors.slurm:SlurmExecutor.submit",
             kill=kill_processes,
         )
 
@@ -148,10 +148,10 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
 _STARTER = """
 import importlib, os, signal, sys
 from pathlib import Path
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.finding import open_executor
+from yunlu.hardware.fleet import Placement
+from yunlu.executors.finding import open_executor
 
 path, address, shares, starter, moment = sys.argv[1:]
 module, _, name = starter.partition(":")

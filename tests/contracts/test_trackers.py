@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from yunlu.core.errors import JobError, MissingPartError
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.training.trackers.contract import Curves, TrackerContract
 from yunlu.training.trackers.mlflow import MlflowTracker

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from yunlu.core.crew import Crew, read_crew
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs.resize import resize
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import Crew, read_crew
 from yunlu.training.data.order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from tests.distributed.toy_crew import BATCH, ENOUGH
-from yunlu.core.crew import Crew, ask, read_crew
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import Crew, ask, read_crew
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 from yunlu.core.errors import DataError, YunluError
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training.asynchronous.fleet import Fleet, Place
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training.data.order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -26,9 +26,9 @@ from tests.distributed.test_crews import (
     wait_for_workers,
     write_job,
 )
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs.resize import resize
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.data.order import digest_of, permute

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training.elastic.member import Member
 from yunlu.training.elastic.messages import Assignment
 from yunlu.training.elastic.node import run_node

@@ -19,8 +19,8 @@ from pydantic_core import PydanticUndefined
 from tests.docs.pages import ROOT, code_words, name_of, table_rows
 from yunlu.cli.main import VERBS
 from yunlu.core.imports import import_object
-from yunlu.core.states import LEGAL_MOVES, RunState
 from yunlu.core.value import Value
+from yunlu.runs.states import LEGAL_MOVES, RunState
 from yunlu.spec.job import Job
 
 DOCS = ROOT / "docs"

@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from yunlu.core.crew import Crew, Unpacker, pack, write_crew
 from yunlu.core.files import append_lines, read_last
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
-from yunlu.pool.local import WorkerProcess, record_worker
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew
 
 BATCH = 8
 

@@ -13,16 +13,16 @@ from typing import Any
 import psutil
 
 from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.executors.executor import Executor
+from yunlu.executors.record import RECORD, read_record
+from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import service
-from yunlu.pool.executors.executor import Executor
-from yunlu.pool.executors.record import RECORD, read_record
-from yunlu.pool.local import SUPERVISOR
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.scheduler import control
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.notes import NOTES, read_notes
+from yunlu.scheduler.queue import Asked, enqueue, withdraw
 from yunlu.spec.load import load_job
-from yunlu.steward import control
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.notes import NOTES, read_notes
-from yunlu.steward.queue import Asked, enqueue, withdraw
 
 PATIENCE_S = 240.0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from yunlu.pool.executors import local
-from yunlu.steward import program
+from yunlu.executors import local
+from yunlu.scheduler import program
 
 LIGHT_CREW = (sys.executable, str(Path(__file__).with_name("light_crew.py")))
 

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
-from yunlu.core.crew import read_crew
 from yunlu.core.files import read_last, read_lines
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import read_crew
 from yunlu.training.data.order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -10,10 +10,10 @@ import pytest
 
 from tests.integration import test_asynchronous as near
 from tests.integration.conftest import Yunlu
-from yunlu.core.crew import read_crew
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.report import build_report
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import read_crew
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.netrig import Rig, why_no_rig
 
 from tests.integration import test_asynchronous as near
-from yunlu.core.crew import read_crew
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.worker_group import read_crew
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow, pytest.mark.long]
 

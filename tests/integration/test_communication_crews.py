@@ -23,9 +23,9 @@ from tests.distributed.test_crews import (
     wait_for_workers,
     write_job,
 )
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training.data.order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from yunlu.core.files import read_lines, write_atomically
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.scheduler import control
+from yunlu.scheduler.journal import Journal, PoolSettings
 from yunlu.spec.job import Job
-from yunlu.steward import control
-from yunlu.steward.journal import Journal, PoolSettings
 from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

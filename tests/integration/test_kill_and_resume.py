@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 
 JOB = """
 task: image-classification

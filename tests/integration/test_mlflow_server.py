@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from yunlu.core.rundir import RunDir
 from yunlu.core.settings import worker_environment
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.training.trackers.mlflow import MlflowTracker
 from yunlu.training.trackers.open import TrackerThread

@@ -15,18 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from yunlu.core.crew import read_crew
 from yunlu.core.errors import StoreError
 from yunlu.core.files import read_lines
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
+from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.pool.local import recorded_worker
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import read_crew
+from yunlu.scheduler import control, queue
+from yunlu.scheduler.explanation import explain
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.queue import Asked, enqueue
 from yunlu.spec.job import Job
-from yunlu.steward import control, queue
-from yunlu.steward.explanation import explain
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.queue import Asked, enqueue
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

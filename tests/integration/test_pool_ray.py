@@ -17,9 +17,9 @@ from tests.integration.pool_drill import (
     sizes_of,
 )
 from tests.integration.ray_rig import RayRig, why_no_ray
-from yunlu.pool.executors.ray_executor import RayExecutor
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.notes import read_notes
+from yunlu.executors.ray_executor import RayExecutor
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.notes import read_notes
 
 pytestmark = [
     pytest.mark.distributed,

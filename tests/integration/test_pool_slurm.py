@@ -20,11 +20,11 @@ from tests.integration.pool_drill import (
     sizes_of,
 )
 from tests.integration.slurm_rig import SlurmRig, wait, why_no_slurm
+from yunlu.executors.slurm import SlurmExecutor
+from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.slurm import SlurmExecutor
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.queue import read_entry
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.queue import read_entry
 
 pytestmark = [
     pytest.mark.distributed,

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from yunlu.core.files import read_lines
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.scheduler import control
+from yunlu.scheduler.explanation import explain
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.queue import Asked, enqueue, withdraw
 from yunlu.spec.job import Job
-from yunlu.steward import control
-from yunlu.steward.explanation import explain
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.queue import Asked, enqueue, withdraw
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.training.tasks.objects import ObjectTask
 from yunlu.training.worker import run as live
 

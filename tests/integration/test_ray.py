@@ -27,12 +27,12 @@ from tests.contracts.places import (
     told,
 )
 from tests.integration.ray_rig import RayRig, why_no_ray
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.executors.executor import ExecutorError, LeaseState
+from yunlu.executors.ray_executor import RayExecutor
+from yunlu.executors.record import RECORD
+from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.executor import ExecutorError, LeaseState
-from yunlu.pool.executors.ray_executor import RayExecutor
-from yunlu.pool.executors.record import RECORD
+from yunlu.runs.run_dir import EventKind, RunDir
 
 pytestmark = [
     pytest.mark.distributed,
@@ -45,10 +45,10 @@ _PATIENCE_S = 300
 _DRIVER = """
 import sys, time
 from pathlib import Path
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors.ray_executor import RayExecutor
+from yunlu.hardware.fleet import Placement
+from yunlu.executors.ray_executor import RayExecutor
 shares = tuple((node, 1) for node in sys.argv[3:])
 on = RayExecutor(sys.argv[1])
 service.start(RunDir(Path(sys.argv[2])), on=on, placement=Placement(shares))

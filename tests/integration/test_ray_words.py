@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from yunlu.core.errors import MissingPartError
-from yunlu.pool.allocation.values import Node
-from yunlu.pool.executors import ray_link
-from yunlu.pool.executors.executor import ExecutorError, LeaseState, Reserve
-from yunlu.pool.executors.ray_executor import RayExecutor
-from yunlu.pool.executors.ray_keeper import RAYLET_GONE
-from yunlu.pool.executors.ray_words import (
+from yunlu.executors import ray_link
+from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
+from yunlu.executors.ray_executor import RayExecutor
+from yunlu.executors.ray_keeper import RAYLET_GONE
+from yunlu.executors.ray_words import (
     Group,
     RayNode,
     Survey,
@@ -24,7 +23,8 @@ from yunlu.pool.executors.ray_words import (
     size_bundles,
     size_selectors,
 )
-from yunlu.pool.executors.record import Record
+from yunlu.executors.record import Record
+from yunlu.hardware.fleet import Node
 
 CPUS = RayNode(id="aaaaaaaa", name="10.0.0.1", resources={"CPU": 4.0, "memory": 1e9})
 GPUS = RayNode(
@@ -160,5 +160,5 @@ def test_the_room_does_not_load_ray(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    words = "import sys, yunlu.pool.executors.ray_executor; assert 'ray' not in sys.modules"
+    words = "import sys, yunlu.executors.ray_executor; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=tmp_path)

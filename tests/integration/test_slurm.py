@@ -20,13 +20,13 @@ from tests.contracts.places import (
     told,
 )
 from tests.integration.slurm_rig import SlurmRig, wait, why_no_slurm
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.executors import slurm
+from yunlu.executors.executor import ExecutorError, LeaseState
+from yunlu.executors.record import RECORD, known_record
+from yunlu.executors.slurm import SlurmExecutor
+from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors import slurm
-from yunlu.pool.executors.executor import ExecutorError, LeaseState
-from yunlu.pool.executors.record import RECORD, known_record
-from yunlu.pool.executors.slurm import SlurmExecutor
+from yunlu.runs.run_dir import EventKind, RunDir
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 

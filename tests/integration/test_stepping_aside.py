@@ -23,7 +23,7 @@ from tests.distributed.test_crews import (
     wait_for_step,
     write_job,
 )
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow]
 

@@ -9,9 +9,9 @@ import time
 import alembic.op
 import pytest
 
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.store import Store
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 SUBMIT = """

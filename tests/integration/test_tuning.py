@@ -21,8 +21,8 @@ import pytest
 from tests.integration import toy_study
 from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
 from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.pool.local import recorded_worker
+from yunlu.executors.worker_process import recorded_worker
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import service
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIFE = """
 import sys
 from pathlib import Path
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.training.trackers.open import TrackerThread, open_trackers
 

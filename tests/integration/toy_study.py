@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration import toy_trial
-from yunlu.core.rundir import RunDir
-from yunlu.core.states import RunState
+from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.pool.local import recorded_worker
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.study import Study

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training.trial_gate import open_gate
 
 STEP_S = 0.004

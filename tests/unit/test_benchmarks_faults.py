@@ -33,7 +33,7 @@ from benchmarks.parallel_parts.workload import LAYOUTS, MICRO_BATCH
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.job import Job
 from yunlu.training.data.order import StepOrder, digest_of
 

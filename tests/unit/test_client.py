@@ -7,8 +7,8 @@ import pytest
 import yunlu
 from yunlu.client import source_of
 from yunlu.core.errors import JobError, StoreError, TrainingError
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parent / "jobs" / "fake_worker.py"))
@@ -17,7 +17,7 @@ FAKE_WORKER = (sys.executable, str(Path(__file__).parent / "jobs" / "fake_worker
 @pytest.fixture(autouse=True)
 def fake_worker(monkeypatch):
     """Runs are worked on by a program that writes what a worker writes, without torch."""
-    monkeypatch.setattr("yunlu.pool.local.WORKER", FAKE_WORKER)
+    monkeypatch.setattr("yunlu.executors.worker_process.WORKER", FAKE_WORKER)
 
 
 def job(fate="finish", **parts):

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 from rich.text import Text
 
-from yunlu.catalog.catalog import CatalogError
-from yunlu.catalog.ownership import compare_rent
-from yunlu.catalog.skypilot import SPOT_FLOOR
 from yunlu.cli.catalog_tables import (
     device_page,
     devices_table,
@@ -19,13 +16,16 @@ from yunlu.cli.catalog_tables import (
     summary_table,
 )
 from yunlu.cli.page import indented, make_console, to_json
+from yunlu.hardware.catalog import CatalogError
+from yunlu.hardware.ownership import compare_rent
+from yunlu.hardware.skypilot import SPOT_FLOOR
 from yunlu.jobs import catalog_store
 
 if TYPE_CHECKING:
-    from yunlu.catalog.catalog import Catalog
-    from yunlu.catalog.device import DeviceModel
-    from yunlu.catalog.entries import MachineEntry
-    from yunlu.catalog.offer import Offer
+    from yunlu.hardware.catalog import Catalog
+    from yunlu.hardware.device import DeviceModel
+    from yunlu.hardware.entries import MachineEntry
+    from yunlu.hardware.offer import Offer
 
 _FEW = 20
 _DIM = "dim: a network that is assumed; a spot price at the cloud's floor, which may not be had"

@@ -10,20 +10,20 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.catalog.device import PRECISIONS
-from yunlu.catalog.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 from yunlu.cli.page import indented, plain_table
+from yunlu.hardware.device import PRECISIONS
+from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from yunlu.catalog.catalog import Catalog
-    from yunlu.catalog.device import DeviceModel
-    from yunlu.catalog.entries import MachineEntry
-    from yunlu.catalog.offer import Offer
-    from yunlu.catalog.ownership import BreakEven, Ownership
+    from yunlu.hardware.catalog import Catalog
+    from yunlu.hardware.device import DeviceModel
+    from yunlu.hardware.entries import MachineEntry
+    from yunlu.hardware.offer import Offer
+    from yunlu.hardware.ownership import BreakEven, Ownership
 
 _GIB = 2**30
 _NONE = Text("–", style="dim")

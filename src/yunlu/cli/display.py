@@ -15,19 +15,19 @@ from rich.text import Text
 
 from yunlu.cli.lines import describe, event_row, figures_text
 from yunlu.cli.page import ACCENT, indented, to_json
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.crew import read_change
 from yunlu.jobs.follow import Happening, Metric
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from typing import TextIO
 
     from rich.console import Console, RenderableType
 
-    from yunlu.core.rundir import RunDir
     from yunlu.jobs.findings import CrewChange
+    from yunlu.runs.run_dir import RunDir
 
 _LINE_EVERY_S = 5.0
 _PACE_S = 10.0

@@ -13,7 +13,7 @@ from yunlu.jobs import service
 from yunlu.jobs.launch import find_launch
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 

@@ -10,9 +10,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from yunlu.cli.page import make_console
-from yunlu.core.crew import LOCAL, read_crew
 from yunlu.core.errors import StoreError
-from yunlu.pool.crew import find_run, run_node
+from yunlu.executors.worker_group import find_run, run_node
+from yunlu.runs.worker_group import LOCAL, read_crew
 
 
 def join(

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.cli.page import ACCENT, indented, plain_table
-from yunlu.core.rundir import Event, EventKind
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.crew import (
     gist_of,
@@ -20,6 +19,7 @@ from yunlu.jobs.crew import (
     say_fault,
 )
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import Event, EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

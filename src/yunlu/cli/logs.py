@@ -22,22 +22,22 @@ from yunlu.cli.lines import (
 )
 from yunlu.cli.page import make_console, state_text
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes
 from yunlu.jobs import service
 from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.follow import Metric, end_of, follow
 from yunlu.jobs.run import log_tail
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
 
-    from yunlu.core.rundir import Event, RunDir
     from yunlu.jobs.findings import CrewChange
+    from yunlu.runs.run_dir import Event, RunDir
 
 _STEP_EVERY_S = 2.0
 _KIND_WIDTH = 13

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.planning.choice.options import Interval, Option, Options
+    from yunlu.planning.search.options import Interval, Option, Options
 
 
 _GIB = 2**30

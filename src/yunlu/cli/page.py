@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yunlu.cli.page import make_console, state_text, to_json
 from yunlu.jobs import service
-from yunlu.steward import queue
+from yunlu.scheduler import queue
 
 
 def pause(run: str = "last", /, *, json: bool = False) -> int:

@@ -16,15 +16,15 @@ from yunlu.cli.options import comparison_table, notes_block, options_table
 from yunlu.cli.page import make_console, to_json
 from yunlu.client import validate
 from yunlu.core.errors import JobError
-from yunlu.core.rundir import EventKind
 from yunlu.jobs import service
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.core.rundir import Event
-    from yunlu.planning.choice.options import Options
     from yunlu.planning.plan import Plan
+    from yunlu.planning.search.options import Options
+    from yunlu.runs.run_dir import Event
     from yunlu.spec.job import Job
 
 _PREDICT = "predict"

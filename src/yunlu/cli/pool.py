@@ -14,12 +14,12 @@ from yunlu.cli.page import indented, make_console, to_json
 from yunlu.cli.pool_tables import pool_page, terms_line, why_page
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.settings import read_settings
-from yunlu.core.states import RunState
 from yunlu.jobs import service
-from yunlu.steward import control
-from yunlu.steward.explanation import explain
-from yunlu.steward.journal import Journal, PoolSettings
-from yunlu.steward.queue import change_terms, read_entry, scan
+from yunlu.runs.states import RunState
+from yunlu.scheduler import control
+from yunlu.scheduler.explanation import explain
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.queue import change_terms, read_entry, scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -146,7 +146,7 @@ def up(
     home = service.home()
     before = _as_before(home, settings)
     settings = before or settings
-    from yunlu.steward.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
+    from yunlu.scheduler.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
 
     open_policy(settings.policy)  # refused here rather than in the log
     found = control.bring_up(home, settings)

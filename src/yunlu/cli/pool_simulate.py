@@ -15,27 +15,27 @@ from rich.text import Text
 
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, to_json
 from yunlu.core.units import show_duration
-from yunlu.pool.simulation.cluster import parse_cluster
-from yunlu.pool.simulation.contestants import CONTESTANTS, make_contestant
-from yunlu.pool.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
-from yunlu.pool.simulation.mixed_contestants import MIXED, make_mixed_contestant
-from yunlu.pool.simulation.pictures import draw_all, prepare
-from yunlu.pool.simulation.profiles import load_profiles
-from yunlu.pool.simulation.rules import Rules, Trouble
-from yunlu.pool.simulation.simulator import simulate as replay
-from yunlu.pool.simulation.tables import SimulationError
-from yunlu.pool.simulation.workload import load_workloads
+from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.contestants import CONTESTANTS, make_contestant
+from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
+from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.pictures import draw_all, prepare
+from yunlu.lab.simulation.profiles import load_profiles
+from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.simulator import simulate as replay
+from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.workload import load_workloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rich.table import Table
 
-    from yunlu.pool.allocation.values import Node
-    from yunlu.pool.simulation.contestants import Contestant
-    from yunlu.pool.simulation.outcome import Outcome
-    from yunlu.pool.simulation.profiles import Profiles
-    from yunlu.pool.simulation.workload import Workload
+    from yunlu.hardware.fleet import Node
+    from yunlu.lab.simulation.contestants import Contestant
+    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.profiles import Profiles
+    from yunlu.lab.simulation.workload import Workload
 
     Runs = dict[str, list[Outcome]]
 

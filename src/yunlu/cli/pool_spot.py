@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from yunlu.pool.spot.study import Standing
-    from yunlu.pool.spot.values import DeadlineJob, Market
+    from yunlu.scheduler.spot.study import Standing
+    from yunlu.scheduler.spot.values import DeadlineJob, Market
 
 _HOUR_S = 3600.0
 Words = Annotated[str | None, Parameter(show_default=False)]
@@ -72,26 +72,26 @@ def spot(
     """
     import numpy as np  # noqa: PLC0415 - other verbs do not need it
 
-    from yunlu.pool.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
+    from yunlu.scheduler.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
     if plot is not None:
-        from yunlu.pool.spot.picture import check_picture  # noqa: PLC0415
+        from yunlu.scheduler.spot.picture import check_picture  # noqa: PLC0415
 
         check_picture(plot)
     random = np.random.default_rng(seed)
     markets = _read(trace, price=price, instance=instance, zone=zone, below=below)
     markets = [each for each in markets if len(each) * each.step_s > job.deadline_s] or markets
     if interruptions:
-        from yunlu.pool.spot.interruptions import interrupt  # noqa: PLC0415
-        from yunlu.pool.spot.prior import PRIOR  # noqa: PLC0415
+        from yunlu.scheduler.spot.interruptions import interrupt  # noqa: PLC0415
+        from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(each, PRIOR, random=random) for each in markets]
     begun = draw_starts(markets, job, each=starts, random=random)
     trials = run_trials(job, begun, knows_past=past, with_optimum=optimum)
     standings = rank(trials)
     if plot is not None:
-        from yunlu.pool.spot.picture import draw_trials  # noqa: PLC0415
+        from yunlu.scheduler.spot.picture import draw_trials  # noqa: PLC0415
 
         draw_trials(
             job, trials, dict(zip([each.name for each in markets], markets, strict=True)), plot
@@ -118,7 +118,7 @@ def spot(
 
 
 def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
-    from yunlu.pool.spot.values import DeadlineJob  # noqa: PLC0415 - imports numpy's types only
+    from yunlu.scheduler.spot.values import DeadlineJob  # noqa: PLC0415 - imports numpy's types only
 
     if not (work > 0 and restart >= 0):
         raise SpotError("--work must be above 0 and --restart not below it.")
@@ -137,7 +137,7 @@ def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
 def _read(
     paths: Sequence[Path], *, price: float, instance: str | None, zone: str, below: float
 ) -> list[Market]:
-    from yunlu.pool.spot.traces import read_availability, read_prices  # noqa: PLC0415
+    from yunlu.scheduler.spot.traces import read_availability, read_prices  # noqa: PLC0415
 
     if not 0 < price < 1:
         raise SpotError(f"--price: {price:g} is not between 0 and 1, the price of on-demand.")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from yunlu.steward.explanation import Explanation
-    from yunlu.steward.queue import Entry
+    from yunlu.scheduler.explanation import Explanation
+    from yunlu.scheduler.queue import Entry
 
 _PHASES = {
     "running": ("●", "bold green"),

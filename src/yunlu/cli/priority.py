@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yunlu.cli.page import make_console, to_json
 from yunlu.jobs import service
-from yunlu.steward.queue import set_priority
+from yunlu.scheduler.queue import set_priority
 
 
 def priority(run: str, number: int, /, *, json: bool = False) -> int:

@@ -17,9 +17,9 @@ from yunlu.cli.page import ACCENT, indented, make_console, plain_table
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import worker_environment
 from yunlu.core.units import show_bytes, show_count, show_duration
+from yunlu.executors.worker_process import require_training
 from yunlu.jobs import calibration as known
 from yunlu.planning.probed import Probed
-from yunlu.pool.local import require_training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

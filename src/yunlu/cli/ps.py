@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
-from yunlu.core.rundir import RunDir
-from yunlu.core.states import RunState
 from yunlu.core.units import show_duration, show_number
 from yunlu.jobs import service
 from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.run import remaining_s
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

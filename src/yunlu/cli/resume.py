@@ -9,10 +9,10 @@ from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of
 from yunlu.jobs.launch import find_launch
-from yunlu.steward.control import is_queued_again
+from yunlu.scheduler.control import is_queued_again
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
 
 
 def resume(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yunlu.cli.page import make_console, state_text, to_json
 from yunlu.jobs import service
-from yunlu.steward.queue import withdraw
+from yunlu.scheduler.queue import withdraw
 
 
 def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:

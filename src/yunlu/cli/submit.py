@@ -11,9 +11,9 @@ from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
 from yunlu.core.errors import StoreError, nearest
 from yunlu.jobs import service
-from yunlu.steward.control import find_service
-from yunlu.steward.journal import Journal
-from yunlu.steward.queue import enqueue, read_asked, read_entry
+from yunlu.scheduler.control import find_service
+from yunlu.scheduler.journal import Journal
+from yunlu.scheduler.queue import enqueue, read_asked, read_entry
 
 Number = Annotated[int | None, Parameter(show_default=False)]
 

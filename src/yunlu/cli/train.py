@@ -12,12 +12,12 @@ from yunlu.cli.display import Display, JsonDisplay, LiveDisplay, PlainDisplay
 from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
 from yunlu.core.errors import StoreError, YunluError
-from yunlu.core.rundir import RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs import launch, service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.launch import find_launch
 from yunlu.jobs.run import error_of, log_tail
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Generator

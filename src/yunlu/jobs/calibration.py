@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING
 import psutil
 from pydantic import ValidationError
 
-from yunlu.catalog.device import DeviceModel
-from yunlu.catalog.offer import HERE, Offer
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import read_settings, worker_environment
-from yunlu.core.states import RunState
+from yunlu.hardware.device import DeviceModel
+from yunlu.hardware.offer import HERE, Offer
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration, RunFigure
 from yunlu.planning.plan import Measured, Plan
@@ -39,12 +37,14 @@ from yunlu.planning.probed import (
     parse_probes,
     read_processor,
 )
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from yunlu.core.rundir import Event
     from yunlu.planning.probed import Probed
+    from yunlu.runs.run_dir import Event
 
 _STARTS = 9
 """Runs whose starts tell how long the next one takes."""

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from yunlu.catalog.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
-from yunlu.catalog.device import MIB, PRECISIONS
-from yunlu.catalog.entries import Additions, MachineEntry, offers_of, read_additions
-from yunlu.catalog.offer import HERE, OWN_CLOUD
-from yunlu.catalog.skypilot import Imported, check_columns, read_skypilot
-from yunlu.catalog.table import write_offers
 from yunlu.core.errors import did_you_mean
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
+from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
+from yunlu.hardware.device import MIB, PRECISIONS
+from yunlu.hardware.entries import Additions, MachineEntry, offers_of, read_additions
+from yunlu.hardware.offer import HERE, OWN_CLOUD
+from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
+from yunlu.hardware.table import write_offers
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from yunlu.catalog.device import DeviceModel
+    from yunlu.hardware.device import DeviceModel
 
 _RESERVED = {OWN_CLOUD: "your own machines are", HERE: "this machine is"}
 """Clouds that nobody's prices can be imported for."""

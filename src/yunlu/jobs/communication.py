@@ -7,16 +7,16 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.rundir import EventKind
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
 from yunlu.jobs.recorded import number, step_s
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from yunlu.core.rundir import Event
     from yunlu.jobs.recorded import Record, Recorded
+    from yunlu.runs.run_dir import Event
 
 
 class Expectation(Value):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from yunlu.core.rundir import EventKind
 from yunlu.jobs.findings import Comparison
 from yunlu.jobs.recorded import points, samples_of_steps, step_s
 from yunlu.planning.plan import Measured
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from yunlu.jobs.recorded import Recorded

@@ -9,19 +9,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import read_lines
-from yunlu.core.rundir import EventKind
 from yunlu.jobs.charts import thin
 from yunlu.jobs.findings import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
 from yunlu.jobs.recorded import held_up_s, number, step_s
 from yunlu.jobs.words import both
 from yunlu.planning.layout import AXES, parse_layout
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.core.rundir import Event, RunDir
     from yunlu.jobs.charts import Point
     from yunlu.jobs.recorded import Record, Recorded
+    from yunlu.runs.run_dir import Event, RunDir
 
 _Key = tuple[int, int]
 """Life and generation."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from yunlu.core.states import RunState
 from yunlu.core.value import Value
 from yunlu.jobs.communication import Communication
 from yunlu.planning.plan import Plan
+from yunlu.runs.states import RunState
 
 
 class Curve(Value):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import Event, RunDir
 from yunlu.jobs.run import fold, new_record, settle
+from yunlu.runs.run_dir import Event, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from yunlu.core.rundir import EventKind
 from yunlu.core.units import show_count, show_duration
 from yunlu.jobs.findings import Finding, Incident, Padding, TracedSteps
 from yunlu.jobs.recorded import number, points, samples_of_steps
 from yunlu.jobs.words import in_english
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,13 +13,13 @@ import psutil
 
 from yunlu.core.errors import JobError, TrainingError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import RunDir
-from yunlu.core.states import RunState
+from yunlu.executors.external_launcher import find_place, program, signals_passed_on, take_part
+from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
-from yunlu.pool.launch import find_place, program, signals_passed_on, take_part
-from yunlu.pool.local import require_training, start_worker
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:

@@ -16,32 +16,32 @@ from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.outlook_notes import note_lone, note_prices, note_terms
 from yunlu.jobs.shapes import find_shape
 from yunlu.jobs.supply import can_train, correct_here, find_supply
-from yunlu.planning.choice.choosing import Ask, choose_options, list_candidates, price_all, weigh
-from yunlu.planning.choice.grid import Rules
-from yunlu.planning.choice.limits import Limits
-from yunlu.planning.choice.options import Options, PlanError
-from yunlu.planning.choice.reasons import give_reasons
-from yunlu.planning.choice.search import EVALUATED, Question, Work
-from yunlu.planning.choice.spot import START_HERE_S
 from yunlu.planning.conflicts import find_clashes, refuse_conflicts
-from yunlu.planning.foretell.constants import STACKS
-from yunlu.planning.foretell.memory import StateBytes
-from yunlu.planning.foretell.points import RECOMPUTE
 from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.memory import StateBytes
+from yunlu.planning.predict.points import RECOMPUTE
+from yunlu.planning.search.choosing import Ask, choose_options, list_candidates, price_all, weigh
+from yunlu.planning.search.grid import Rules
+from yunlu.planning.search.limits import Limits
+from yunlu.planning.search.options import Options, PlanError
+from yunlu.planning.search.reasons import give_reasons
+from yunlu.planning.search.search import EVALUATED, Question, Work
+from yunlu.planning.search.spot import START_HERE_S
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.spec.goal import read_span_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.catalog.catalog import Catalog
+    from yunlu.hardware.catalog import Catalog
     from yunlu.jobs.shapes import FoundShape
-    from yunlu.planning.choice.choosing import Weighed
-    from yunlu.planning.choice.options import Option
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
+    from yunlu.planning.search.choosing import Weighed
+    from yunlu.planning.search.options import Option
     from yunlu.spec.job import Job
 
 USUAL_DEVICES = 64

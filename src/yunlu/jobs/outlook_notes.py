@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.catalog.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
+from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 from yunlu.planning.conflicts import find_clashes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.planning.choice.options import Options
-    from yunlu.planning.choice.rigs import Price
+    from yunlu.planning.search.options import Options
+    from yunlu.planning.search.rigs import Price
     from yunlu.spec.job import Job
 
 

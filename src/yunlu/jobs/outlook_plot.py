@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import JobError, missing_part
 from yunlu.core.files import write_atomically
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.planning.choice.explain import describe_layout
+from yunlu.planning.search.explain import describe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from yunlu.jobs.outlook import Outlook
-    from yunlu.planning.choice.options import Option
+    from yunlu.planning.search.options import Option
 
     Candidate = tuple[float, float, str]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.planning.foretell.figures import COLUMNS
-from yunlu.planning.foretell.rows import foretell_rows
+from yunlu.planning.predict.figures import COLUMNS
+from yunlu.planning.predict.rows import foretell_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.files import sync_directory, write_atomically
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
-from yunlu.pool.local import record_worker, this_process
+from yunlu.executors.worker_process import record_worker, this_process
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from yunlu.spec.job import Job

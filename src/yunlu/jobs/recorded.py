@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.files import read_lines
-from yunlu.core.rundir import Event, EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yunlu.core.rundir import RunDir
     from yunlu.jobs.charts import Point
+    from yunlu.runs.run_dir import RunDir
 
 Record = dict[str, float]
 """The numbers of one step, by the names of ``METRIC_KEYS``."""

@@ -16,9 +16,7 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind
 from yunlu.core.settings import read_settings
-from yunlu.core.states import RunState, replay_move
 from yunlu.core.units import show_bytes
 from yunlu.jobs.charts import smooth, thin
 from yunlu.jobs.communication import read_communication
@@ -54,16 +52,18 @@ from yunlu.jobs.recorded import (
 )
 from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState, replay_move
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.core.rundir import RunDir
     from yunlu.core.value import Value
     from yunlu.jobs.charts import Point
     from yunlu.jobs.findings import EvaluationRow
     from yunlu.jobs.recorded import Recorded
+    from yunlu.runs.run_dir import RunDir
 
 __all__ = ["Report", "build_report", "write_report"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import ask, read_crew
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import WORKERS
-from yunlu.core.states import RunState
+from yunlu.executors.finding import is_elsewhere
 from yunlu.jobs.service import read_record
-from yunlu.pool.executors.finding import is_elsewhere
+from yunlu.runs.run_dir import WORKERS
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import ask, read_crew
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,18 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError
-from yunlu.core.rundir import Event, EventKind, RunDir
-from yunlu.core.states import RunState, check_move, replay_move
 from yunlu.core.value import Value
-from yunlu.pool.crew import living_workers
-from yunlu.pool.executors import memory
-from yunlu.pool.executors.finding import is_elsewhere, is_held, last_reason
-from yunlu.pool.local import WorkerProcess, launch_lock, recorded_worker, worker_lock_is_free
+from yunlu.executors import memory
+from yunlu.executors.finding import is_elsewhere, is_held, last_reason
+from yunlu.executors.worker_group import living_workers
+from yunlu.executors.worker_process import (
+    WorkerProcess,
+    launch_lock,
+    recorded_worker,
+    worker_lock_is_free,
+)
+from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.states import RunState, check_move, replay_move
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

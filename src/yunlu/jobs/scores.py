@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
-from yunlu.core.rundir import EventKind
 from yunlu.jobs.findings import ClassScore, ConfusionMatrix, EvaluationRow, Example, Headline
 from yunlu.jobs.recorded import number, numbers
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import RunDir
 from yunlu.core.settings import read_settings
-from yunlu.core.states import RunState
-from yunlu.jobs.publishing import publish, sweep
-from yunlu.jobs.run import (
-    RunRecord,
-    error_of,
-    log_tail,
-    move,
-    new_record,
-    settle,
-    worker_of,
-)
-from yunlu.pool.crew import end_workers
-from yunlu.pool.executors.finding import executor_of, is_elsewhere, is_held, open_executor
-from yunlu.pool.executors.record import RECORD
-from yunlu.pool.executors.record import read_record as read_leases
-from yunlu.pool.local import (
+from yunlu.executors.finding import executor_of, is_elsewhere, is_held, open_executor
+from yunlu.executors.record import RECORD
+from yunlu.executors.record import read_record as read_leases
+from yunlu.executors.worker_group import end_workers
+from yunlu.executors.worker_process import (
     WorkerProcess,
     count_gpus,
     is_asynchronous,
@@ -40,14 +28,26 @@ from yunlu.pool.local import (
     this_process,
     worker_lock_is_free,
 )
+from yunlu.jobs.publishing import publish, sweep
+from yunlu.jobs.run import (
+    RunRecord,
+    error_of,
+    log_tail,
+    move,
+    new_record,
+    settle,
+    worker_of,
+)
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from yunlu.core.rundir import Event
+    from yunlu.executors.executor import Executor, Resized
+    from yunlu.hardware.fleet import Placement
     from yunlu.planning.plan import Plan
-    from yunlu.pool.allocation.values import Placement
-    from yunlu.pool.executors.executor import Executor, Resized
+    from yunlu.runs.run_dir import Event
     from yunlu.spec.job import Job
 
 IN_PROCESS = "python:objects"

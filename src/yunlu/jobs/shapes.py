@@ -18,11 +18,11 @@ from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
+from yunlu.executors.worker_process import require_training
 from yunlu.planning.models.hf_config import can_describe, shape_from_config
 from yunlu.planning.models.known_models import find_config
 from yunlu.planning.models.own_models import own_adapter, own_transformer
 from yunlu.planning.models.shape import ModelShape
-from yunlu.pool.local import require_training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
-from yunlu.core.rundir import RunDir
 from yunlu.jobs import service
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import ModelSpec
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import RunDir
 from yunlu.jobs.run import RunRecord, new_record, settle
+from yunlu.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

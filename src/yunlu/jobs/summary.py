@@ -11,11 +11,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.core.states import RunState
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.charts import show_metric, show_quantity
 from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.crew import name_worker, say_fault
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

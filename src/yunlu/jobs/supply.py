@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.catalog.catalog import Catalog, CatalogError
-from yunlu.catalog.offer import HERE
+from yunlu.hardware.catalog import Catalog, CatalogError
+from yunlu.hardware.offer import HERE
 from yunlu.jobs.calibration import read_calibration, this_machine
-from yunlu.planning.choice.options import PlanError
-from yunlu.planning.choice.rigs import Price, gather_rigs
-from yunlu.planning.choice.search import Measured, Question, Rig, hold, search
-from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.guess import name_work
+from yunlu.planning.predict.step_time import step_time
+from yunlu.planning.search.options import PlanError
+from yunlu.planning.search.rigs import Price, gather_rigs
+from yunlu.planning.search.search import Measured, Question, Rig, hold, search
 
 if TYPE_CHECKING:
-    from yunlu.catalog.offer import Offer
+    from yunlu.hardware.offer import Offer
     from yunlu.planning.calibration import Quantity
-    from yunlu.planning.foretell.points import Points
+    from yunlu.planning.predict.points import Points
     from yunlu.spec.goal import GoalSpec
     from yunlu.spec.job import Job
 

@@ -8,17 +8,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from yunlu.catalog.links import Link
+from yunlu.hardware.links import Link
 from yunlu.planning.calibration import NOISE, VERSION, Z_80, Calibration
-from yunlu.planning.foretell.local import own_s, pass_s, per_sample_s, update_s
 from yunlu.planning.plan import Foretold
+from yunlu.planning.predict.local import own_s, pass_s, per_sample_s, update_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.planning.calibration import Belief
-    from yunlu.planning.foretell.local import Work
     from yunlu.planning.plan import Prediction, Profile, Settings
+    from yunlu.planning.predict.local import Work
     from yunlu.planning.probed import Probed
     from yunlu.spec.job import Job
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from yunlu.catalog.links import Link
 from yunlu.core.value import Value
+from yunlu.hardware.links import Link
 from yunlu.planning.facts import ModelFacts
 from yunlu.planning.layout import Layout, parse_layout
 

@@ -30,7 +30,7 @@ from yunlu.planning.transfer import Scale, advise
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.catalog.machine import Device, Machine
+    from yunlu.hardware.machine import Device, Machine
     from yunlu.planning.guess import Guess
     from yunlu.planning.plan import Profile
     from yunlu.planning.splitting import Split

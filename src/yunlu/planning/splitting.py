@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from yunlu.catalog.links import LOOPBACK, PCIE
 from yunlu.core.errors import JobError, ModelError
+from yunlu.hardware.links import LOOPBACK, PCIE
 from yunlu.planning.facts import (
     NOBODY_LOOKED,
     ModelFacts,
@@ -29,7 +29,7 @@ from yunlu.planning.layouts import (
 )
 
 if TYPE_CHECKING:
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.planning.facts import Share
     from yunlu.planning.plan import Plan, Profile, Settings
     from yunlu.spec.job import Job

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.rundir import EventKind
 from yunlu.core.value import Value
 from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
 from yunlu.planning.schedule import rate
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.assembly import make_order_of
 from yunlu.training.data.growth import TurnedOrder
 from yunlu.training.data.order import make_order

@@ -6,10 +6,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import read_crew
-from yunlu.core.rundir import EventKind
 from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import layouts_by_count
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.worker_group import read_crew
 from yunlu.spec.job import Job
 from yunlu.training.crew_worker import Loaded, Worker
 from yunlu.training.determinism import set_deterministic
@@ -21,8 +21,8 @@ from yunlu.training.prepare import settle_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
-    from yunlu.core.crew import Crew
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.worker_group import Crew
     from yunlu.training.elastic.member import Member
 
 _MOST_WORKERS = 64

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.training.data.order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.checkpoint.crew import Crew
     from yunlu.training.communication.agreement import Ask
     from yunlu.training.engine import Engine

@@ -16,10 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
 from yunlu.training.checkpoint.crew import Crew
@@ -46,7 +46,7 @@ from yunlu.training.trackers.open import TrackerThread, open_trackers
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.planning.layout import Layout
     from yunlu.spec.job import Job
     from yunlu.training.elastic.member import Member

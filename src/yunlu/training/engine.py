@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.core.rundir import EventKind
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.assembly import (
     arrange,
     level,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu import __version__
 
 if TYPE_CHECKING:
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
 
 PACKAGES = (
     "torch",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Splits, Task
 

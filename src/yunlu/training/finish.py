@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.rundir import EventKind
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.export import Lineage, export
 from yunlu.training.measured import measure_run
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.catalog.machine import Machine
-    from yunlu.core.rundir import RunDir
+    from yunlu.hardware.machine import Machine
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.engine import Engine
     from yunlu.training.watch import TrainingWatch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from yunlu.training.elastic.becoming import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.muster import Muster
 
 

@@ -23,12 +23,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.launch import launched
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import launch_variables
-from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, resplit
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
@@ -51,8 +51,8 @@ from yunlu.training.trackers.open import TrackerThread, open_trackers
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.catalog.machine import Machine
     from yunlu.core.launch import Launched
+    from yunlu.hardware.machine import Machine
     from yunlu.training.crew_watch import CrewWatch
     from yunlu.training.parallel.world import World
     from yunlu.training.parts import Parts

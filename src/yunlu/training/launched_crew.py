@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore
 
-from yunlu.core.rundir import EventKind
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.crew_watch import CrewLog, CrewWatch, Unsupervised
 from yunlu.training.parallel.world import form_world
@@ -15,7 +15,7 @@ from yunlu.training.parallel.world import form_world
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.engine import Engine
     from yunlu.training.muster import Muster
     from yunlu.training.trackers.open import TrackerThread

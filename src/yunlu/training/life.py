@@ -12,15 +12,15 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
-from yunlu.core.rundir import EventKind
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.memory.shortage import is_out_of_memory
 from yunlu.training.watch import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from yunlu.core.rundir import RunDir
-    from yunlu.core.states import RunState
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.states import RunState
 
 
 class RunBusyError(StoreError):

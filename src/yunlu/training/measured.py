@@ -6,12 +6,12 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.core.rundir import EventKind
 from yunlu.planning.plan import Measured
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
-    from yunlu.catalog.machine import Machine
-    from yunlu.core.rundir import RunDir
+    from yunlu.hardware.machine import Machine
+    from yunlu.runs.run_dir import RunDir
 
 
 def measure_run(directory: RunDir, *, samples: int, machine: Machine) -> Measured:

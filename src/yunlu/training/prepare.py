@@ -8,11 +8,11 @@ import torch
 
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind
 from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
@@ -30,8 +30,8 @@ from yunlu.training.tasks.task import SPECIAL_KEYS, Heeds
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.catalog.machine import Machine
-    from yunlu.core.rundir import RunDir
+    from yunlu.hardware.machine import Machine
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
     from yunlu.training.models.weights import Origin
     from yunlu.training.tasks.task import Task

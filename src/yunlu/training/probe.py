@@ -21,11 +21,11 @@ import psutil
 import xxhash
 from pydantic import TypeAdapter
 
-from yunlu.catalog.machine import Device, Machine
 from yunlu.core.cgroup import Cgroup, read_cgroup
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
+from yunlu.hardware.machine import Device, Machine
 from yunlu.planning.probed import read_processor
 
 if TYPE_CHECKING:

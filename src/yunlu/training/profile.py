@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.planning.facts import ModelFacts
-    from yunlu.planning.foretell.local import Work
     from yunlu.planning.plan import Settings
+    from yunlu.planning.predict.local import Work
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
     from yunlu.training.tasks.task import Batch, Task

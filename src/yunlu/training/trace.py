@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from yunlu.core.rundir import EventKind
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch.autograd.profiler_util import EventList, FunctionEvent, FunctionEventAvg
 
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.plan import Plan
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.engine import Engine
 
 PHASES = ("data", "forward", "backward", "norm", "update")

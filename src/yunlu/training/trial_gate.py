@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
 
 PATIENCE_S = 5.0
 """How long a run waits at its last rung for another word; then it saves, and frees its devices."""

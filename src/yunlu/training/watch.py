@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
@@ -19,7 +19,7 @@ from yunlu.training.metric_log import MetricLog
 from yunlu.training.trial_gate import Ruling, open_gate
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.checkpoint.crew import Crew
     from yunlu.training.checkpoint.files import Entry
     from yunlu.training.checkpoint.reader import FileReader

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Literal
 
-from yunlu.catalog.offer import HERE
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
-from yunlu.planning.choice.options import Interval
-from yunlu.pool.local import count_gpus
+from yunlu.executors.worker_process import count_gpus
+from yunlu.hardware.offer import HERE
+from yunlu.planning.search.options import Interval
 from yunlu.spec.goal import read_span_s
 from yunlu.tuning.conducting.sharing import USUAL_POWER
 from yunlu.tuning.rungs import find_size, plan_alone

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from yunlu.catalog.catalog import load_catalog
 from yunlu.cli.main import main
+from yunlu.hardware.catalog import load_catalog
 
 MACHINE = """
 machines:

@@ -17,8 +17,8 @@ from rich.console import Console
 import yunlu
 from yunlu.cli.main import main
 from yunlu.cli.options import _spans, comparison_table, options_table
-from yunlu.planning.choice.options import Interval, Options
 from yunlu.planning.layout import Layout
+from yunlu.planning.search.options import Interval, Options
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 JOB = """\
@@ -185,7 +185,7 @@ def test_a_picture_is_written(job: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_measure_lets_a_worker_settle_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("yunlu.pool.local.WORKER", FAKE_WORKER)
+    monkeypatch.setattr("yunlu.executors.worker_process.WORKER", FAKE_WORKER)
     path = tmp_path / "job.yaml"
     path.write_text(
         "task: tabular-classification\ndata: made:x\nmodel: {name: mlp, args: {fate: finish}}\n"

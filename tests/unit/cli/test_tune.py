@@ -32,7 +32,7 @@ from yunlu.cli.study_tables import (
     studies_table,
     study_page,
 )
-from yunlu.planning.choice.options import Interval
+from yunlu.planning.search.options import Interval
 from yunlu.tuning import forecast
 from yunlu.tuning.forecast import TrialTime
 from yunlu.tuning.showing.dump import dump_study

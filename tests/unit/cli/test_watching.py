@@ -12,9 +12,9 @@ from rich.console import Console
 
 from yunlu.cli.display import Course, JsonDisplay, LiveDisplay, PlainDisplay, step_line
 from yunlu.cli.main import main
-from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric
+from yunlu.runs.run_dir import Event, EventKind, RunDir
 from yunlu.spec.job import Job
 
 FAKE = Path(__file__).parents[1] / "jobs" / "fake_worker.py"
@@ -37,7 +37,7 @@ PLAN = {
 @pytest.fixture(autouse=True)
 def fake_worker(monkeypatch):
     """Runs are worked on by a program that writes what a worker writes, without torch."""
-    monkeypatch.setattr("yunlu.pool.local.WORKER", (sys.executable, str(FAKE)))
+    monkeypatch.setattr("yunlu.executors.worker_process.WORKER", (sys.executable, str(FAKE)))
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_plan_shows_the_choices_without_making_a_run(job_file, capsys, own_home)
 
 def start_cli(*words):
     script = (
-        "import sys; import yunlu.pool.local as local; from yunlu.cli.main import main;"
+        "import sys; import yunlu.executors.worker_process as local; from yunlu.cli.main import main;"
         f"local.WORKER = (sys.executable, {str(FAKE)!r}); sys.exit(main({list(words)!r}))"
     )
     return subprocess.Popen(

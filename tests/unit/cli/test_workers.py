@@ -11,9 +11,9 @@ from rich.console import Console
 
 from yunlu.cli.display import LiveDisplay, PlainDisplay
 from yunlu.cli.main import main
-from yunlu.core.rundir import Event, EventKind
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric
+from yunlu.runs.run_dir import Event, EventKind
 
 RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_crew.py"))
 TRACEBACK = "Traceback (most recent call last):\n  File loop.py, line 3\nValueError: no such label"

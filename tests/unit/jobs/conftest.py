@@ -11,7 +11,7 @@ FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 @pytest.fixture
 def fake_worker(monkeypatch):
     """Runs are worked on by a program that writes what a worker writes, without torch."""
-    monkeypatch.setattr("yunlu.pool.local.WORKER", FAKE_WORKER)
+    monkeypatch.setattr("yunlu.executors.worker_process.WORKER", FAKE_WORKER)
 
 
 @pytest.fixture

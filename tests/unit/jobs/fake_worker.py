@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 
 PLAN = {
     "device": "cpu", "precision": "fp32", "batch": 32, "micro_batch": 32, "accumulation": 1,

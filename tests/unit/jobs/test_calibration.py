@@ -16,13 +16,13 @@ from tests.unit.planning.test_planner import job
 from tests.unit.planning.test_probed import pace, planned, probe
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs import calibration as known
 from yunlu.jobs.report import build_report, write_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.plan import Measured
 from yunlu.planning.probed import FOLDER, StartFigures, dump_probes
+from yunlu.runs.run_dir import EventKind, RunDir
 
 
 @pytest.fixture(autouse=True)

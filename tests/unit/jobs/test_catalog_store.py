@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from yunlu.catalog.catalog import CatalogError, load_catalog
 from yunlu.core.settings import worker_environment
+from yunlu.hardware.catalog import CatalogError, load_catalog
 from yunlu.jobs import catalog_store
 
 ADDITIONS = """

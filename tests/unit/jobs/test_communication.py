@@ -14,12 +14,12 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs.communication import Communication, communication_lines
 from yunlu.jobs.page import render_page
 from yunlu.jobs.report import Report, build_report, write_report
 from yunlu.jobs.summary import print_summary
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
 SCRIPT: str = RUNS["SCRIPT"]

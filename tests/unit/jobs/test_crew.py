@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import Event, EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs.crew import newest_crew, read_crew, read_samples
 from yunlu.jobs.page import render_page
 from yunlu.jobs.picture import picture_layout
@@ -23,6 +21,8 @@ from yunlu.jobs.recorded import Recorded
 from yunlu.jobs.report import Report, build_report, write_report
 from yunlu.jobs.summary import print_summary
 from yunlu.planning.layout import Layout, parse_layout
+from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

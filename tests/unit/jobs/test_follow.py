@@ -2,9 +2,9 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import Event, EventKind, RunDir
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric, end_of, follow
+from yunlu.runs.run_dir import Event, EventKind, RunDir
 
 
 @pytest.fixture

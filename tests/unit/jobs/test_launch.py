@@ -10,8 +10,8 @@ import pytest
 
 from yunlu.core.errors import JobError
 from yunlu.core.launch import Launched
-from yunlu.core.rundir import RunDir
 from yunlu.jobs import launch, service
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 
 LAUNCHED = {

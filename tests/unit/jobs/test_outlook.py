@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from yunlu.catalog.catalog import CatalogError
 from yunlu.core.errors import DataError, JobError
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import read_settings
+from yunlu.hardware.catalog import CatalogError
 from yunlu.jobs import outlook
 from yunlu.jobs.amounts import block_length, count_amounts
 from yunlu.jobs.asking import ask_job
@@ -25,10 +24,11 @@ from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.outlook_plot import draw_outlook, find_front
 from yunlu.jobs.shapes import FoundShape, find_shape
 from yunlu.planning.calibration import Calibration, RunFigure
-from yunlu.planning.choice.options import Interval, Option, PlanError
-from yunlu.planning.choice.spot import START_HERE_S
 from yunlu.planning.guess import name_work
 from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
+from yunlu.planning.search.options import Interval, Option, PlanError
+from yunlu.planning.search.spot import START_HERE_S
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import Event, EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs.report import Report, build_report, write_report
 from yunlu.planning.plan import Choice, Plan, Prediction
+from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

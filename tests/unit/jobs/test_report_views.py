@@ -14,10 +14,10 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.jobs.page import render_page
 from yunlu.jobs.report import build_report, write_report
 from yunlu.jobs.summary import print_summary, sparkline
+from yunlu.runs.run_dir import EventKind, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable

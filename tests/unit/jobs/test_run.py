@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import StoreError, TrainingError
-from yunlu.core.rundir import Event, EventKind, RunDir
-from yunlu.core.states import LEGAL_MOVES, RunState, check_move, replay_move
+from yunlu.executors.worker_process import WorkerProcess, launch_lock, record_worker, this_process
 from yunlu.jobs.run import (
     error_of,
     log_tail,
@@ -21,7 +20,8 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.pool.local import WorkerProcess, launch_lock, record_worker, this_process
+from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.states import LEGAL_MOVES, RunState, check_move, replay_move
 
 STATES = list(RunState)
 

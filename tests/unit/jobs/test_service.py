@@ -5,11 +5,11 @@ import psutil
 import pytest
 
 from yunlu.core.errors import StoreError, TrainingError
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
+from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import follow
-from yunlu.pool.local import recorded_worker
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 pytestmark = pytest.mark.usefixtures("fake_worker")

@@ -10,9 +10,9 @@ import pytest
 
 from yunlu.client import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs.start import find_start
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.load import InvalidJobError
 
 JOB = "task: text-classification\ndata: mine.txt\n"

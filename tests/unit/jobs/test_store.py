@@ -8,10 +8,10 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.store import MIGRATIONS, SCHEMA, Store
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 
 
 def test_schema_known_to_the_store_is_the_newest_migration():

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
-from yunlu.catalog.offer import HERE, Offer
-from yunlu.planning.choice.choosing import Ask, choose_options, weigh
-from yunlu.planning.choice.limits import Limits
-from yunlu.planning.choice.options import Option, Options, PlanError
-from yunlu.planning.choice.replacing import narrow
-from yunlu.planning.choice.rigs import Price
-from yunlu.planning.choice.search import USABLE, hold, search
-from yunlu.planning.choice.spot import lost_share
+from yunlu.hardware.offer import HERE, Offer
+from yunlu.planning.search.choosing import Ask, choose_options, weigh
+from yunlu.planning.search.limits import Limits
+from yunlu.planning.search.options import Option, Options, PlanError
+from yunlu.planning.search.replacing import narrow
+from yunlu.planning.search.rigs import Price
+from yunlu.planning.search.search import USABLE, hold, search
+from yunlu.planning.search.spot import lost_share
 
 OFFERS = (
     Offer(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.catalog.machine import Device, Machine
 from yunlu.core.errors import DataError, JobError, ModelError
+from yunlu.hardware.machine import Device, Machine
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan, Profile
 from yunlu.planning.planner import (

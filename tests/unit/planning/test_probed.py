@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.test_planner import job, machine, profile
 from yunlu.planning.calibration import Z_80, Calibration, RunFigure, learn
-from yunlu.planning.foretell.local import (
+from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
+from yunlu.planning.plan import Plan
+from yunlu.planning.planner import make_plan
+from yunlu.planning.predict.local import (
     Operators,
     Pass,
     Work,
@@ -21,9 +24,6 @@ from yunlu.planning.foretell.local import (
     pass_s,
     update_operators,
 )
-from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
-from yunlu.planning.plan import Plan
-from yunlu.planning.planner import make_plan
 from yunlu.planning.probed import (
     LinkFigures,
     Pace,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.planning.foretell.test_memory import EIGHT_B
-from yunlu.planning.choice.probing import Predictions, chance_to_run, expected_speed, next_probe
-from yunlu.planning.foretell.points import Points, make_points
+from tests.unit.planning.predict.test_memory import EIGHT_B
+from yunlu.planning.predict.points import Points, make_points
+from yunlu.planning.search.probing import Predictions, chance_to_run, expected_speed, next_probe
 
 
 def candidates(**columns: Any) -> Points:

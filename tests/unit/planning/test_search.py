@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.planning.choice.grid import LAYOUT_COLUMNS, Rules, divisors, lay_out
-from yunlu.planning.choice.search import Question, Rig, Work, hold, node_counts, run_seconds, search
-from yunlu.planning.foretell.points import PRECISIONS, Points, make_points
-from yunlu.planning.foretell.step_time import step_time
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.models.shape import ModelShape
+from yunlu.planning.predict.points import PRECISIONS, Points, make_points
+from yunlu.planning.predict.step_time import step_time
+from yunlu.planning.search.grid import LAYOUT_COLUMNS, Rules, divisors, lay_out
+from yunlu.planning.search.search import Question, Rig, Work, hold, node_counts, run_seconds, search
 
 SHAPE = ModelShape(
     name="small",

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.foretell.points import Points, concatenate, make_points
 from yunlu.planning.models.arithmetic import (
     active_parameters,
     adapter_parameters,
@@ -23,6 +22,7 @@ from yunlu.planning.models.arithmetic import (
     visible,
 )
 from yunlu.planning.models.shape import Adapter, Experts, Latent, ModelShape
+from yunlu.planning.predict.points import Points, concatenate, make_points
 
 LLAMA3_8B = ModelShape(
     name="llama3-8b",

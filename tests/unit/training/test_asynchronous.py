@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_plan
 from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.averages import settle_averages

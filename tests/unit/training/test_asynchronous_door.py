@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from yunlu.core.crew import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.core.errors import StoreError
-from yunlu.core.rundir import WORKERS, EventKind, RunDir
 from yunlu.core.value import Value
+from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
+from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import door as door_module
 from yunlu.training.asynchronous.door import Door
 from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.planning.large_batch import efficiency
 from yunlu.planning.plan import Plan, Prediction
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.course import TURN_EVERY, Course, Turn
 from yunlu.training.data.growth import GrowingOrder, RunOrder, TurnedOrder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.training.crew_watch import CrewLog
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
-from yunlu.pool.local import worker_lock_is_free
+from yunlu.executors.worker_process import worker_lock_is_free
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.checkpoint import files
 from yunlu.training.tasks.objects import ObjectTask

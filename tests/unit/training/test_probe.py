@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from yunlu.catalog.machine import Device, Machine
 from yunlu.core.cgroup import Cgroup
+from yunlu.hardware.machine import Device, Machine
 from yunlu.training import probe
 
 if TYPE_CHECKING:

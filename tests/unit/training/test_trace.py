@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from yunlu.core.rundir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.training import trace
 from yunlu.training.trace import PHASES, Trace, choose_window, with_ranges
 

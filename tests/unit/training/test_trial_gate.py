@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.training.trial_gate import Ruling, TrialGate, open_gate
 
 HOURS_S = 7200.0

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.training.tasks.objects import ObjectTask
 from yunlu.training.tasks.task import Batch
 from yunlu.training.worker import run as live

@@ -9,10 +9,10 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.jobs import service
 from yunlu.jobs.run import new_record
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
 from yunlu.tuning.conducting.live import Live

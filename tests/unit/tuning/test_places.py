@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests.integration.toy_study import toy_job
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
+from yunlu.executors.record import Record, write_record
+from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.pool.executors.record import Record, write_record
-from yunlu.pool.local import recorded_worker
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.scheduler.journal import Journal
+from yunlu.scheduler.notes import Notes, write_notes
+from yunlu.scheduler.queue import Entry, read_entry, scan
 from yunlu.spec.job import Job
-from yunlu.steward.journal import Journal
-from yunlu.steward.notes import Notes, write_notes
-from yunlu.steward.queue import Entry, read_entry, scan
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces, find_places

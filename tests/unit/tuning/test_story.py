@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from yunlu.core.rundir import Event, EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.story import Story
 
 

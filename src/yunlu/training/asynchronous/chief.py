@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last, read_lines
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
 from yunlu.planning.communication.forecast import Setting
 from yunlu.planning.schedule import rate
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
 from yunlu.training.communication.servers.client import ServerClient
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.plan import Plan
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
     from yunlu.training.communication.servers.rules import ServerRules
     from yunlu.training.parts import Parts

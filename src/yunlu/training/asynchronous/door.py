@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.crew import LOCAL, Crew, reachable, write_crew
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import WORKERS, EventKind
 from yunlu.core.settings import bind_address
+from yunlu.runs.run_dir import WORKERS, EventKind
+from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
 from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE
 from yunlu.training.elastic.links import Links
 from yunlu.training.elastic.messages import (
@@ -36,8 +36,8 @@ from yunlu.training.elastic.messages import (
 )
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.layout import Layout
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.elastic.links import Link
     from yunlu.training.elastic.messages import Message
 

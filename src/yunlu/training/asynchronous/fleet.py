@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from yunlu.core.errors import TrainingError, YunluError
 from yunlu.core.files import read_last
-from yunlu.core.rundir import EventKind
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.communication.servers.link import ServerLostError
 from yunlu.training.elastic.logbook import Logbook
 from yunlu.training.elastic.messages import Failed, as_failure
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
 
 STOPPED = 10
 """Exit code of who was asked to stop, and did."""

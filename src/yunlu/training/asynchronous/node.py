@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from yunlu.core.crew import WRONG_TOKEN, read_crew
-from yunlu.core.rundir import RunDir
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.fleet import Fleet, Place, describe
 from yunlu.training.asynchronous.worker import fit, work

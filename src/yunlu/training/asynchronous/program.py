@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.core.rundir import WORKERS, EventKind, RunDir
 from yunlu.core.settings import bind_address
-from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.chief import Chief
 from yunlu.training.asynchronous.door import Door

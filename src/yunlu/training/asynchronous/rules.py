@@ -8,8 +8,8 @@ from yunlu.core.errors import JobError
 from yunlu.training.communication.servers.rules import ServerRules
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.plan import Plan
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 _SILENCE_S = 120.0

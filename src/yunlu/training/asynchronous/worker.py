@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from yunlu.core.rundir import EventKind
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.run_dir import EventKind
 from yunlu.training import loop
 from yunlu.training.assembly import seed_step
 from yunlu.training.communication.servers.client import ServerClient
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.plan import Plan
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
     from yunlu.training.communication.agreement import Ask
     from yunlu.training.communication.servers.rules import Ticket

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import JobError
-from yunlu.core.rundir import EventKind
 from yunlu.planning.communication.choosing import Pinned, Question, choose
 from yunlu.planning.communication.figures import Work
 from yunlu.planning.communication.forecast import Setting
 from yunlu.planning.communication.leaving import find_leaving
 from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, find_rival, renew, should_switch
+from yunlu.runs.run_dir import EventKind
 from yunlu.training.communication.audition import Audition
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import Together

@@ -6,8 +6,8 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
 from yunlu.training.elastic.helm import STILLBORN, Helm
 from yunlu.training.elastic.messages import (
     Answer,

@@ -10,15 +10,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import Crew, FrameError, Unpacker, read_crew
-from yunlu.core.rundir import EventKind
 from yunlu.core.settings import worker_environment
-from yunlu.core.states import RunState
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import Crew, FrameError, Unpacker, read_crew
 from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
     from yunlu.core.value import Value
+    from yunlu.runs.run_dir import RunDir
 
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 GIVE_UP_S = 60.0

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 from yunlu.training.elastic.decide import Decision, decide
 from yunlu.training.elastic.messages import (
     Assignment,

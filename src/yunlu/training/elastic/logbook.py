@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import append_lines
-from yunlu.core.rundir import EventKind
+from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.core.rundir import RunDir
     from yunlu.planning.layout import Layout
+    from yunlu.runs.run_dir import RunDir
     from yunlu.training.elastic.messages import Failed
     from yunlu.training.elastic.roster import MemberRecord, Roster
     from yunlu.training.elastic.watchdog import Verdict

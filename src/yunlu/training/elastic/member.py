@@ -51,8 +51,8 @@ from yunlu.training.parallel.world import World, form_world
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from yunlu.core.rundir import RunDir
     from yunlu.core.value import Value
+    from yunlu.runs.run_dir import RunDir
 
 BEAT_S = 0.2
 _CUT_AGAIN_S = 0.05

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from yunlu.core.crew import FrameError, pack
 from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
 from yunlu.planning.layout import Layout, Place
+from yunlu.runs.worker_group import FrameError, pack
 
 HELLO_BYTES = 4096
 """Before the token is checked, nobody may say more than this."""

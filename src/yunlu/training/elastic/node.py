@@ -20,9 +20,9 @@ import psutil
 import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
-from yunlu.core.crew import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.core.errors import TrainingError
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
 from yunlu.training.elastic.member import Member, run_member

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from yunlu.core.crew import LOCAL
+from yunlu.runs.worker_group import LOCAL
 from yunlu.training.elastic.decide import Report
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
-from yunlu.core.crew import Crew, CrewMember, reachable, read_crew, write_crew
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import bind_address, worker_environment
-from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
 from yunlu.training.elastic.becoming import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.contact import run_is_over

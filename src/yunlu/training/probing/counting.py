@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from yunlu.planning.foretell.local import (
+from yunlu.planning.predict.local import (
     Operators,
     Pass,
     Work,

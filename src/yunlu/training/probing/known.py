@@ -13,7 +13,7 @@ from yunlu.training.probing.parent import started
 from yunlu.training.probing.stored import keep_probe, recall_probe
 
 if TYPE_CHECKING:
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
 
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 

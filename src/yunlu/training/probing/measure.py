@@ -39,7 +39,7 @@ from yunlu.training.probing.stored import keep_probe
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.planning.probed import Kind, Pace
     from yunlu.training.probing.paces import Bench
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from yunlu.planning.foretell.local import operators_s
+from yunlu.planning.predict.local import operators_s
 from yunlu.training.probing.counting import count_operators
 
 if TYPE_CHECKING:

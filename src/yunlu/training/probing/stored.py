@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.planning.calibration import Calibration
     from yunlu.planning.probed import Probed
 

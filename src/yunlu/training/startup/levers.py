@@ -17,7 +17,7 @@ from yunlu.training.tasks.task import check_padding, padding_options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.catalog.machine import Device, Machine
+    from yunlu.hardware.machine import Device, Machine
     from yunlu.planning.plan import Compiler, PrecisionName
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts

@@ -18,7 +18,7 @@ from yunlu.training.startup.search import Found, search
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.catalog.machine import Machine
+    from yunlu.hardware.machine import Machine
     from yunlu.spec.job import Job
     from yunlu.training.parts import Parts
     from yunlu.training.startup.meter import ModelMeter

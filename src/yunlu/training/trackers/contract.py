@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeAlias
 
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.training.trackers.tracker import Tracker
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
 from yunlu.core.files import write_atomically
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 from yunlu.training.environment import hide_credentials
 from yunlu.training.trackers.config import flatten, public_config
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 EXPERIMENT = "yunlu"

@@ -18,7 +18,7 @@ from yunlu.training.trackers.tracker import Tracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 GROUP = "yunlu.trackers"

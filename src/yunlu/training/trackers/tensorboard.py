@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, missing_part
 from yunlu.core.files import write_atomically
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 from yunlu.training.trackers.config import public_config
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
 
 PROJECT = "yunlu"

@@ -16,7 +16,7 @@ from yunlu.tuning.conducting.story import read_story
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.conducting.story import Story
 
 _MADE_ANEW = ("batch", "micro_batch", "padding", "precision", "compile", "recompute", "memory_gb")

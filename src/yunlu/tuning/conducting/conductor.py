@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.states import RunState
 from yunlu.jobs.run import new_record, settle
+from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.deciding import Decider
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
@@ -41,7 +41,7 @@ from yunlu.tuning.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.conducting.hosting import Elastic
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.conducting.story import Evaluated

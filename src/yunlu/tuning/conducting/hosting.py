@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.errors import StoreError
-from yunlu.core.states import RunState
 from yunlu.jobs.calibration import usual_start_s
+from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.pace import Paces
 from yunlu.tuning.conducting.sharing import find_promises, share
 from yunlu.tuning.conducting.trial_runs import write_verdict
@@ -18,7 +18,7 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.conducting.live import Live
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.conducting.sharing import Aim, Claim

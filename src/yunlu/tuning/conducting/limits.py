@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
     from yunlu.jobs.run import RunRecord
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.conducting.story import Story
 
 

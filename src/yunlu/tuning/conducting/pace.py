@@ -7,14 +7,14 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.steward.monitor import Course
+from yunlu.scheduler.monitor import Course
 from yunlu.tuning.conducting.places import restarts
 from yunlu.tuning.conducting.sharing import MANY, Claim, fit_power
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.values import Trial
 
 _RUNG_S = 60.0

@@ -14,29 +14,29 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.core.crew import read_crew
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.core.states import RunState
+from yunlu.executors import limits
+from yunlu.executors.finding import open_executor
+from yunlu.executors.record import read_record as read_leases
+from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
+from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.pool.allocation.values import Placement
-from yunlu.pool.executors import limits
-from yunlu.pool.executors.finding import open_executor
-from yunlu.pool.executors.record import read_record as read_leases
-from yunlu.pool.local import WORKER, count_gpus, recorded_worker
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import read_crew
+from yunlu.scheduler.control import find_service
+from yunlu.scheduler.hands import ExecutorHands, NotNowError
+from yunlu.scheduler.journal import Journal
+from yunlu.scheduler.needs import find_needs
+from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.queue import QUEUE, Entry, change_entry, put_back, read_entry, sign
 from yunlu.spec.job import Job
-from yunlu.steward.control import find_service
-from yunlu.steward.hands import ExecutorHands, NotNowError
-from yunlu.steward.journal import Journal
-from yunlu.steward.needs import find_needs
-from yunlu.steward.notes import read_notes
-from yunlu.steward.queue import QUEUE, Entry, change_entry, put_back, read_entry, sign
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
 
 PROMISING = 0.5
 """A trial that is better than half of those at its rung keeps the study's priority in the pool."""

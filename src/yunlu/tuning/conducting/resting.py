@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.states import RunState
+from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.objectives import refuse_failures
 from yunlu.tuning.conducting.trial_runs import drop_checkpoints, find_run
 from yunlu.tuning.facts import find_best

@@ -11,7 +11,7 @@ from yunlu.tuning.conducting.trial_runs import find_run, make_job, make_run
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import RunDir
+    from yunlu.runs.run_dir import RunDir
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.records import Records

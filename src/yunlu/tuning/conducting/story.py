@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.rundir import EventKind
-from yunlu.core.states import RunState, replay_move
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState, replay_move
 
 if TYPE_CHECKING:
-    from yunlu.core.rundir import Event, RunDir
+    from yunlu.runs.run_dir import Event, RunDir
 
 
 @dataclass(frozen=True, slots=True)

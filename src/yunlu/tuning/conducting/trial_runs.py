@@ -8,8 +8,8 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import EventKind, RunDir
 from yunlu.core.settings import read_settings
+from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:

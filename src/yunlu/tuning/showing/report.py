@@ -15,10 +15,10 @@ from markupsafe import Markup
 
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import write_atomically
-from yunlu.core.rundir import RunDir
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
 from yunlu.jobs.words import TEMPLATES as RUN_TEMPLATES
+from yunlu.runs.run_dir import RunDir
 from yunlu.tuning.showing.axes import value_axis
 from yunlu.tuning.showing.canvas import Shades
 from yunlu.tuning.showing.importance import FEWEST, expect_finals, rank, weigh

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from yunlu.core.rundir import EventKind, RunDir
-from yunlu.core.states import RunState
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
 from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.helm import STILLBORN
 from yunlu.training.elastic.links import Link, Links

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from yunlu.core.rundir import RunDir
 from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import RunDir
 from yunlu.training.elastic.member import Member
 from yunlu.training.elastic.messages import (
     Assignment,

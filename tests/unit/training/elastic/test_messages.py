@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.core.crew import FrameError, Unpacker, pack
 from yunlu.planning.layout import Layout
+from yunlu.runs.worker_group import FrameError, Unpacker, pack
 from yunlu.training.elastic.messages import (
     Assignment,
     Beat,

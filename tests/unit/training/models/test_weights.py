@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.unit.training import tiny_hf
 from yunlu.core.errors import ModelError
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_tokenizer

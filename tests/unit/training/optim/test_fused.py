@@ -90,7 +90,7 @@ def test_a_plain_run_loads_no_compiler() -> None:
     program = """
 import sys, tempfile, torch
 from pathlib import Path
-from yunlu.core.rundir import RunDir
+from yunlu.runs.run_dir import RunDir
 from yunlu.spec.job import Job
 from yunlu.training.tasks.objects import ObjectTask
 from yunlu.training.worker import run

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from yunlu.core.crew import reachable
+from yunlu.runs.worker_group import reachable
 from yunlu.training.communication.servers.address import Address, publish_address
 from yunlu.training.communication.servers.frames import (
     CONTROL_BYTES,

@@ -1,0 +1,83 @@
+"""Executors by address: ``local``, ``slurm://PARTITION?account=x``, ``ray://HOST:PORT``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
+
+from yunlu.core.errors import did_you_mean
+from yunlu.executors.executor import GROUP, Executor, ExecutorError
+from yunlu.executors.record import read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yunlu.runs.run_dir import RunDir
+
+LOCAL = "local"
+
+
+def open_executor(address: str) -> Executor:
+    """The executor of this address; whether it answers is seen at the first call."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 (slow: who has no executor pays not)
+
+    name = scheme_of(address)
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise ExecutorError(f"there is no executor {name!r}", hint=did_you_mean(name, [*points]))
+    return points[name].load()(address)
+
+
+def executor_of(run_dir: RunDir) -> Executor | None:
+    """Who a run is with; none where it was started without one."""
+    record = read_record(run_dir)
+    return None if record is None else _opened(record.address)
+
+
+@cache  # a connection may hang on it
+def _opened(address: str) -> Executor:
+    return open_executor(address)
+
+
+def is_elsewhere(run_dir: RunDir) -> bool:
+    """Whether the run is with an executor that is more than processes of this machine."""
+    record = read_record(run_dir)
+    return record is not None and scheme_of(record.address) != LOCAL
+
+
+def is_held(run_dir: RunDir) -> bool:
+    """Whether an executor holds devices for the run, or waits for them; believed of one that is mute."""
+    try:
+        executor = executor_of(run_dir)
+        return executor is not None and executor.status(run_dir).is_alive
+    except ExecutorError:
+        return True
+
+
+def last_reason(run_dir: RunDir) -> str:
+    """Why an executor holds nothing for the run any more."""
+    record = read_record(run_dir)
+    if record is None:
+        return "it is with no executor any more"
+    told = sorted(record.leases, key=lambda lease: not lease.is_lead)
+    where = f" on {told[0].node}" if told else ""
+    reason = told[0].reason if told else ""
+    return f"its lease{where} is gone: {reason or 'nobody knows why'} ({record.address})"
+
+
+def scheme_of(address: str) -> str:
+    """The name of the executor in an address."""
+    return address.partition("?")[0].partition(":")[0]
+
+
+def read_address(address: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """What stands after ``://``, and the options after ``?``; unknown ones are refused."""
+    place, _, asked = address.partition("?")
+    options = dict(parse_qsl(asked, keep_blank_values=True))
+    for name in options:
+        if name not in set(known):
+            raise ExecutorError(
+                f"{address}: there is no option {name!r}", hint=did_you_mean(name, known)
+            )
+    return place.partition("://")[2].strip("/"), options

@@ -1,0 +1,309 @@
+"""What executors on clusters have in common: leases kept in step with a placement."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yunlu.executors.executor import (
+    Capabilities,
+    ExecutorError,
+    LeaseState,
+    LeaseStatus,
+    Resized,
+    RunStatus,
+)
+from yunlu.executors.record import (
+    Happening,
+    Lease,
+    Record,
+    known_record,
+    read_happenings,
+    read_record,
+    record_lock,
+    tell,
+    write_record,
+)
+from yunlu.executors.worker_process import is_asynchronous
+from yunlu.runs.worker_group import count_workers, read_crew
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from yunlu.hardware.fleet import Node, Placement
+    from yunlu.runs.run_dir import RunDir
+
+_LEAVE_S = 120.0
+"""A lease that was sent away has so long for its last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A lease as the cluster shows it."""
+
+    handle: str
+    state: LeaseState
+    reason: str = ""
+    node: str = ""
+    has_lost_node: bool = False
+    """Whether it is gone because its machine is."""
+
+
+class LeasedExecutor(ABC):
+    """An executor whose cluster can start a program somewhere, list what it started, and end it.
+
+    The program is ``python -m yunlu.executors.lease RUN_DIR LEASE``: it supervises the run or
+    joins it, and leaves when the record says that its lease is not wanted any more.
+    """
+
+    name: str
+    address: str
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What may be expected of it."""
+
+    @abstractmethod
+    def nodes(self) -> tuple[Node, ...]:
+        """Machines that are there now."""
+
+    @abstractmethod
+    def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
+        """Ask the cluster for one lease; its handle. ``lead`` is the handle of the lead's, if known."""
+
+    @abstractmethod
+    def look(self, run_dir: RunDir, record: Record) -> Mapping[str, Seen]:
+        """Every lease of the run that the cluster knows, by name; also those not in the record."""
+
+    @abstractmethod
+    def cancel(self, handles: Sequence[str]) -> None:
+        """End these at once, waiting or running."""
+
+    @abstractmethod
+    def notify(self, handles: Sequence[str]) -> None:
+        """Tell these to leave (SIGTERM), where that is faster than their own look at the record."""
+
+    def start(
+        self, run_dir: RunDir, placement: Placement, *, directory: Path | None = None
+    ) -> None:
+        """As ``Executor.start``."""
+        if not placement:
+            raise ExecutorError(f"{run_dir.id} was given no devices to start on")
+        with record_lock(run_dir):
+            before = read_record(run_dir)
+            if before is not None:
+                self._end_all(run_dir, before)
+            record = Record(
+                address=self.address,
+                next_lease=before.next_lease if before else 0,
+                directory=str(directory) if directory else None,
+            )
+            granted: list[Lease] = []
+            for place, (node, devices) in enumerate(placement.shares):
+                record, lease = record.grant(node, devices, is_lead=place == 0)
+                granted.append(lease)
+            write_record(run_dir, record)
+            try:
+                self._ask(run_dir, record, granted)
+            except BaseException:
+                self._end_all(run_dir, known_record(run_dir))
+                raise
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> Resized:
+        """As ``Executor.resize``."""
+        with record_lock(run_dir):
+            record, statuses, seen = self._look_again(run_dir)
+            is_alive = any(each.state is not LeaseState.GONE for each in statuses)
+            if record.is_ending or not is_alive or _is_headless(run_dir, statuses):
+                return Resized(how="later", text=f"{run_dir.id} is stopped, or just being")
+            lead = next((lease for lease in record.wanted if lease.is_lead), None)
+            wanted = dict(placement.shares)
+            if lead is not None and wanted.get(lead.node, 0) < lead.devices:
+                words = f"it is led from {lead.node}, by a lease of {lead.devices}"
+                return Resized(how="restart", text=f"{words}, which cannot be taken from it live")
+            kept, ended = _match(record, wanted)
+            held: dict[str, int] = {}
+            for lease in kept:
+                held[lease.node] = held.get(lease.node, 0) + lease.devices
+            for lease in ended:
+                record = record.change(lease.name, is_wanted=False, unwanted_at=time.time())
+            granted: list[Lease] = []
+            for node, devices in placement.shares:
+                if more := devices - held.get(node, 0):
+                    record, lease = record.grant(node, more)
+                    granted.append(lease)
+            write_record(run_dir, record)
+            for lease in ended:
+                tell(run_dir, lease, "unwanted")
+            self._send_away(ended, seen)
+            self._ask(run_dir, record, granted)
+        text = f"{placement.devices} devices as soon as they are there"
+        return Resized(how="live", text=text)
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """As ``Executor.stop``."""
+        with record_lock(run_dir):
+            record = known_record(run_dir).model_copy(update={"is_ending": True})
+            write_record(run_dir, record)
+            if now:
+                self._end_all(run_dir, record)
+                return
+            seen = self.look(run_dir, record)
+            waiting = [found.handle for found in seen.values() if found.state is LeaseState.WAITING]
+            if waiting:
+                self.cancel(waiting)
+            # The lead saves, ends the run and dismisses the others.
+            self._send_away([lease for lease in record.wanted if lease.is_lead], seen)
+
+    def status(self, run_dir: RunDir) -> RunStatus:
+        """As ``Executor.status``."""
+        with record_lock(run_dir):
+            record, statuses, _ = self._look_again(run_dir)
+        crew = read_crew(run_dir)
+        workers = count_workers(crew) if crew else 0
+        is_alive = any(each.state is not LeaseState.GONE for each in statuses)
+        return RunStatus(
+            leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
+        )
+
+    def logs(self, run_dir: RunDir) -> tuple[Path, ...]:
+        """As ``Executor.logs``."""
+        known_record(run_dir)
+        return tuple(
+            path for path in (run_dir.log, *sorted(run_dir.logs.glob("*.log"))) if path.exists()
+        )
+
+    def events(self, run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+        """As ``Executor.events``."""
+        known_record(run_dir)
+        yield from read_happenings(run_dir, offset=offset)
+
+    def _ask(self, run_dir: RunDir, record: Record, leases: Sequence[Lease]) -> None:
+        """Ask for leases that stand in the record already; write down what they are called."""
+        directory = Path(record.directory) if record.directory else run_dir.path
+        for place, lease in enumerate(leases):
+            lead = next((each.handle for each in record.leases if each.is_lead), None)
+            try:
+                handle = self.submit(run_dir, lease, directory=directory, lead=lead or None)
+            except BaseException:
+                write_record(run_dir, record.without({each.name for each in leases[place:]}))
+                raise
+            record = record.change(lease.name, handle=handle)
+            write_record(run_dir, record)
+            tell(run_dir, lease, "asked", reason=handle)
+
+    def _look_again(self, run_dir: RunDir) -> tuple[Record, list[LeaseStatus], Mapping[str, Seen]]:
+        """The record brought up to date with the cluster; who is in neither's plans is ended."""
+        record = known_record(run_dir)
+        seen = self.look(run_dir, record)
+        strangers = [
+            found.handle
+            for name, found in seen.items()
+            if record.find(name) is None and found.state is not LeaseState.GONE
+        ]
+        # Strangers are of an earlier life, or were asked for by somebody who was killed.
+        statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
+        ended = strangers + _find_laggards(record, seen)
+        if _is_headless(run_dir, statuses):
+            left = (seen.get(each.lease.name) for each in statuses)
+            ended += [s.handle for s in left if s is not None and s.state is not LeaseState.GONE]
+        if ended:
+            self.cancel([*dict.fromkeys(ended)])
+        return self._note(run_dir, record, statuses, seen), statuses, seen
+
+    def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, Seen]) -> None:
+        """Those that wait are ended, those that run are told."""
+        found = [seen[lease.name] for lease in leases if lease.name in seen]
+        if waiting := [each.handle for each in found if each.state is LeaseState.WAITING]:
+            self.cancel(waiting)
+        if running := [each.handle for each in found if each.state is LeaseState.RUNNING]:
+            self.notify(running)
+
+    def _end_all(self, run_dir: RunDir, record: Record) -> None:
+        seen = self.look(run_dir, record)
+        left = [found.handle for found in seen.values() if found.state is not LeaseState.GONE]
+        if left:
+            self.cancel(left)
+
+    @staticmethod
+    def _status_of(lease: Lease, seen: Seen | None) -> LeaseStatus:
+        if seen is None:
+            gone = lease.reason or "the cluster does not know it any more"
+            reason = gone if lease.handle else "it was never started"
+            return LeaseStatus(lease=lease, state=LeaseState.GONE, reason=reason, node=lease.node)
+        state = seen.state
+        if state is LeaseState.RUNNING and not lease.is_wanted:
+            state = LeaseState.LEAVING
+        return LeaseStatus(
+            lease=lease,
+            state=state,
+            reason=seen.reason,
+            node=seen.node,
+            has_lost_node=seen.has_lost_node,
+        )
+
+    @staticmethod
+    def _note(
+        run_dir: RunDir, record: Record, statuses: Sequence[LeaseStatus], seen: Mapping[str, Seen]
+    ) -> Record:
+        """Write down what changed since the last look; forget what left as it should."""
+        after = record
+        for each in statuses:
+            lease = each.lease
+            if lease.state != each.state:
+                tell(run_dir, lease, each.state, each.reason)
+            handle = seen[lease.name].handle if lease.name in seen else lease.handle
+            after = after.change(lease.name, state=each.state, reason=each.reason, handle=handle)
+        done = {
+            each.lease.name
+            for each in statuses
+            if each.state is LeaseState.GONE and not each.lease.is_wanted
+        }
+        after = after.without(done)
+        if after != record:
+            write_record(run_dir, after)
+        return after
+
+
+def _is_headless(run_dir: RunDir, statuses: Sequence[LeaseStatus]) -> bool:
+    """Whether those who are left can only wait: servers of asynchronous workers have no heir."""
+    alive = [each for each in statuses if each.state is not LeaseState.GONE]
+    if not alive or any(each.lease.is_lead for each in alive):
+        return False
+    job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
+    return is_asynchronous(run_dir, (job.get("communication") or {}).get("method"))
+
+
+def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
+    """Who was sent away long ago and is still there; a clock that was set back spares them.
+
+    Who was sent away and waits need not be waited for: its node was lost, and the cluster queued it again.
+    """
+    now = time.time()
+    found: list[str] = []
+    for lease in record.leases:
+        each = seen.get(lease.name)
+        is_late = now - (lease.unwanted_at or now) > _LEAVE_S
+        is_over = record.is_ending or not lease.is_wanted
+        is_idle = each is not None and each.state is LeaseState.WAITING and is_over
+        if each is not None and each.state is not LeaseState.GONE and (is_late or is_idle):
+            found.append(each.handle)
+    return found
+
+
+def _match(record: Record, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:
+    """Which leases stay, and which go, so that no node has more than is wanted there."""
+    room = dict(wanted)
+    kept: list[Lease] = []
+    ended: list[Lease] = []
+    order = sorted(record.wanted, key=lambda lease: (not lease.is_lead, -lease.devices))
+    for lease in order:
+        fits = lease.devices <= room.get(lease.node, 0) and lease.state != LeaseState.GONE
+        if fits:
+            room[lease.node] -= lease.devices
+        (kept if fits else ended).append(lease)
+    return kept, ended

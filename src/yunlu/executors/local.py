@@ -1,0 +1,286 @@
+"""Runs as processes of this machine. Needs no server: the default."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import StoreError
+from yunlu.core.files import write_atomically
+from yunlu.executors import limits, memory
+from yunlu.executors.executor import (
+    Capabilities,
+    ExecutorError,
+    LeaseState,
+    LeaseStatus,
+    Resized,
+    RunStatus,
+)
+from yunlu.executors.finding import read_address
+from yunlu.executors.lease import lead_program
+from yunlu.executors.record import (
+    RECORD,
+    Happening,
+    Lease,
+    Record,
+    known_record,
+    locked,
+    read_happenings,
+    read_record,
+    record_lock,
+    tell,
+    write_record,
+)
+from yunlu.executors.worker_group import end_workers, living_workers
+from yunlu.executors.worker_process import (
+    WorkerProcess,
+    count_gpus,
+    recorded_worker,
+    start_worker,
+    worker_lock_is_free,
+)
+from yunlu.hardware.fleet import Node
+from yunlu.runs.run_dir import WORKERS, RunDir
+from yunlu.runs.worker_group import ask, count_workers, read_crew
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from yunlu.hardware.fleet import Placement
+
+_DEVICES_LOCK = ".devices.lock"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class LocalExecutor:
+    """``local``, or ``local://?devices=4``: its GPUs, or equal shares of its processor."""
+
+    name = "local"
+
+    def __init__(self, address: str = "local") -> None:
+        _, options = read_address(address, ("devices", "type", "node"))
+        self.address = address
+        self._cores = len(os.sched_getaffinity(0))
+        self._gpus = count_gpus()
+        self._devices = _count(options.get("devices"), address) or self._gpus or self._cores
+        if self._gpus and self._devices > self._gpus:
+            raise ExecutorError(
+                f"{address}: this machine has {self._gpus} GPUs, not {self._devices}",
+                hint="say no more than there are; only processors can be shared",
+            )
+        self._type = options.get("type") or ("gpu" if self._gpus else "cpu")
+        self._node = options.get("node") or socket.gethostname()
+
+    def capabilities(self) -> Capabilities:
+        """As ``Executor.capabilities``."""
+        # A process sees the GPUs that it was started with, and no others.
+        is_free = self._gpus == 0
+        return Capabilities(
+            resizes_live=is_free, moves_lead=is_free, limits=self._describe_limits()
+        )
+
+    def nodes(self) -> tuple[Node, ...]:
+        """This machine."""
+        return (Node(name=self._node, devices=self._devices, type=self._type),)
+
+    def start(
+        self, run_dir: RunDir, placement: Placement, *, directory: Path | None = None
+    ) -> None:
+        """As ``Executor.start``."""
+        devices = self._check(run_dir, placement)
+        with record_lock(run_dir), locked(run_dir.path.parent / _DEVICES_LOCK):
+            before = read_record(run_dir)
+            slots = self._choose_gpus(run_dir, devices) if self._gpus else ()
+            record = Record(
+                address=self.address,
+                next_lease=before.next_lease if before else 0,
+                directory=str(directory) if directory else None,
+            )
+            record, lease = record.grant(self._node, devices, is_lead=True, slots=slots)
+            write_record(run_dir, record)
+            seen = {_VISIBLE: ",".join(map(str, slots))} if slots else None
+            program = lead_program(run_dir, devices)
+            worker = start_worker(run_dir, program, directory=directory, environment=seen)
+            if not self._gpus:
+                limits.sweep(memory.has_outgrown)
+                memory.sweep()
+                memory.limit(run_dir.id, worker.pid, most_bytes=self._memory(run_dir, devices))
+                limits.limit(run_dir.id, worker.pid, cpus=self._cpus(devices))
+            tell(run_dir, lease, "asked", reason=str(worker.pid))
+            write_record(run_dir, record.change(lease.name, handle=str(worker.pid)))
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> Resized:
+        """As ``Executor.resize``."""
+        devices = self._check(run_dir, placement)
+        with record_lock(run_dir):
+            record = known_record(run_dir)
+            lease = record.wanted[0]
+            worker = recorded_worker(run_dir)
+            if record.is_ending or worker is None:
+                return Resized(how="later", text=f"{run_dir.id} is just being stopped")
+            if self._gpus and devices != lease.devices:
+                return Resized(how="restart", text="a process keeps the GPUs it was started with")
+            if devices > lease.devices:
+                self._limit_anew(run_dir, worker, devices)
+            text = self._ask_for(run_dir, devices)
+            if text is None:
+                self._limit_anew(run_dir, worker, lease.devices)
+                return Resized(how="later", text=f"{run_dir.id} is just starting or changing")
+            self._limit_anew(run_dir, worker, devices)
+            write_record(run_dir, record.change(lease.name, devices=devices))
+        return Resized(how="live", text=text)
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """As ``Executor.stop``."""
+        with record_lock(run_dir):
+            record = known_record(run_dir)
+            write_record(run_dir, record.model_copy(update={"is_ending": True}))
+        worker = recorded_worker(run_dir)
+        if now:
+            _end(run_dir, worker)
+        elif worker is not None:
+            worker.stop()
+
+    def status(self, run_dir: RunDir) -> RunStatus:
+        """As ``Executor.status``."""
+        with record_lock(run_dir):
+            record = known_record(run_dir)
+            lease = record.wanted[0]
+            worker = recorded_worker(run_dir)
+            crew = read_crew(run_dir)
+            is_alive = self._lives(run_dir, worker)
+            if is_alive and crew and worker and crew.pid == worker.pid and crew.target:
+                # What the supervisor last agreed to, even if whoever asked had no time to note it.
+                lease = lease.model_copy(update={"devices": crew.target})
+                record = record.change(lease.name, devices=crew.target)
+            state = LeaseState.RUNNING if is_alive else LeaseState.GONE
+            reason = "" if is_alive else _last_words(worker, lease)
+            if lease.state != state:
+                tell(run_dir, lease, state, reason)
+                write_record(run_dir, record.change(lease.name, state=state, reason=reason))
+        has_outgrown = memory.tell_outgrown(run_dir.id) is not None
+        if is_alive and has_outgrown:
+            # One worker of it was ended, and another would grow as large: it ends whole.
+            _end(run_dir, worker)
+        elif not is_alive and not has_outgrown:  # else whoever writes down its end reads why
+            limits.forget(run_dir.id)
+            memory.forget(run_dir.id)
+        seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
+        workers = count_workers(crew) if crew else 0
+        return RunStatus(
+            leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
+        )
+
+    def logs(self, run_dir: RunDir) -> tuple[Path, ...]:
+        """As ``Executor.logs``."""
+        known_record(run_dir)
+        found = (run_dir.log, *sorted(run_dir.logs.glob("*.log")))
+        return tuple(path for path in found if path.exists())
+
+    def events(self, run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+        """As ``Executor.events``."""
+        known_record(run_dir)
+        yield from read_happenings(run_dir, offset=offset)
+
+    def _check(self, run_dir: RunDir, placement: Placement) -> int:
+        strange = [node for node, _ in placement.shares if node != self._node]
+        if strange or not placement:
+            asked = ", ".join(strange) or "nothing"
+            raise ExecutorError(
+                f"{run_dir.id} was given {asked}, and {self.address} has only {self._node}"
+            )
+        return placement.devices
+
+    def _choose_gpus(self, run_dir: RunDir, devices: int) -> tuple[int, ...]:
+        """The first that no other run has; who is to have how many is not for us to say."""
+        taken: set[int] = set()
+        for path in run_dir.path.parent.glob(f"*/{RECORD}"):
+            other = RunDir(path.parent)
+            record = read_record(other)
+            if record is not None and other.id != run_dir.id:
+                slots = {slot for lease in record.wanted for slot in lease.slots}
+                if slots and self._lives(other, recorded_worker(other)):
+                    taken |= slots
+        free = [slot for slot in range(self._devices) if slot not in taken]
+        if len(free) < devices:
+            raise ExecutorError(f"{run_dir.id} was given {devices} GPUs, and {len(free)} are free")
+        return tuple(free[:devices])
+
+    def _ask_for(self, run_dir: RunDir, devices: int) -> str | None:
+        """What the supervisor answers; none where it cannot be asked just now."""
+        if run_dir.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
+            write_atomically(run_dir.servers / WORKERS, str(devices))
+            return f"{devices} workers from now on"
+        crew = read_crew(run_dir)
+        if crew is None:
+            return None
+        try:
+            answer = ask(crew, {"kind": "resize", "devices": devices})
+        except StoreError:
+            return None
+        return str(answer.get("text")) if answer.get("is_accepted") else None
+
+    def _lives(self, run_dir: RunDir, worker: WorkerProcess | None) -> bool:
+        if worker is not None and worker.detached and worker.is_alive():
+            return True
+        return not worker_lock_is_free(run_dir) or any(living_workers(run_dir))
+
+    def _cpus(self, devices: int) -> float:
+        return self._cores * devices / self._devices
+
+    def _memory(self, run_dir: RunDir, devices: int) -> int:
+        return memory.choose_bytes(
+            total=memory.total_bytes(),
+            devices=devices,
+            of=self._devices,
+            declared_gb=_declared_gb(run_dir),
+        )
+
+    def _limit_anew(self, run_dir: RunDir, worker: WorkerProcess, devices: int) -> None:
+        limits.change(run_dir.id, worker.pid, cpus=self._cpus(devices))
+        memory.change(run_dir.id, most_bytes=self._memory(run_dir, devices))
+
+    def _describe_limits(self) -> str:
+        if self._gpus:
+            return ""
+        share = self._cores / self._devices
+        kind = limits.find_kind()
+        if kind == "affinity":
+            cores = f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
+        else:
+            cores = f"time on {share:.2g} of {self._cores} cores for each device ({kind})"
+        return f"{cores}; {memory.describe(devices=self._devices)}"
+
+
+def _end(run_dir: RunDir, worker: WorkerProcess | None) -> None:
+    if worker is not None:
+        worker.kill()
+    end_workers(run_dir)  # after a takeover they are not in the group of their supervisor
+
+
+def _declared_gb(run_dir: RunDir) -> float | None:
+    """What the job says that training takes on each device."""
+    with suppress(OSError, ValueError, AttributeError):
+        told = json.loads(run_dir.job.read_bytes()).get("train", {}).get("memory_gb")
+        return float(told) if isinstance(told, int | float) else None
+    return None
+
+
+def _last_words(worker: WorkerProcess | None, lease: Lease) -> str:
+    if worker is None or not worker.detached:
+        return "it was never started"
+    code = worker.exit_code()
+    how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
+    return f"process {worker.pid} on {lease.node} ended{how}"
+
+
+def _count(text: str | None, address: str) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ExecutorError(f"{address}: devices is {text!r}, not a number of devices")
+    return int(text)

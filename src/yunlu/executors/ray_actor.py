@@ -1,0 +1,93 @@
+"""The Ray actor that holds the devices of a lease, on the node where it runs.
+
+It is detached: it outlives whoever asked for it, and is found again by its name. When its program is
+over it gives the devices back itself, whether or not anybody still looks after the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from yunlu import __version__
+from yunlu.core.settings import worker_environment
+from yunlu.core.value import Value
+from yunlu.executors.ray_keeper import STOP
+
+_KEEPER = (sys.executable, "-m", "yunlu.executors.ray_keeper")
+_RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
+"""What Ray set for its own workers is not meant for ours."""
+
+
+class Order(Value):
+    """What a lease is to do: all that its actor is told."""
+
+    run_dir: str
+    lease: str
+    log: str
+    directory: str
+    environment: dict[str, str]
+    version: str
+
+
+class LeaseActor:
+    """Starts the program of a lease and gives its devices back when it is over."""
+
+    def __init__(self, order: str) -> None:
+        asked = Order.model_validate_json(order)
+        ray: Any = import_module("ray")
+        self._group: Any = ray.util.get_current_placement_group()
+        self._keeper = _start_keeper(asked, address=ray.util.get_node_ip_address())
+        self._last_words: dict[str, Any] = {}
+        threading.Thread(target=self._see_through, name="lease", daemon=True).start()
+
+    def look(self) -> dict[str, Any]:
+        """How it stands: the node, and what its keeper said last."""
+        return self._last_words
+
+    def leave(self) -> None:
+        """Tell the program to leave (SIGTERM)."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write(f"{STOP}\n".encode())
+        self._keeper.stdin.flush()
+
+    def _see_through(self) -> None:
+        assert self._keeper.stdout is not None
+        for line in self._keeper.stdout:
+            self._last_words = json.loads(line)
+        # This ends the actor, too: it is all that runs there.
+        import_module("ray").util.remove_placement_group(self._group)
+
+
+def _start_keeper(asked: Order, *, address: str) -> subprocess.Popen[bytes]:
+    if asked.version != __version__:
+        raise RuntimeError(
+            f"{address} has yunlu {__version__}, and the run was sent from {asked.version}; "
+            "all nodes need the same version"
+        )
+    if not Path(asked.run_dir).is_dir():
+        raise RuntimeError(
+            f"{address} does not see {asked.run_dir}; "
+            "YUNLU_HOME has to lie on a file system that all nodes share"
+        )
+    environment = {
+        name: value
+        for name, value in worker_environment().items()
+        if not name.startswith(_RAYS_OWN)
+    }
+    environment |= asked.environment | {"YUNLU_BIND": address}
+    words = ["--raylet", str(os.getppid()), "--log", asked.log, "--directory", asked.directory]
+    keeper = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        [*_KEEPER, asked.run_dir, asked.lease, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    keeper.wait()  # it goes on as nobody's child
+    return keeper

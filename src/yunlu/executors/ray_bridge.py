@@ -1,0 +1,210 @@
+"""The process that is connected to a Ray cluster, for an executor that is not.
+
+Ray ends the process of a driver when it loses the cluster, takes over its signals, and connects it
+to one cluster for good. So the executor starts this program, asks it by lines of JSON, and starts it
+again when it dies. What it has asked the cluster for is detached, and does not end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from typing import IO, Any
+
+from yunlu.executors.ray_actor import LeaseActor
+from yunlu.executors.ray_words import NODE_LABEL, OURS
+
+_LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
+"""States of a placement group that holds devices, or may come to."""
+_DESERTED_S = 10.0
+"""Whoever reserves devices starts an actor there in the next moment."""
+
+
+def main() -> int:
+    """Answer until nobody asks."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever Ray prints is no answer
+    try:
+        cluster = Cluster(sys.argv[1])
+    except Exception as error:  # noqa: BLE001 (Ray raises all kinds; the executor tells the user)
+        _say(answers, error=_words(error))
+        return 1
+    _say(answers, answer="connected")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            found = getattr(cluster, asked["call"])(**asked["with"])
+        except Exception as error:  # noqa: BLE001 (as above)
+            traceback.print_exc()
+            _say(answers, error=_words(error))
+        else:
+            _say(answers, answer=found)
+    return 0
+
+
+class Cluster:
+    """What the executor may ask."""
+
+    def __init__(self, address: str) -> None:
+        self._ray: Any = import_module("ray")
+        self._is_client = address.startswith("ray://")
+        self._ray.init(
+            address=address,
+            namespace=OURS,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        remote = self._ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=4)
+        self._actor: Any = remote(LeaseActor)
+        self._begun: dict[str, Any] = {}
+        self._errors: dict[str, str] = {}
+        self._deserted: dict[str, float] = {}
+        """Since when a placement group has no actor."""
+
+    def survey(self) -> dict[str, Any]:
+        """As ``ray_words.Survey``."""
+        self._hear_errors()
+        inside = self._look_inside()
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        named = self._ray.util.list_named_actors(all_namespaces=True)
+        actors = {each["name"] for each in named if each["namespace"] == OURS}
+        groups = self._groups()
+        self._reclaim({group["name"] for group in groups} - actors)
+        return {
+            "nodes": [
+                {
+                    "id": node["NodeID"],
+                    "name": node.get("NodeName") or node["NodeManagerAddress"],
+                    "resources": node["Resources"],
+                    "available": inside["available"].get(node["NodeID"]),
+                    "labels": node.get("Labels") or {},
+                    "is_draining": node["NodeID"] in inside["draining"],
+                }
+                for node in nodes
+            ],
+            "groups": [_describe(group) for group in groups],
+            "actors": sorted(actors),
+            "errors": self._errors,
+        }
+
+    def submit(self, *, name: str, node: str, resources: dict[str, float], order: str) -> None:
+        """Reserve devices on a node and start an actor there; waits for neither."""
+        util = self._ray.util
+        group = util.placement_group(
+            [resources],
+            strategy="STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[{NODE_LABEL: node}],
+        )
+        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0
+        )
+        actor = self._actor.options(
+            name=name,
+            namespace=OURS,
+            lifetime="detached",
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            scheduling_strategy=strategy,
+        ).remote(order)
+        self._begun[name] = actor.look.remote()
+
+    def leave(self, *, names: list[str]) -> None:
+        """Tell leases to go."""
+        for name in names:
+            with suppress(ValueError):  # gone already
+                self._ray.get_actor(name, namespace=OURS).leave.remote()
+
+    def end(self, *, names: list[str]) -> None:
+        """End leases and give their devices back."""
+        for name in names:
+            with suppress(ValueError):  # gone already
+                self._ray.kill(self._ray.get_actor(name, namespace=OURS), no_restart=True)
+            with suppress(ValueError):
+                group = self._ray.util.get_placement_group(name)
+                self._ray.util.remove_placement_group(group)
+
+    def request(self, *, bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
+        """What the autoscaler is to have room for, until it is asked for something else."""
+        if not self._is_client:
+            request_room(bundles, selectors)
+        else:
+            self._ray.get(self._ray.remote(num_cpus=0)(request_room).remote(bundles, selectors))
+
+    def _reclaim(self, deserted: set[str]) -> None:
+        """Give back what no actor holds: it was killed, its node is lost, or nobody came to start it."""
+        now = time.monotonic()
+        self._deserted = {name: self._deserted.get(name, now) for name in deserted}
+        self.end(names=[name for name, at in self._deserted.items() if now - at > _DESERTED_S])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        every = self._ray.util.placement_group_table()
+        ours = (group for group in every.values() if group["name"].startswith(f"{OURS}/"))
+        return [group for group in ours if group["state"] in _LIVING]
+
+    def _look_inside(self) -> dict[str, Any]:
+        if not self._is_client:
+            return look_inside()
+        return self._ray.get(self._ray.remote(num_cpus=0)(look_inside).remote())
+
+    def _hear_errors(self) -> None:
+        """Whether those that we started could begin; a cluster tells nobody else."""
+        if not self._begun:
+            return
+        done, _ = self._ray.wait(
+            [*self._begun.values()], num_returns=len(self._begun), timeout=0, fetch_local=False
+        )
+        for name, begun in list(self._begun.items()):
+            if begun in done:
+                del self._begun[name]
+                try:
+                    self._ray.get(begun)
+                except Exception as error:  # noqa: BLE001 (what a user's cluster says)
+                    self._errors[name] = _words(error)
+
+
+def look_inside() -> dict[str, Any]:
+    """What only a process inside the cluster is told; where it is not, nodes are taken as free."""
+    state: Any = import_module("ray._private.state").state
+    told: dict[str, Any] = {"available": {}, "draining": []}
+    with suppress(AttributeError):  # not promised by Ray
+        told["available"] = state.available_resources_per_node()
+    with suppress(AttributeError):
+        told["draining"] = [*state.get_draining_nodes()]
+    return told
+
+
+def request_room(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
+    """Inside the cluster: ask the autoscaler."""
+    more = {"bundle_label_selectors": selectors} if selectors else {}  # older Rays know none
+    import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, **more)
+
+
+def _describe(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": group["name"],
+        "state": group["state"],
+        "node": (group.get("bundles_to_node_id") or {}).get(0) or "",
+        "resources": group["bundles"].get(0) or {},
+    }
+
+
+def _words(error: BaseException) -> str:
+    """The last line that says something: Ray wraps its errors in traces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _say(answers: IO[str], **words: Any) -> None:
+    answers.write(json.dumps(words) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

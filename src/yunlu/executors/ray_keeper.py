@@ -1,0 +1,190 @@
+"""Stands between a Ray actor and the program of its lease: nothing of the lease outlives the actor.
+
+Ray ends the direct children of an actor, and not even those where the actor itself is killed; the
+workers of a crew have sessions of their own and outlive their parents. The keeper is nobody's child,
+adopts whoever loses its parent, and ends all of them as soon as the actor or its raylet is gone: a
+node that the cluster has given up does not go on training. It knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from yunlu.executors.record import read_record, tell
+from yunlu.runs.run_dir import RunDir
+
+RAYLET_GONE = "the raylet of its node is gone"
+STOP = "stop"
+"""The one word that the actor may say: the lease is to leave."""
+_LEASE = (sys.executable, "-m", "yunlu.executors.lease")
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
+_LOOK_S = 0.5
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="yunlu.executors.ray_keeper")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("lease")
+    parser.add_argument("--raylet", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    asked = parser.parse_args()
+    # Not a child of the actor: Ray would end it with the actor, before it can do its work.
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    words = [*_LEASE, str(asked.run_dir), asked.lease, "--with-parent"]
+    reason = Keeper(words, raylet=asked.raylet).keep(log=asked.log, directory=asked.directory)
+    if reason:
+        _tell_run(RunDir(asked.run_dir), asked.lease, reason)
+    return 0
+
+
+class Keeper:
+    """One program and everything that it starts."""
+
+    def __init__(self, words: list[str], *, raylet: int) -> None:
+        self._words = words
+        self._raylet = _Watched(raylet)
+        self._program = 0
+        self._code: int | None = None
+        self._has_actor = True
+        self._wake, self._woken = socket.socketpair()
+
+    def keep(self, *, log: Path, directory: Path) -> str:
+        """Until nobody is left; why it had to end them, or empty where the program ended itself."""
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        self._listen_to_signals()
+        try:
+            self._start(log, directory)
+        except OSError as error:
+            self._tell(error=f"the lease could not be started: {error}")
+            return str(error)
+        reason = ""
+        while self._bury():
+            self._wait()
+            reason = reason or self._find_reason()
+            if reason or self._code is not None:
+                self._end_all()
+        if not reason and self._code is not None and self._code < 0:
+            reason = f"its process was ended by {signal.Signals(-self._code).name}"
+        self._tell(code=self._code, reason=reason)
+        return reason
+
+    def _start(self, log: Path, directory: Path) -> None:
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as file:
+            child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                start_new_session=True,
+            )
+        child.returncode = 0  # waited for together with those that are adopted
+        self._program = child.pid
+        self._tell(pid=child.pid)
+
+    def _wait(self) -> None:
+        actor = [sys.stdin.fileno()] if self._has_actor else []
+        readable, _, _ = select.select([self._woken, *actor, *self._raylet.files], [], [], _LOOK_S)
+        if self._woken in readable:
+            with suppress(BlockingIOError):
+                if {signal.SIGTERM, signal.SIGINT} & set(self._woken.recv(4096)):
+                    self._pass_on()
+        if sys.stdin.fileno() in readable:
+            words = os.read(sys.stdin.fileno(), 4096)
+            self._has_actor = bool(words)
+            if STOP.encode() in words:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._code is None:
+            os.kill(self._program, signal.SIGTERM)
+
+    def _find_reason(self) -> str:
+        """Why everything is to be ended now, if it is."""
+        if not self._raylet.is_alive():
+            return RAYLET_GONE
+        return "" if self._has_actor else "its actor was ended"
+
+    def _bury(self) -> bool:
+        """Whether anybody is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if not pid:
+                return True
+            if pid == self._program:
+                self._code = os.waitstatus_to_exitcode(status)
+
+    def _end_all(self) -> None:
+        """Whoever is started meanwhile becomes our child, and is met in the next round."""
+        me = psutil.Process()
+        while self._bury():
+            for process in me.children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.01)
+
+    def _tell(self, **words: Any) -> None:
+        with suppress(OSError):  # nobody listens any more
+            os.write(sys.stdout.fileno(), json.dumps(words).encode() + b"\n")
+
+    def _listen_to_signals(self) -> None:
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, _take_note)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+class _Watched:
+    """A process that is not our child: its end is noticed at once where the kernel can tell."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.files: list[int] = []
+        with suppress(OSError):  # a kernel before 5.3: looked at every half second
+            self.files.append(os.pidfd_open(pid))
+
+    def is_alive(self) -> bool:
+        if self.files:
+            return not select.select(self.files, [], [], 0)[0]
+        return psutil.pid_exists(self._pid)
+
+
+def _tell_run(run_dir: RunDir, name: str, reason: str) -> None:
+    """Say in the run's own directory what the lease could not: the cluster notices much later."""
+    record = read_record(run_dir)
+    lease = record.find(name) if record else None
+    if lease is not None:
+        with suppress(OSError):  # a full disk; or the run was removed
+            tell(run_dir, lease, "ended", reason)
+
+
+def _take_note(*_: object) -> None:
+    """The loop has been woken: that is all a signal is for."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The executor's end of the bridge to a Ray cluster: a child process that is asked and answers."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import IO, Any
+
+from yunlu.core.errors import missing_part
+from yunlu.core.settings import worker_environment
+from yunlu.executors.executor import ExecutorError
+
+_BRIDGE = (sys.executable, "-m", "yunlu.executors.ray_bridge")
+_KNOCK_S, _CONNECT_S, _ANSWER_S = 10.0, 120.0, 60.0
+_LEAVE_S = 5.0
+_QUIET = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+
+_links: dict[str, RayLink] = {}
+"""One for each cluster: to connect takes seconds, and executors are made anew for every question."""
+
+
+def find_link(address: str) -> RayLink:
+    """The link of this program to a cluster; whether it answers is seen at the first call."""
+    return _links.setdefault(address, RayLink(address))
+
+
+class RayLink:
+    """One connection at a time; made anew when it is lost."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._bridge: _Bridge | None = None
+
+    def call(self, name: str, /, **arguments: Any) -> Any:
+        """Ask the cluster; ``ExecutorError`` in its own words where it refuses or is not there."""
+        with self._lock:
+            if self._bridge is None or not self._bridge.is_alive():
+                self._hang_up()
+                self._bridge = self._connect()
+            try:
+                return self._bridge.ask({"call": name, "with": arguments}, _ANSWER_S)
+            except _SilentError as error:
+                words = self._bridge.last_words()
+                self._hang_up()
+                raise ExecutorError(
+                    f"the Ray cluster at {self.address} {error}{words}",
+                    hint="what runs there goes on; ask again in a moment",
+                ) from error
+
+    def close(self) -> None:
+        """Hang up; what runs on the cluster goes on."""
+        with self._lock:
+            self._hang_up()
+
+    def _connect(self) -> _Bridge:
+        if find_spec("ray") is None:
+            raise missing_part("ray", "ray", f"Running on the Ray cluster {self.address}")
+        self._knock()
+        bridge = _Bridge(self.address)
+        try:
+            bridge.read(_CONNECT_S)
+        except (_SilentError, ExecutorError) as error:
+            said = f"it {error}{bridge.last_words()}" if isinstance(error, _SilentError) else error
+            bridge.end()
+            raise self._no_connection(str(said)) from error
+        return bridge
+
+    def _knock(self) -> None:
+        """Ray itself tries for minutes where nobody is."""
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
+        if not port.isdigit():  # "auto": Ray looks for it on this machine
+            return
+        try:
+            socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+        except OSError as error:
+            raise self._no_connection(str(error)) from error
+
+    def _no_connection(self, said: str) -> ExecutorError:
+        return ExecutorError(
+            f"there is no connection to the Ray cluster at {self.address}: {said}",
+            hint="ray status, run there, says whether it is up",
+        )
+
+    def _hang_up(self) -> None:
+        if self._bridge is not None:
+            self._bridge.end()
+            self._bridge = None
+
+
+class _SilentError(Exception):
+    """No answer came."""
+
+
+class _Bridge:
+    def __init__(self, address: str) -> None:
+        self._noise: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            [*_BRIDGE, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._noise,
+            cwd="/",  # Ray lets workers import what lies where a driver was started
+            env=worker_environment() | _QUIET,
+            start_new_session=True,
+        )
+        self._pending = b""
+        self.end = weakref.finalize(self, _end, self._process, self._noise)
+        """Ends it; by itself where nobody did, at the latest with this program."""
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], span_s: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise _SilentError("was lost") from error
+        return self.read(span_s)
+
+    def read(self, span_s: float) -> Any:
+        """One answer."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + span_s
+        while b"\n" not in self._pending:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
+                raise _SilentError(f"has not answered for {span_s:.0f} s")
+            data = self._process.stdout.read1(1 << 16)  # pyright: ignore[reportAttributeAccessIssue] (a buffered reader)
+            if not data:
+                raise _SilentError("was lost")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ExecutorError(f"Ray: {answer['error']}")
+        return answer["answer"]
+
+    def last_words(self) -> str:
+        """The end of what Ray printed, for somebody who has to find out."""
+        self._noise.seek(0)
+        lines = self._noise.read()[-4000:].decode(errors="replace").strip().splitlines()
+        return f"; its last words: {lines[-1]}" if lines else ""
+
+
+def _end(process: subprocess.Popen[bytes], noise: IO[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    try:
+        process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    noise.close()

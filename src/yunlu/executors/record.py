@@ -1,0 +1,169 @@
+"""What an executor knows of a run: ``executor.json`` and ``executor.jsonl`` in its directory.
+
+Written before anything is started, so that nothing is started which nobody knows of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import StoreError
+from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.value import Value
+from yunlu.hardware.fleet import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Iterator
+    from pathlib import Path
+
+    from yunlu.runs.run_dir import RunDir
+
+RECORD = "executor.json"
+HAPPENINGS = "executor.jsonl"
+_LOCK = "executor.lock"
+
+
+class Lease(Value):
+    """Some devices of one node, held for one run."""
+
+    name: str
+    """Unique among all leases that the run ever had."""
+    node: str
+    devices: int
+    is_lead: bool = False
+    """It supervises the run; the others join it."""
+    is_wanted: bool = True
+    """Once it is not, its processes leave at the next step boundary."""
+    unwanted_at: float | None = None
+    slots: tuple[int, ...] = ()
+    """Which devices of the node, where that is for us to say."""
+    handle: str = ""
+    """What the cluster calls it; empty until that is known."""
+    state: str = ""
+    """As it was last seen (a ``LeaseState``)."""
+    reason: str = ""
+
+
+class Record(Value):
+    """The leases of a run, in this life and what is left of those before."""
+
+    address: str
+    """Which executor it is with."""
+    leases: tuple[Lease, ...] = ()
+    next_lease: int = 0
+    directory: str | None = None
+    is_ending: bool = False
+    """The run was asked to stop: no lease may wake it again."""
+
+    def find(self, name: str) -> Lease | None:
+        """The lease of this name."""
+        return next((lease for lease in self.leases if lease.name == name), None)
+
+    @property
+    def wanted(self) -> tuple[Lease, ...]:
+        """Leases that are to last, the lead first."""
+        found = [lease for lease in self.leases if lease.is_wanted]
+        return tuple(sorted(found, key=lambda lease: not lease.is_lead))
+
+    @property
+    def placement(self) -> Placement:
+        """Where they are, the lead's node first."""
+        shares: dict[str, int] = {}
+        for lease in self.wanted:
+            shares[lease.node] = shares.get(lease.node, 0) + lease.devices
+        return Placement(tuple(shares.items()))
+
+    def grant(
+        self, node: str, devices: int, *, is_lead: bool = False, slots: tuple[int, ...] = ()
+    ) -> tuple[Record, Lease]:
+        """The record with one more lease, and that lease."""
+        name = f"{node}.{self.next_lease}"
+        lease = Lease(name=name, node=node, devices=devices, is_lead=is_lead, slots=slots)
+        changes = {"leases": (*self.leases, lease), "next_lease": self.next_lease + 1}
+        return self.model_copy(update=changes), lease
+
+    def without(self, names: Collection[str]) -> Record:
+        """The record after these leases are forgotten."""
+        left = tuple(lease for lease in self.leases if lease.name not in names)
+        return self.model_copy(update={"leases": left})
+
+    def change(self, name: str, **changes: object) -> Record:
+        """The record with one lease changed."""
+        leases = tuple(
+            lease.model_copy(update=changes) if lease.name == name else lease
+            for lease in self.leases
+        )
+        return self.model_copy(update={"leases": leases})
+
+
+class Happening(Value):
+    """One thing that happened to a lease."""
+
+    at: float
+    """Seconds since the epoch."""
+    lease: str
+    node: str
+    what: str
+    """By the executor: ``asked``, ``unwanted``, ``waiting``, ``running``, ``leaving``, ``gone``. By its
+    own program: ``began``, ``noticed`` (the cluster asks it to go), ``ended``."""
+    reason: str = ""
+
+
+def read_record(run_dir: RunDir) -> Record | None:
+    """What is known; none where the run is with no executor."""
+    try:
+        return Record.model_validate_json((run_dir.path / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def known_record(run_dir: RunDir) -> Record:
+    """What is known; refused where the run is with no executor."""
+    record = read_record(run_dir)
+    if record is None:
+        raise StoreError(
+            f"{run_dir.path} is with no executor: it has no {RECORD}",
+            hint="only a run that was started on one has leases",
+        )
+    return record
+
+
+def write_record(run_dir: RunDir, record: Record) -> None:
+    """Publish what is known, on disk before this returns."""
+    write_atomically(run_dir.path / RECORD, record.model_dump_json(indent=1))
+
+
+def tell(run_dir: RunDir, lease: Lease, what: str, reason: str = "") -> None:
+    """Add one happening."""
+    told = Happening(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
+    append_lines(run_dir.path / HAPPENINGS, [told.model_dump()])
+
+
+def read_happenings(run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    """What happened, from a byte offset on, each with the offset after it."""
+    for found, after in read_lines(run_dir.path / HAPPENINGS, offset=offset):
+        yield Happening.model_validate(found), after
+
+
+@contextmanager
+def record_lock(run_dir: RunDir) -> Generator[None]:
+    """Hold the right to change the record."""
+    if not run_dir.path.is_dir():
+        raise StoreError(f"there is no run in {run_dir.path}")
+    with locked(run_dir.path / _LOCK):
+        yield
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Hold a file's lock, waiting for it; the system frees it if we die."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

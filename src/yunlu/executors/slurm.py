@@ -1,0 +1,359 @@
+"""Runs on a Slurm cluster: each lease is one job of one node, asked for with ``sbatch``."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import did_you_mean
+from yunlu.executors.executor import (
+    Capabilities,
+    ExecutorError,
+    LeaseState,
+    Reserve,
+    name_kind,
+)
+from yunlu.executors.finding import read_address
+from yunlu.executors.lease import AGAIN
+from yunlu.executors.leased import LeasedExecutor, Seen
+from yunlu.executors.slurm_words import (
+    QUEUE_FORMAT,
+    QueuedJob,
+    SlurmNode,
+    read_nodes,
+    read_queue,
+)
+from yunlu.hardware.fleet import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from yunlu.executors.record import Lease, Record
+    from yunlu.runs.run_dir import RunDir
+
+_ANSWER_S = 20.0
+_FRESH_S = 1.0
+"""Whoever looks after many runs asks for the queue once for all of them, not once for each."""
+_OURS = "yunlu"
+_CHANGES = {"sbatch", "scancel"}
+_NOTICE_S = 60
+# A step of its own: Slurm sends its notices to steps, not to the script around them. And it queues
+# a job again only if it had to kill it: one that left when it was told has to ask for it.
+_SCRIPT = """#!/bin/sh
+{step}
+code=$?
+[ $code -eq {again} ] && exec scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+
+_heard: list[tuple[float, list[QueuedJob]]] = []
+"""The queue as it was last heard, and when on the monotonic clock; forgotten when we change it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """What stands in a Slurm address: ``slurm://PARTITION?account=a&minutes=60``."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    minutes: str = ""
+    """How long a lease may last; without a word, as long as the partition allows."""
+    device: str = "auto"
+    """``gpu`` (GRES) or ``cpu``; ``auto`` takes GPUs where a node of the partition has any."""
+    cpus: str = "1"
+    """Processors for each device."""
+    memory_mb: str = ""
+    """Memory for each device; without a word, what the partition gives."""
+    spot: str = ""
+    """``yes``: what runs here may be preempted at any time. Else that is so of nodes with a feature ``spot``."""
+    notice_s: str = str(_NOTICE_S)
+    """How long before the end of its time a lease is told."""
+
+
+class SlurmExecutor(LeasedExecutor):
+    """``slurm``, ``slurm://PARTITION``, ``slurm://PARTITION?account=NAME&...``."""
+
+    name = "slurm"
+
+    def __init__(self, address: str = "slurm") -> None:
+        known = [name for name in SlurmOptions.__dataclass_fields__ if name != "partition"]
+        partition, options = read_address(address, known)
+        self.address = address
+        self.options = SlurmOptions(partition=partition, **options)
+        self._check()
+
+    def capabilities(self) -> Capabilities:
+        """As ``Executor.capabilities``."""
+        return Capabilities(
+            queues=True, requeues=True, scales=True, limits="as Slurm is set up (TaskPlugin)"
+        )
+
+    # Nodes.
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Nodes that are up, each with the devices that nobody else's jobs hold."""
+        before = _count_ours(self._queue())
+        found = [node for node in self._slurm_nodes() if not node.is_absent and not node.is_asleep]
+        # Asked again: what came or went in between is not somebody else's.
+        after = _count_ours(self._queue())
+        return tuple(
+            self._node(node, max(before.get(node.name, 0), after.get(node.name, 0)))
+            for node in found
+        )
+
+    def reserves(self) -> tuple[Reserve, ...]:
+        """Nodes that Slurm powers up and down; those that sleep only where PrivateData has ``cloud``."""
+        kinds: dict[tuple[str, int, bool], list[SlurmNode]] = {}
+        for node in self._slurm_nodes():
+            if node.can_sleep and not node.is_absent:
+                key = (self._type(node), self._count(node), self._is_spot(node))
+                kinds.setdefault(key, []).append(node)
+        return tuple(
+            Reserve(
+                type=kind,
+                devices=devices,
+                awake=sum(not node.is_asleep for node in nodes),
+                most=len(nodes),
+                nodes=tuple(node.name for node in nodes if not node.is_asleep),
+                waking=tuple(node.name for node in nodes if node.is_waking),
+                sleeping=tuple(node.name for node in nodes if node.is_asleep),
+                is_spot=is_spot,
+            )
+            for (kind, devices, is_spot), nodes in kinds.items()
+        )
+
+    def scale(self, kind: str, nodes: int) -> None:
+        """Power nodes up or down, as far as nothing runs on them.
+
+        Slurm lets only its operators do that; leases wake the nodes that they name in any case.
+        """
+        every = [node for node in self._slurm_nodes() if node.can_sleep and not node.is_absent]
+        every = [node for node in every if self._kind(node) == kind]
+        awake = [node for node in every if not node.is_asleep]
+        idle = [node for node in awake if node.state == "IDLE"]
+        if nodes > len(awake):
+            chosen = [node for node in every if node.is_asleep][: nodes - len(awake)]
+            self._power(chosen, "POWER_UP")
+        elif nodes < len(awake):
+            self._power(idle[::-1][: len(awake) - nodes], "POWER_DOWN")
+
+    # Leases.
+
+    def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
+        """As ``LeasedExecutor.submit``."""
+        run_dir.logs.mkdir(exist_ok=True)
+        log = run_dir.log if lease.is_lead else run_dir.logs / f"lease-{lease.name}.log"
+        cpus = lease.devices * int(self.options.cpus)
+        words = [
+            "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append",
+            f"--nodelist={lease.node}", f"--cpus-per-task={cpus}",
+            f"--job-name={_job_name(run_dir, lease.name)}", f"--comment={_OURS} devices={lease.devices}",
+            f"--chdir={directory}", f"--output={log}",
+            f"--signal=TERM@{self.options.notice_s}",
+            *self._options(lease),
+        ]  # fmt: skip
+        if lead is not None and not lease.is_lead:
+            words.append(f"--dependency=after:{lead}")
+        program = [
+            sys.executable,
+            "-m",
+            "yunlu.executors.lease",
+            str(run_dir.path),
+            lease.name,
+        ]
+        step = ["srun", "--ntasks=1", f"--cpus-per-task={cpus}", *program]
+        script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
+        return _slurm(*words, script=script).partition(";")[0]
+
+    def look(self, run_dir: RunDir, record: Record) -> dict[str, Seen]:
+        """As ``LeasedExecutor.look``."""
+        found: dict[str, Seen] = {}
+        beginning = _job_name(run_dir, "")
+        needed = {
+            _job_name(run_dir, lease.name)
+            for lease in record.leases
+            if lease.state != LeaseState.GONE
+        }
+        jobs = self._recent_queue(needed)
+        for job in sorted(
+            jobs, key=lambda job: (job.lease_state is not LeaseState.GONE, int(job.id))
+        ):
+            if job.name.startswith(beginning):
+                found[job.name.removeprefix(beginning)] = Seen(
+                    handle=job.id,
+                    state=job.lease_state,
+                    reason=job.words,
+                    node=job.node,
+                    has_lost_node=job.has_lost_node,
+                )
+        return found
+
+    def cancel(self, handles: Sequence[str]) -> None:
+        """As ``LeasedExecutor.cancel``."""
+        _slurm("scancel", "--signal=KILL", "--full", *handles, is_lenient=True)
+        _slurm("scancel", *handles, is_lenient=True)
+
+    def notify(self, handles: Sequence[str]) -> None:
+        """As ``LeasedExecutor.notify``."""
+        _slurm("scancel", "--signal=TERM", *handles, is_lenient=True)
+
+    # How.
+
+    def _check(self) -> None:
+        """Refuse what Slurm, or we, would stumble over later."""
+        options = self.options
+        for name in ("cpus", "notice_s", "minutes", "memory_mb"):
+            told: str = getattr(options, name)
+            may_lack = name in {"minutes", "memory_mb"}
+            if not (told.isdigit() and int(told) > 0) and (told or not may_lack):
+                raise ExecutorError(f"{self.address}: {name} is not a whole number above 0")
+        for name, known in (("device", ("auto", "gpu", "cpu")), ("spot", ("", "yes", "no"))):
+            told = getattr(options, name)
+            if told not in known:
+                words = ", ".join(filter(None, known))
+                raise ExecutorError(f"{self.address}: {name} is {told!r}", hint=f"say {words}")
+
+    def _options(self, lease: Lease) -> list[str]:
+        options = self.options
+        words = [f"--{name}={value}" for name in ("partition", "account", "qos")
+                 if (value := getattr(options, name))]  # fmt: skip
+        if options.minutes:
+            words.append(f"--time={options.minutes}")
+        if options.memory_mb:
+            words.append(f"--mem={int(options.memory_mb) * lease.devices}M")
+        node = next((found for found in self._slurm_nodes() if found.name == lease.node), None)
+        if node is None:
+            where = f"partition {options.partition}" if options.partition else "Slurm"
+            raise ExecutorError(
+                f"{where} has no node {lease.node}",
+                hint="Slurm shows a cloud node that sleeps only with PrivateData=cloud",
+            )
+        if self._has_gpus(node):
+            words.append(
+                f"--gres=gpu:{f'{node.gpu_type}:' if node.gpu_type else ''}{lease.devices}"
+            )
+        return words
+
+    def _node(self, node: SlurmNode, ours: int) -> Node:
+        total, used = self._count(node), node.used_gpus
+        if not self._has_gpus(node):
+            used = -(-node.used_cpus // int(self.options.cpus))
+        return Node(
+            name=node.name,
+            devices=max(0, total - max(0, used - ours)),
+            type=self._type(node),
+            is_spot=self._is_spot(node),
+            is_leaving=node.is_leaving,
+        )
+
+    def _has_gpus(self, node: SlurmNode) -> bool:
+        return self.options.device == "gpu" or (self.options.device == "auto" and node.gpus > 0)
+
+    def _count(self, node: SlurmNode) -> int:
+        return node.gpus if self._has_gpus(node) else node.cpus // int(self.options.cpus)
+
+    def _type(self, node: SlurmNode) -> str:
+        return (node.gpu_type or "gpu") if self._has_gpus(node) else "cpu"
+
+    def _is_spot(self, node: SlurmNode) -> bool:
+        return self.options.spot == "yes" or node.is_spot
+
+    def _kind(self, node: SlurmNode) -> str:
+        return name_kind(self._type(node), is_spot=self._is_spot(node))
+
+    def _slurm_nodes(self) -> list[SlurmNode]:
+        every = read_nodes(_slurm("scontrol", "--details", "--oneliner", "show", "node"))
+        partition = self.options.partition or self._default_partition()
+        found = [node for node in every if partition in node.partitions]
+        if not found and partition not in (known := [name for name, _ in _partitions()]):
+            raise ExecutorError(
+                f"this Slurm has no partition {partition!r}", hint=did_you_mean(partition, known)
+            )
+        return found
+
+    def _default_partition(self) -> str:
+        marked = [name for name, is_default in _partitions() if is_default]
+        if not marked:
+            raise ExecutorError(
+                "this Slurm has no default partition", hint="name one: slurm://PARTITION"
+            )
+        return marked[0]
+
+    def _queue(self) -> list[QueuedJob]:
+        words = ("squeue", "--noheader", "--me", "--states=all", f"--format={QUEUE_FORMAT}")
+        at = time.monotonic()
+        found = [job for job in read_queue(_slurm(*words)) if job.comment.startswith(_OURS)]
+        _heard[:] = [(at, found)]
+        return found
+
+    def _recent_queue(self, needed: set[str]) -> list[QueuedJob]:
+        """As it was heard a moment ago, if none of these is missing there: somebody may just have asked."""
+        for at, jobs in _heard:
+            is_fresh = time.monotonic() - at < _FRESH_S
+            if is_fresh and needed <= {job.name for job in jobs}:
+                return jobs
+        return self._queue()
+
+    def _power(self, nodes: Sequence[SlurmNode], state: str) -> None:
+        if nodes:
+            names = ",".join(node.name for node in nodes)
+            _slurm("scontrol", "update", f"NodeName={names}", f"State={state}")
+
+
+def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> str:
+    """What a command of Slurm printed; its own words where it refuses."""
+    if words[0] in _CHANGES:
+        _heard.clear()
+    program = shutil.which(words[0])
+    if program is None:
+        raise ExecutorError(
+            f"Slurm is not on this machine: there is no {words[0]}",
+            hint="run this where sbatch works, such as a login node of the cluster",
+        )
+    try:
+        done = subprocess.run(  # noqa: S603 (Slurm's own program, no shell)
+            [program, *words[1:]],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ExecutorError(f"Slurm has not answered {words[0]} for {_ANSWER_S:.0f} s") from error
+    if done.returncode and not is_lenient:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ExecutorError(f"Slurm refused {words[0]}: {said}")
+    return done.stdout.strip()
+
+
+def _partitions() -> list[tuple[str, bool]]:
+    """Names, and whether it is the one that is meant where none is named."""
+    words = _slurm("sinfo", "--noheader", "--format=%P").split()
+    return [(word.rstrip("*"), word.endswith("*")) for word in words]
+
+
+def _job_name(run_dir: RunDir, lease: str) -> str:
+    return f"{_OURS}:{run_dir.id}:{lease}"
+
+
+def _count_ours(jobs: Iterable[QueuedJob]) -> dict[str, int]:
+    """Devices of each node that runs of ours hold, or are just being given."""
+    ours: dict[str, int] = {}
+    for job in jobs:
+        if job.node and job.lease_state is not LeaseState.GONE:
+            ours[job.node] = ours.get(job.node, 0) + _devices_of(job)
+    return ours
+
+
+def _devices_of(job: QueuedJob) -> int:
+    told = job.comment.partition("devices=")[2]
+    return int(told) if told.isdigit() else 0

@@ -1,0 +1,134 @@
+"""What processes take of the machine they are on: written down beside a run by whoever is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING
+
+import psutil
+
+from yunlu.core.value import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from yunlu.runs.run_dir import RunDir
+
+_FOLDER = "usage"
+_ANSWER_S = 3.0
+_QUERY = "--query-gpu=utilization.gpu,memory.used,memory.total"
+
+
+class NodeUse(Value):
+    """How busy a machine is; shares of the whole."""
+
+    cpu: float
+    memory: float
+    gpus: tuple[tuple[float, float], ...] = ()
+    """Of each GPU: how busy it is, and how full its memory."""
+
+
+class LeaseUse(Value):
+    """What a lease takes, and how busy its machine is."""
+
+    at: float
+    node: str
+    cores: float
+    memory_bytes: float
+    machine: NodeUse
+
+
+class Meter:
+    """Looks at this machine now and then."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, float]] = {}
+        psutil.cpu_percent(interval=None)  # the first answer is about nothing
+
+    def look(self) -> NodeUse:
+        """How busy it has been since the last look."""
+        return NodeUse(
+            cpu=psutil.cpu_percent(interval=None) / 100.0,
+            memory=psutil.virtual_memory().percent / 100.0,
+            gpus=read_gpus(),
+        )
+
+    def measure(self, name: str, pids: Iterable[int]) -> tuple[float | None, float]:
+        """Busy cores of these processes since the last look, none at the first, and their memory."""
+        now = time.monotonic()
+        busy_s, memory_bytes = _sum_up(pids)
+        then, busy_then_s = self._before.get(name, (now, busy_s))
+        self._before[name] = (now, busy_s)
+        cores = max(0.0, busy_s - busy_then_s) / (now - then) if now > then else None
+        return cores, memory_bytes
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Forget all others."""
+        names = {*names}
+        self._before = {name: seen for name, seen in self._before.items() if name in names}
+
+
+def read_gpus() -> tuple[tuple[float, float], ...]:
+    """Of each GPU of this machine how busy and how full it is; empty where nobody tells."""
+    program = _nvidia_smi()
+    if program is None:
+        return ()
+    try:
+        words = [program, _QUERY, "--format=csv,noheader,nounits"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)  # noqa: S603 (the driver's own program)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(_read_line(line) for line in done.stdout.splitlines() if line.count(",") == 2)
+
+
+def write_use(run_dir: RunDir, lease: str, use: LeaseUse) -> None:
+    """For whoever looks after the run from another machine; not worth a fault, nor a flush."""
+    folder = run_dir.path / _FOLDER
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        aside = folder / f".{lease}.{os.getpid()}.part"
+        aside.write_text(use.model_dump_json())
+        aside.replace(folder / f"{lease}.json")
+
+
+def read_uses(run_dir: RunDir, leases: Iterable[str]) -> Iterator[tuple[str, LeaseUse]]:
+    """What these leases wrote last."""
+    for lease in leases:
+        with suppress(OSError, ValueError):
+            path = run_dir.path / _FOLDER / f"{lease}.json"
+            yield lease, LeaseUse.model_validate_json(path.read_bytes())
+
+
+@cache
+def _nvidia_smi() -> str | None:
+    return shutil.which("nvidia-smi")
+
+
+def _read_line(line: str) -> tuple[float, float]:
+    figures: list[float] = []
+    for word in line.split(","):
+        try:
+            figures.append(float(word))
+        except ValueError:  # [N/A]
+            figures.append(0.0)
+    busy, used, total = figures
+    return busy / 100.0, used / total if total else 0.0
+
+
+def _sum_up(pids: Iterable[int]) -> tuple[float, float]:
+    busy_s = memory_bytes = 0.0
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            times, memory = process.cpu_times(), process.memory_info()
+        except psutil.Error:
+            continue
+        busy_s += times.user + times.system
+        # Forked workers share the pages of the data they were given.
+        memory_bytes += memory.rss - getattr(memory, "shared", 0)
+    return busy_s, memory_bytes

@@ -1,0 +1,240 @@
+"""Workers on this machine: detached processes that outlive whoever started them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from yunlu.core.errors import StoreError, missing_part
+from yunlu.core.files import write_atomically
+from yunlu.core.settings import worker_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from yunlu.runs.run_dir import RunDir
+
+WORKER = (sys.executable, "-m", "yunlu.training.worker")
+"""The worker is started by name: nothing here imports the training room."""
+SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
+"""Who answers for several workers."""
+ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.program")
+"""Who answers for workers that do not wait for each other."""
+
+# The kernel rounds the instant of boot, on which start times are based, to a second.
+_SAME_START_S = 2.0
+_TELL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProcess:
+    """One process, known by pid and start time: a pid alone may have passed to a stranger."""
+
+    pid: int
+    process_started_at: float
+    host: str
+    detached: bool
+    """Started by us, at the head of a group of its own. Only such a process is ours to signal."""
+
+    def is_alive(self) -> bool:
+        """Whether it still runs. A process on another host is believed to: we cannot look."""
+        return self.host != socket.gethostname() or self._process() is not None
+
+    def stop(self) -> None:
+        """Ask it to save and stop."""
+        process = self._process()
+        if process is not None and self.detached:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and the processes it started, at once."""
+        if self._process() is not None and self.detached:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def exit_code(self) -> int | None:
+        """Its exit code (minus the signal that ended it), if it is over and was our child."""
+        child = self._child()
+        if child is None:
+            return None
+        if child.poll() is None and self._process() is None:
+            # Whoever waits for it in the background has it, and is about to say so.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_TELL_S)
+        return child.returncode
+
+    def _child(self) -> subprocess.Popen[bytes] | None:
+        started_at, child = _children.get(self.pid, (0.0, None))
+        return child if abs(started_at - self.process_started_at) < _SAME_START_S else None
+
+    def _process(self) -> psutil.Process | None:
+        child = self._child()
+        if child is not None and child.poll() is not None:  # reaps it, too
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            same = abs(process.create_time() - self.process_started_at) < _SAME_START_S
+        except psutil.NoSuchProcess:
+            return None
+        return process if alive and same else None
+
+
+# Our own children: how they ended is known to us alone.
+_children: dict[int, tuple[float, subprocess.Popen[bytes]]] = {}
+
+
+def require_training() -> None:
+    """Refuse before anything is written where the packages that train are not installed."""
+    try:
+        is_there = find_spec("torch") is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise missing_part("torch", "train", "Training")
+
+
+def is_asynchronous(run_dir: RunDir, method: object) -> bool:
+    """Whether its workers do not wait for each other: the job names that, or its crew chose it."""
+    return method == "asynchronous" or run_dir.servers.is_dir()
+
+
+def program_for(
+    devices: int,
+    *,
+    spares: int,
+    is_asynchronous: bool = False,
+    is_elastic: bool = False,
+    shares: int | None = None,
+) -> tuple[str, ...]:
+    """What to start for a run on so many devices; the run's directory follows.
+
+    One worker alone needs nobody to answer for it, unless others are to join it. ``shares``: workers
+    that asynchronous ones expect to be, those elsewhere among them.
+    """
+    if is_asynchronous:
+        words = (*ASYNCHRONOUS, "--devices", str(devices))
+        return words if shares is None else (*words, "--shares", str(max(shares, devices)))
+    if devices == 1 and not is_elastic:
+        return WORKER
+    return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
+
+
+def count_gpus() -> int:
+    """GPUs of this machine that torch can train on, found without asking it."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def this_process() -> WorkerProcess:
+    """The process that asks: a launcher, or a program that trains in itself."""
+    return WorkerProcess(
+        pid=os.getpid(),
+        process_started_at=psutil.Process().create_time(),
+        host=socket.gethostname(),
+        detached=False,
+    )
+
+
+def start_worker(
+    run_dir: RunDir,
+    command: Sequence[str] | None = None,
+    *,
+    directory: Path | None = None,
+    plan_only: bool = False,
+    own_session: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> WorkerProcess:
+    """Start the worker of a run in its own session, its output appended to ``worker.log``.
+
+    Args:
+        run_dir: The run, whose ``job.json`` is written.
+        command: Another program instead of the worker, given the run's directory as last argument.
+        directory: Where it runs: relative paths in the job are relative to this.
+        plan_only: Ask for the plan, not for training.
+        own_session: Not where a launcher is to find and end it with this process.
+        environment: Variables that it is to have besides ours.
+    """
+    words = list(command or WORKER)
+    words += [str(run_dir.path)] + ["--plan-only"] * plan_only
+    if directory is not None and not directory.is_dir():
+        raise StoreError(
+            f"the run was submitted from {directory}, which is no longer there",
+            hint="put the directory back: relative paths in the job start from it",
+        )
+    with run_dir.log.open("ab") as log:
+        child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env={**worker_environment(), **(environment or {})},
+            start_new_session=own_session,
+            process_group=None if own_session else 0,
+        )
+    # A child that is not yet waited for keeps its place in the system, even when it is over.
+    started_at = psutil.Process(child.pid).create_time()
+    _children[child.pid] = (started_at, child)
+    # Waited for in the background: a program that starts many runs collects no zombies.
+    threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
+    worker = WorkerProcess(
+        pid=child.pid, process_started_at=started_at, host=socket.gethostname(), detached=True
+    )
+    record_worker(run_dir, worker)
+    return worker
+
+
+def record_worker(run_dir: RunDir, worker: WorkerProcess) -> None:
+    """Write down who is answerable for the run, before the worker can say so itself."""
+    write_atomically(run_dir.path / "worker.json", json.dumps(asdict(worker)))
+
+
+def recorded_worker(run_dir: RunDir) -> WorkerProcess | None:
+    """Who was last answerable for the run."""
+    try:
+        return WorkerProcess(**json.loads((run_dir.path / "worker.json").read_bytes()))
+    except (OSError, ValueError, TypeError):  # absent, or of another version
+        return None
+
+
+@contextmanager
+def launch_lock(run_dir: RunDir, *, wait: bool) -> Generator[None]:
+    """Hold the right to start, stop or bury the run's worker; ``BlockingIOError`` when taken."""
+    with _locked(run_dir.path / "launch.lock", wait=wait):
+        yield
+
+
+def worker_lock_is_free(run_dir: RunDir) -> bool:
+    """Whether no worker holds the run: a worker keeps ``worker.lock`` as long as it lives."""
+    path = run_dir.path / "worker.lock"
+    if not path.exists():
+        return True
+    try:
+        with _locked(path, wait=False):
+            return True
+    except BlockingIOError:
+        return False
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool) -> Generator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)

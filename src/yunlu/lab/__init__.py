@@ -1,0 +1,1 @@
+"""Research that the product never loads: simulator, baselines, replays, fits."""

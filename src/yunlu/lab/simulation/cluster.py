@@ -1,0 +1,91 @@
+"""Which machines a simulated pool has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from yunlu.core.value import Value
+from yunlu.hardware.fleet import Node
+from yunlu.lab.simulation.tables import SimulationError
+
+_GROUP = re.compile(r"(?P<count>\d+)x(?P<devices>\d+)(?::(?P<type>[\w.-]+))?")
+_HINT = "write NODESxDEVICES, as in 16x4 or 6x4:t4+2x8:a100, or name a YAML file with nodes"
+_MOST_NODES = 100_000
+
+
+class NodeGroup(Value):
+    """Some machines alike."""
+
+    count: int = Field(gt=0)
+    devices: int = Field(gt=0)
+    """On each of them."""
+    type: str = "device"
+    dollars_per_hour: float = Field(default=0.0, ge=0)
+    """Of one machine."""
+    domain: str = ""
+
+
+class ClusterFile(Value):
+    """A cluster as a YAML file: ``nodes`` is a list of groups."""
+
+    nodes: list[NodeGroup] = Field(min_length=1)
+
+
+def parse_cluster(text: str) -> tuple[Node, ...]:
+    """The machines that ``16x4``, ``6x4:t4+2x8:a100`` or a YAML file means."""
+    if text.endswith((".yaml", ".yml")):
+        return build_cluster(_load(Path(text)).nodes)
+    groups: list[NodeGroup] = []
+    for part in text.split("+"):
+        found = _GROUP.fullmatch(part.strip())
+        if found is None or int(found["count"]) == 0 or int(found["devices"]) == 0:
+            raise SimulationError(f"--cluster: {text!r} is not a cluster.", hint=_HINT)
+        groups.append(
+            NodeGroup(
+                count=int(found["count"]),
+                devices=int(found["devices"]),
+                type=found["type"] or "device",
+            )
+        )
+    return build_cluster(groups)
+
+
+def build_cluster(groups: list[NodeGroup]) -> tuple[Node, ...]:
+    """Machines with names, in order."""
+    if sum(group.count for group in groups) > _MOST_NODES:
+        raise SimulationError(
+            f"--cluster: more than {_MOST_NODES:,} nodes cannot be simulated.", hint=_HINT
+        )
+    kinds = {group.type for group in groups}
+    nodes: list[Node] = []
+    for group in groups:
+        prefix = group.type if len(kinds) > 1 else "node"
+        for _ in range(group.count):
+            nodes.append(
+                Node(
+                    name=f"{prefix}-{len(nodes)}",
+                    devices=group.devices,
+                    type=group.type,
+                    domain=group.domain,
+                    dollars_per_hour=group.dollars_per_hour,
+                )
+            )
+    return tuple(nodes)
+
+
+def _load(path: Path) -> ClusterFile:
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SimulationError(f"--cluster: {path} cannot be read: {error}.", hint=_HINT) from error
+    try:
+        return ClusterFile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise SimulationError(f"--cluster: {path}: {place}: {first['msg']}.", hint=_HINT) from error

@@ -1,0 +1,88 @@
+"""Policies that can be simulated, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import did_you_mean
+from yunlu.core.imports import make_object, names_object
+from yunlu.lab.simulation.tables import SimulationError
+from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.scheduler.policy.fitting import Fitter
+from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from yunlu.lab.simulation.rules import Rules
+    from yunlu.scheduler.policy.observations import Estimator
+    from yunlu.scheduler.policy.values import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A policy with all that it needs, new and without notes."""
+
+    name: str
+    policy: Policy
+    estimator: Estimator | None = None
+    """None: jobs keep the batch they ask for, and the policy sees their true speed."""
+    is_shared: bool = False
+    """Whether jobs of one application learn from each other."""
+    declares_length: bool = True
+
+    def bend(self, rules: Rules) -> Rules:
+        """The rules of a run, as far as they are this policy's own."""
+        return replace(
+            rules,
+            is_shared=self.is_shared,
+            declares_length=rules.declares_length and self.declares_length,
+        )
+
+
+def _make_baseline(name: str) -> Callable[[], Contestant]:
+    return lambda: Contestant(name=name, policy=BASELINES[name]())
+
+
+def _make_own() -> Contestant:
+    return Contestant(name="yunlu", policy=ProgressPolicy(), estimator=Fitter(), is_shared=True)
+
+
+def _make_own_blind() -> Contestant:
+    options = ProgressOptions(learns_from_programs=False)
+    return Contestant(
+        name="yunlu-blind",
+        policy=ProgressPolicy(options),
+        estimator=Fitter(),
+        declares_length=False,
+    )
+
+
+CONTESTANTS: Mapping[str, Callable[[], Contestant]] = {
+    "yunlu": _make_own,
+    "yunlu-blind": _make_own_blind,
+    **{name: _make_baseline(name) for name in BASELINES},
+}
+"""``yunlu-blind`` knows what Pollux knows: no lengths, and nothing of other jobs."""
+
+
+def make_contestant(name: str) -> Contestant:
+    """A known policy, or one's own: ``module:Class`` with ``decide``, and perhaps ``estimator``."""
+    if name in CONTESTANTS:
+        return CONTESTANTS[name]()
+    if not names_object(name):
+        raise SimulationError(
+            f"--policy: {name!r} is not known; {did_you_mean(name, CONTESTANTS)}.",
+            hint="or name your own: module:Class",
+        )
+    policy: Policy = make_object(name)
+    if not hasattr(policy, "decide"):
+        raise SimulationError(f"--policy: {name} has no method decide(state).")
+    estimator: Estimator | None = getattr(policy, "estimator", None)
+    return Contestant(
+        name=getattr(policy, "name", name),
+        policy=policy,
+        estimator=estimator,
+        is_shared=bool(getattr(policy, "is_shared", False)),
+    )

@@ -1,0 +1,49 @@
+"""Policies on pools of several device types, with all they need to know beforehand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.lab.simulation.contestants import Contestant
+from yunlu.lab.simulation.mixed import BELIEVED_RESTART_S, load_knowledge
+from yunlu.lab.simulation.mixed_sia import SiaEstimator
+from yunlu.scheduler.policy.mixed_speed import MixedFitter
+from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+from yunlu.scheduler.policy.sia import Sia
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from yunlu.hardware.fleet import Node
+
+MIXED = ("yunlu", "yunlu-blind", "sia")
+"""Those that know types of devices apart; others take the pool for one of equal devices."""
+
+
+def make_mixed_contestant(
+    name: str,
+    profiles: Path,
+    applications: Iterable[str],
+    nodes: Sequence[Node],
+    slowdown: Mapping[str, float] | None = None,
+) -> Contestant:
+    """One of ``MIXED``, for a pool of these nodes and profiles in that directory."""
+    sizes = {node.type: node.devices for node in nodes}
+    types = tuple(sizes)
+    known = load_knowledge(profiles, applications, types, slowdown)
+    if name == "sia":
+        return Contestant(
+            name=name,
+            policy=Sia(restart_s_by_program=BELIEVED_RESTART_S),
+            estimator=SiaEstimator(known=known, node_devices=sizes),
+            declares_length=False,
+        )
+    is_blind = name == "yunlu-blind"
+    return Contestant(
+        name=name,
+        policy=ProgressPolicy(ProgressOptions(learns_from_programs=not is_blind)),
+        estimator=MixedFitter(types=types, known=known),
+        is_shared=not is_blind,
+        declares_length=not is_blind,
+    )

@@ -1,0 +1,152 @@
+"""What Sia's scheduler believes of a job: one model per type, others told by the speed of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.scheduler.policy.fitting import fit_throughput
+from yunlu.scheduler.policy.goodput import FittedSpeed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from yunlu.lab.simulation.mixed import TableKnowledge
+    from yunlu.scheduler.policy.goodput import Throughput
+    from yunlu.scheduler.policy.observations import Batch, BatchLimits, Model, Observations, Timing
+
+_LEAP = 2
+_MOST_DEVICES = 64
+_WELL_TOLD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiaSpeed:
+    """The models of one job."""
+
+    fits: Mapping[str, FittedSpeed]
+    """By type it has run on."""
+    seen: Observations = field(compare=False, repr=False)
+    estimator: SiaEstimator = field(compare=False, repr=False)
+
+    def goodput(
+        self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Useful samples a second; before the first step, one for one device of any type."""
+        known = self.estimator.known
+        here = known.samples_per_s(self.seen, device_type)
+        if here is None:
+            return np.zeros(len(devices))
+        unit = known.multiple(self.seen, device_type)
+        if not self.fits or self.seen.noise is None:
+            return np.where(devices == unit, 1.0, 0.0)
+        most = known.most_devices(self.seen, device_type) or 0
+        if device_type in self.fits:
+            told = self.fits[device_type].goodput(device_type, nodes, devices)
+            return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
+        source = next(each for each in self.estimator.node_devices if each in self.fits)
+        there = known.samples_per_s(self.seen, source)
+        assert there is not None
+        # As many copies of the model there, each as fast as one is here.
+        unit_there = known.multiple(self.seen, source)
+        devices_there = np.maximum(devices // unit, 1) * unit_there
+        nodes_there = -(-devices_there // self.estimator.node_devices[source])
+        ratio = here * unit / (there * unit_there)
+        told = self.fits[source].goodput(source, nodes_there, devices_there) * ratio
+        return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
+
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+        """The batch to run with, within what fits that shape."""
+        most = self.estimator.known.local_most(self.seen, device_type, nodes, devices)
+        limits = self.estimator.known.limits(self.seen, device_type)
+        assert most is not None
+        assert limits is not None
+        limits = replace(limits, local_most=most)
+        fit = self.fits.get(device_type)
+        if fit is None:
+            return FittedSpeed(throughputs={}, limits=limits).choose_batch(
+                device_type, nodes, devices
+            )
+        return replace(fit, limits=limits).choose_batch(device_type, nodes, devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiaEstimator:
+    """Makes them: an :class:`~...observations.Estimator`."""
+
+    known: TableKnowledge
+    node_devices: Mapping[str, int]
+    """Devices per node of each type; the order is that in which types are projected from."""
+
+    def __call__(self, seen: Observations, before: Model | None) -> SiaSpeed:
+        """Fit each type the job has run on."""
+        last = before if isinstance(before, SiaSpeed) else None
+        throughputs = self._fit(seen, last)
+        fits = {
+            name: FittedSpeed(
+                throughputs={name: throughput},
+                limits=self._believed_limits(seen, name),
+                noise=seen.noise,
+                max_devices=self._cap(seen),
+            )
+            for name, throughput in throughputs.items()
+        }
+        return SiaSpeed(fits=fits, seen=seen, estimator=self)
+
+    def _fit(self, seen: Observations, last: SiaSpeed | None) -> Mapping[str, Throughput]:
+        known: dict[str, Throughput] = {}
+        if last is not None:
+            known = {name: fit.throughputs[name] for name, fit in last.fits.items()}
+            if last.seen.timings is seen.timings:
+                return known
+        by_type: dict[str, list[Timing]] = {}
+        for timing in seen.timings:
+            by_type.setdefault(timing.device_type, []).append(timing)
+        for name, timings in by_type.items():
+            old = {t[:3] for t in last.seen.timings} if last is not None else set[object]()
+            if (
+                name in known
+                and all(t[:3] in old for t in timings)
+                and _tells(known[name], timings)
+            ):
+                continue
+            # Sia believes its formula, also where it has measured.
+            known[name] = replace(fit_throughput(timings), measured=None)
+        return known
+
+    def _limits(self, seen: Observations, name: str) -> BatchLimits:
+        limits = self.known.limits(seen, name)
+        assert limits is not None
+        return limits
+
+    def _believed_limits(self, seen: Observations, name: str) -> BatchLimits:
+        """Its estimates go no further than the batch that was asked for, though jobs may."""
+        limits = self._limits(seen, name)
+        asked = seen.asked_batch
+        return limits if asked is None else replace(limits, most=min(asked, limits.most))
+
+    def _cap(self, seen: Observations) -> int:
+        """Twice what was seen on any type."""
+        most = 1
+        for name in self.node_devices:
+            largest = max((t.devices for t in seen.timings if t.device_type == name), default=0)
+            limits = self.known.limits(seen, name)
+            if limits is None:  # it cannot run there
+                continue
+            allowed = limits.most // limits.local_least
+            least = self.known.multiple(seen, name)
+            most = max(most, min(max(_LEAP * largest, least), _MOST_DEVICES, allowed))
+        return most
+
+
+def _tells(throughput: Throughput, timings: list[Timing]) -> bool:
+    """Whether a model tells these timings so well that another fit would change nothing."""
+    nodes, devices, local, step_s = (
+        np.array([timing[at] for timing in timings]) for at in (1, 2, 3, 5)
+    )
+    told = throughput.tell_step_s(nodes, devices, local.astype(np.float64), np.zeros(len(local)))
+    return bool((np.abs(np.log(told / step_s)) < _WELL_TOLD).all())

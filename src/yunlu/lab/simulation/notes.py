@@ -1,0 +1,127 @@
+"""What a pool would have noted of a job while it ran, and of all jobs like it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from yunlu.scheduler.policy.observations import NoisePoint, Observations, Timing
+
+if TYPE_CHECKING:
+    from yunlu.scheduler.policy.observations import Batch, BatchLimits, Noise
+
+Key = tuple[str, int, int, int]
+_REPEATS = 4
+"""So many measurements of one configuration are averaged; more would change little."""
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What all jobs of one application have seen."""
+
+    timings: dict[Key, Timing] = field(default_factory=dict[Key, Timing])
+    noise: dict[int, NoisePoint] = field(default_factory=dict[int, NoisePoint])
+    version: int = 0
+    _timings: tuple[Timing, ...] = ()
+    _noise: tuple[NoisePoint, ...] = ()
+    _stale: tuple[bool, bool] = (False, False)
+
+    def add_timing(self, key: Key, timing: Timing) -> None:
+        """The first of a configuration counts: what a job has fitted should not shake."""
+        if key not in self.timings:
+            self.timings[key] = timing
+            self.version += 1
+            self._stale = (True, self._stale[1])
+
+    def add_noise(self, epoch: int, point: NoisePoint) -> None:
+        """The first that gets as far tells the others."""
+        if epoch not in self.noise:
+            self.noise[epoch] = point
+            self.version += 1
+            self._stale = (self._stale[0], True)
+
+    def read(self) -> tuple[tuple[Timing, ...], tuple[NoisePoint, ...]]:
+        """Both; the very same objects while nothing is added to them."""
+        timings, noise = self._stale
+        if timings:
+            self._timings = tuple(self.timings.values())
+        if noise:
+            self._noise = tuple(self.noise.values())
+        self._stale = (False, False)
+        return self._timings, self._noise
+
+
+class Notes:
+    """What was seen of one job."""
+
+    def __init__(
+        self, signature: str, limits: BatchLimits, asked_batch: int, shelf: Shelf | None
+    ) -> None:
+        self._signature, self._limits, self._shelf = signature, limits, shelf
+        self._asked_batch = asked_batch
+        self._timings: dict[Key, tuple[Timing, int]] = {}
+        self._noise: Noise | None = None
+        self._history: dict[int, NoisePoint] = {}
+        self._own: tuple[tuple[Timing, ...], tuple[NoisePoint, ...]] = ((), ())
+        self._stale = [False, False]
+        self._shelf_version = -1
+        self._seen: Observations | None = None
+
+    def add(
+        self, timing: Timing, noise: Noise, *, epoch: int, done: float, batch: Batch, averages: bool
+    ) -> None:
+        """Note one measurement."""
+        key: Key = timing[:4]
+        known = self._timings.get(key)
+        if known is None:
+            self._timings[key] = (timing, 1)
+            self._stale[0] = True
+            if self._shelf is not None:
+                self._shelf.add_timing(key, timing)
+        elif averages and known[1] < _REPEATS:
+            self._timings[key] = (_mean(*known, timing), known[1] + 1)
+            self._stale[0] = True
+        if noise is not self._noise:
+            self._noise = noise
+            self._seen = None
+        if epoch not in self._history:
+            point = NoisePoint(done, batch.total(timing.devices), noise)
+            self._history[epoch] = point
+            self._stale[1] = True
+            if self._shelf is not None:
+                self._shelf.add_noise(epoch, point)
+
+    def read(self) -> Observations:
+        """As one value; the very same object while nothing is new."""
+        shelf = self._shelf
+        is_new = any(self._stale) or self._seen is None
+        if shelf is not None and shelf.version != self._shelf_version:
+            self._shelf_version, is_new = shelf.version, True
+        if not is_new:
+            assert self._seen is not None
+            return self._seen
+        timings, history = self._own
+        if self._stale[0]:
+            timings = tuple(timing for timing, _ in self._timings.values())
+        if self._stale[1]:
+            history = tuple(self._history.values())
+        self._own, self._stale = (timings, history), [False, False]
+        shared = shelf.read() if shelf is not None else ((), ())
+        self._seen = Observations(
+            signature=self._signature,
+            limits=self._limits,
+            asked_batch=self._asked_batch,
+            timings=timings,
+            noise=self._noise,
+            noise_history=history,
+            shared_timings=shared[0],
+            shared_noise=shared[1],
+        )
+        return self._seen
+
+
+def _mean(known: Timing, count: int, more: Timing) -> Timing:
+    return known._replace(
+        accumulate_s=(known.accumulate_s * count + more.accumulate_s) / (count + 1),
+        step_s=(known.step_s * count + more.step_s) / (count + 1),
+    )

@@ -1,0 +1,130 @@
+"""What came of a workload under a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from yunlu.hardware.fleet import Node, Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """How one job fared."""
+
+    name: str
+    application: str
+    submitted_at: float
+    ended_at: float
+    restarts: int
+    device_s: float
+    placements: tuple[tuple[float, Placement], ...]
+    """What it held from when on; nothing after its end."""
+    crashes: int = 0
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time: from submission to end."""
+        return self.ended_at - self.submitted_at
+
+    @property
+    def wait_s(self) -> float:
+        """Until it first held devices."""
+        return self.placements[0][0] - self.submitted_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One decision."""
+
+    at: float
+    waiting: int
+    """Jobs that hold nothing after it."""
+    running: int
+    devices: int
+    """Held after it."""
+    decision_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How all of them fared."""
+
+    workload: str
+    policy: str
+    nodes: tuple[Node, ...]
+    jobs: tuple[JobOutcome, ...]
+    rounds: tuple[Round, ...]
+
+    @property
+    def jct_s(self) -> dict[str, float]:
+        """Of each job by name."""
+        return {job.name: job.jct_s for job in self.jobs}
+
+    @property
+    def average_s(self) -> float:
+        """Mean time of completion."""
+        return sum(job.jct_s for job in self.jobs) / len(self.jobs)
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last job ends, counted from the workload's own zero."""
+        return max(job.ended_at for job in self.jobs)
+
+    @property
+    def restarts_per_job(self) -> float:
+        """On average."""
+        return sum(job.restarts for job in self.jobs) / len(self.jobs)
+
+    @property
+    def device_hours(self) -> float:
+        """That jobs held, restarts and all."""
+        return sum(job.device_s for job in self.jobs) / 3600
+
+    @property
+    def dollars(self) -> float:
+        """What the nodes cost until the last job ended, idle or not."""
+        return sum(node.dollars_per_hour for node in self.nodes) * self.makespan_s / 3600
+
+    @property
+    def decision_cpu_s(self) -> float:
+        """Of one round, on average."""
+        return sum(each.decision_cpu_s for each in self.rounds) / max(len(self.rounds), 1)
+
+    def percentile_s(self, percent: float) -> float:
+        """Of the times of completion."""
+        return float(np.percentile([job.jct_s for job in self.jobs], percent))
+
+    def summary(self) -> dict[str, Any]:
+        """The figures for programs."""
+        return {
+            "workload": self.workload,
+            "policy": self.policy,
+            "jobs": len(self.jobs),
+            "jct_average_s": self.average_s,
+            "jct_p50_s": self.percentile_s(50),
+            "jct_p99_s": self.percentile_s(99),
+            "makespan_s": self.makespan_s,
+            "restarts_per_job": self.restarts_per_job,
+            "device_hours": self.device_hours,
+            "waiting_average": self._mean_over_time("waiting"),
+            "utilisation": self._utilisation(),
+            "dollars": self.dollars,
+            "rounds": len(self.rounds),
+            "decision_cpu_s": self.decision_cpu_s,
+        }
+
+    def _utilisation(self) -> float:
+        total = sum(node.devices for node in self.nodes)
+        return self.device_hours * 3600 / (total * self.makespan_s)
+
+    def _mean_over_time(self, field: str) -> float:
+        spans = [
+            (later.at - each.at, getattr(each, field))
+            for each, later in zip(self.rounds, self.rounds[1:], strict=False)
+        ]
+        whole = sum(span for span, _ in spans)
+        return sum(span * value for span, value in spans) / whole if whole else 0.0

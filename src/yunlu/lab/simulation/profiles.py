@@ -1,0 +1,266 @@
+"""Applications as they were measured: how long steps take, and how training converges.
+
+The format is that of the artifact of Pollux (OSDI'21): a directory for each application with
+``placements.csv``, ``scalability.csv`` and ``validation-BATCH.csv``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from yunlu.core.errors import did_you_mean
+from yunlu.lab.simulation.pipelines import load_pipeline_times
+from yunlu.lab.simulation.step_times import StepTimes, load_step_times
+from yunlu.lab.simulation.tables import SimulationError, read_number, read_rows
+from yunlu.scheduler.policy.observations import BatchLimits, Noise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+_COLUMNS = ("progress", "iteration", "grad_sqr", "grad_var")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the tables of an application do not say."""
+
+    epochs: int | None = None
+    """How long it trains; without a word, as long as was measured."""
+    local_most: int | None = None
+    batch: int | None = None
+    """Elastic policies must keep this batch."""
+    max_devices: int | None = None
+    stages: Mapping[str, int] | None = None
+    """By type of devices: so many hold one copy of the model, as a pipeline; none on other types."""
+    micro_batches: int = 48
+    """Of one pass of a pipeline."""
+
+
+_KNOWN: Mapping[str, Facts] = {
+    "bert": Facts(epochs=2),
+    "cifar10": Facts(epochs=100),
+    "deepspeech2": Facts(epochs=80),
+    "gpt_pmp": Facts(epochs=2, stages={"rtx": 8, "dgx-ext": 2}),
+    "imagenet": Facts(epochs=90),
+    "ncf": Facts(epochs=10, batch=32768, max_devices=1),
+    "yolov3": Facts(epochs=50, local_most=8),
+}
+"""Of the applications of Pollux's and Sia's artifacts; ``facts.yaml`` in a directory says it for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """A training at one whole batch: at the end of each epoch."""
+
+    progress: tuple[float, ...]
+    """Steps of the base batch that would have brought it as far."""
+    steps: tuple[float, ...]
+    noise: tuple[Noise, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """One kind of job."""
+
+    name: str
+    times: Mapping[str, StepTimes]
+    """By type of devices."""
+    trainings: Mapping[int, Epochs]
+    """By whole batch, ascending."""
+    epochs: int
+    limits: BatchLimits
+    max_devices: int
+    ends: tuple[float, ...]
+    """Progress at the start of each epoch and at the end of the last."""
+    stages: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By type of devices: how many hold one copy of the model, where that is more than one."""
+    _noise: dict[tuple[int, int], Noise] = field(default_factory=dict[tuple[int, int], Noise])
+
+    @property
+    def multiple(self) -> int:
+        """What numbers of devices have in common that it can use."""
+        return math.gcd(*self.stages.values()) if self.stages else 1
+
+    @property
+    def length(self) -> float:
+        """Progress at its end."""
+        return self.ends[self.epochs]
+
+    def noise(self, batch: int, epoch: int) -> Noise:
+        """Statistics in an epoch, linear in the batch between measured trainings."""
+        key = (batch, epoch)
+        known = self._noise.get(key)
+        if known is None:
+            low, high = self._around(batch)
+            below, above = self.trainings[low].noise[epoch], self.trainings[high].noise[epoch]
+            known = Noise(
+                _between(batch, low, high, below.sqr, above.sqr),
+                _between(batch, low, high, below.var, above.var),
+            )
+            self._noise[key] = known
+        return known
+
+    def steps(self, batch: int, epoch: int) -> float:
+        """Steps at the end of an epoch at that batch."""
+        low, high = self._around(batch)
+        trainings = self.trainings
+        return _between(batch, low, high, trainings[low].steps[epoch], trainings[high].steps[epoch])
+
+    def _around(self, batch: int) -> tuple[int, int]:
+        sizes = list(self.trainings)
+        high = min(bisect_left(sizes, batch), len(sizes) - 1)
+        if sizes[high] <= batch or high == 0:
+            return sizes[high], sizes[high]
+        return sizes[high - 1], sizes[high]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """All applications by name."""
+
+    applications: Mapping[str, Application]
+
+    def find(self, name: str) -> Application:
+        """The application, or an error that tells which there are."""
+        if name not in self.applications:
+            raise _unknown(name, self.applications)
+        return self.applications[name]
+
+
+def load_profiles(
+    directory: Path, types: Iterable[str] = ("device",), names: Iterable[str] | None = None
+) -> Profiles:
+    """Read the applications below a directory (all, or those named), on these types of devices.
+
+    A type has files of its own (``placements-TYPE.csv``) or shares ``placements.csv``.
+    """
+    if not directory.is_dir():
+        raise SimulationError(
+            f"{directory} is not a directory of profiles.",
+            hint="it holds one directory for each application, with placements.csv",
+        )
+    paths = {
+        path.name: path
+        for path in sorted(directory.iterdir())
+        if path.is_dir() and any(path.glob("placements*.csv"))
+    }
+    if not paths:
+        raise SimulationError(f"{directory}: no directory below it has a placements.csv.")
+    wanted = tuple(types)
+    found: dict[str, Application] = {}
+    for name in dict.fromkeys(paths if names is None else names):
+        if name not in paths:
+            raise _unknown(name, paths)
+        found[name] = load_application(paths[name], wanted)
+    return Profiles(found)
+
+
+def _unknown(name: str, known: Iterable[str]) -> SimulationError:
+    return SimulationError(
+        f"There is no profile of the application {name!r}; {did_you_mean(name, known)}."
+    )
+
+
+def load_application(directory: Path, types: Iterable[str] = ("device",)) -> Application:
+    """Read one application."""
+    facts = load_facts(directory)
+    times: dict[str, StepTimes] = {}
+    for kind in types:
+        suffix = f"-{kind}" if (directory / f"placements-{kind}.csv").exists() else ""
+        if (directory / f"placements{suffix}.csv").exists():
+            times[kind] = _load_times(directory, kind, suffix, facts)
+    if not times:
+        raise SimulationError(
+            f"{directory}: nothing was measured on {', '.join(types)}.",
+            hint="it should hold placements.csv, or placements-TYPE.csv for a type of devices",
+        )
+    trainings = _load_trainings(directory)
+    shortest = min(len(each.progress) for each in trainings.values())
+    epochs = facts.epochs or shortest
+    if epochs > shortest:
+        raise SimulationError(f"{directory}: {epochs} epochs are asked, {shortest} were measured.")
+    ends = tuple(
+        min(each.progress[epoch] for each in trainings.values()) for epoch in range(epochs)
+    )
+    local_least = min(each.local_least for each in times.values())
+    most = max(trainings)
+    limits = BatchLimits(
+        base=min(trainings),
+        most=most,
+        local_least=local_least,
+        local_most=facts.local_most or max(each.local_most for each in times.values()),
+        fixed=facts.batch,
+        is_whole=facts.stages is not None,
+    )
+    max_devices = facts.max_devices or min(
+        max(each.max_devices for each in times.values()), max(most // local_least, 1)
+    )
+    stages = {kind: facts.stages[kind] for kind in times} if facts.stages is not None else {}
+    return Application(
+        directory.name, times, trainings, epochs, limits, max_devices, (0.0, *ends), stages
+    )
+
+
+def _load_times(directory: Path, kind: str, suffix: str, facts: Facts) -> StepTimes:
+    if facts.stages is None:
+        return load_step_times(directory, suffix)
+    if kind not in facts.stages:
+        raise SimulationError(
+            f"{directory}: it is a pipeline, and nobody says of how many stages on {kind}.",
+            hint="say it in facts.yaml: stages: {TYPE: COUNT}",
+        )
+    return load_pipeline_times(
+        directory, suffix, stages=facts.stages[kind], micro_batches=facts.micro_batches
+    )
+
+
+def _load_trainings(directory: Path) -> dict[int, Epochs]:
+    found: dict[int, Epochs] = {}
+    for path in directory.glob("validation-*.csv"):
+        text = path.stem.removeprefix("validation-")
+        if not text.isdigit():
+            raise SimulationError(f"{path}: its name should be validation-BATCH.csv.")
+        found[int(text)] = _load_training(path)
+    if not found:
+        raise SimulationError(f"{directory}: there is no validation-BATCH.csv.")
+    return dict(sorted(found.items()))
+
+
+def _load_training(path: Path) -> Epochs:
+    rows = [
+        [read_number(path, line, row, name) for name in _COLUMNS]
+        for line, row in enumerate(read_rows(path, _COLUMNS))
+    ]
+    progress = tuple(row[0] for row in rows)
+    if any(later <= earlier for earlier, later in zip((0.0, *progress), progress, strict=False)):
+        raise SimulationError(f"{path}: progress does not grow from row to row.")
+    return Epochs(
+        progress, tuple(row[1] for row in rows), tuple(Noise(row[2], row[3]) for row in rows)
+    )
+
+
+def load_facts(directory: Path) -> Facts:
+    """What is known of an application beside its tables: from ``facts.yaml``, or built in."""
+    path = directory / "facts.yaml"
+    if not path.exists():
+        return _KNOWN.get(directory.name, Facts())
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Facts(**content)
+    except (OSError, yaml.YAMLError, TypeError) as error:
+        raise SimulationError(
+            f"{path} cannot be understood: {error}.",
+            hint=f"it may hold {', '.join(Facts.__slots__)}",
+        ) from error
+
+
+def _between(batch: int, low: int, high: int, below: float, above: float) -> float:
+    if low == high:
+        return below
+    return ((batch - low) * above + (high - batch) * below) / (high - low)

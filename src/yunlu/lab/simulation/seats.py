@@ -1,0 +1,77 @@
+"""Which very devices a job held: a placement says only how many on which node."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yunlu.hardware.fleet import Placement
+    from yunlu.lab.simulation.outcome import Outcome
+
+Seat = tuple[int, int, float, float]
+"""Rows from and to (devices counted over all nodes), seconds from and to."""
+
+
+def find_seats(outcome: Outcome) -> list[list[Seat]]:
+    """For each job, blocks of devices over time; no two jobs share one."""
+    hall = _Hall(outcome)
+    changes = sorted(
+        (
+            (at, job, placement)
+            for job, each in enumerate(outcome.jobs)
+            for at, placement in each.placements
+        ),
+        key=itemgetter(0),
+    )
+    for at, group in groupby(changes, key=itemgetter(0)):
+        now = list(group)
+        # All give back before anybody takes.
+        for _, job, _ in now:
+            hall.leave(job, at)
+        for _, job, placement in now:
+            hall.sit(job, placement, at)
+    return hall.seats
+
+
+class _Hall:
+    def __init__(self, outcome: Outcome) -> None:
+        self.seats: list[list[Seat]] = [[] for _ in outcome.jobs]
+        self._start: dict[str, int] = {}
+        self._free: dict[str, list[int]] = {}
+        row = 0
+        for node in outcome.nodes:
+            self._start[node.name] = row
+            self._free[node.name] = list(range(node.devices))
+            row += node.devices
+        self._held: dict[int, list[tuple[str, list[int], float]]] = {}
+
+    def leave(self, job: int, at: float) -> None:
+        for name, slots, since in self._held.pop(job, []):
+            self._free[name] = sorted([*self._free[name], *slots])
+            if at > since:
+                start = self._start[name]
+                self.seats[job] += [
+                    (start + low, start + high, since, at) for low, high in _join(slots)
+                ]
+
+    def sit(self, job: int, placement: Placement, at: float) -> None:
+        held = self._held.setdefault(job, [])
+        for name, count in placement.shares:
+            free = self._free[name]
+            held.append((name, free[:count], at))
+            self._free[name] = free[count:]
+
+
+def _join(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Neighbouring slots as one block: from, and one past."""
+    blocks: list[tuple[int, int]] = []
+    for slot in slots:
+        if blocks and blocks[-1][1] == slot:
+            blocks[-1] = (blocks[-1][0], slot + 1)
+        else:
+            blocks.append((slot, slot + 1))
+    return blocks

@@ -1,0 +1,321 @@
+"""Peak memory of a device, by what takes it: straight arithmetic on columns. Pure.
+
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), states Rajbhandari et al. 2020 (ZeRO,
+arXiv 1910.02054); what these leave open is fitted. docs/planner-model.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from yunlu.planning.predict.memory_constants import NAMES, MemoryConstants, shipped_constants
+
+if TYPE_CHECKING:
+    from yunlu.planning.predict.points import Column, Points
+
+_CHUNK = 8192
+"""Points at a time: the temporaries of one chunk stay in the cache."""
+_NORMAL_90 = 1.2816
+_INPUTS_SHARE = 0.15
+"""Of what a measured block keeps: its inputs, where all else is computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per trained weight, where the job knows better than the stack (another optimiser)."""
+
+    weight: float | None = None
+    gradient: float | None = None
+    optimizer: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """Bytes on the most loaded device, at the worst moment of a step."""
+
+    weights: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    buffers: Column
+    """Gathered units, flat copies, and what the optimiser's step needs beyond what the pass freed."""
+    framework: Column
+    """What the libraries hold whatever the model."""
+    low_factor: Column
+    high_factor: Column
+
+    @property
+    def total(self) -> Column:
+        """All of it."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.buffers
+            + self.framework
+        )
+
+    @property
+    def low(self) -> Column:
+        """One in ten takes less."""
+        return self.total * self.low_factor
+
+    @property
+    def high(self) -> Column:
+        """One in ten takes more."""
+        return self.total * self.high_factor
+
+
+def peak_memory(
+    points: Points,
+    constants: MemoryConstants | None = None,
+    *,
+    state: StateBytes | None = None,
+    stage: Literal["worst", "reported"] = "worst",
+    habits: bool = False,
+    whole_share: Column | None = None,
+) -> PeakMemory:
+    """What each point takes.
+
+    Args:
+        points: Models, work, layouts, hardware.
+        constants: Other than those that ship.
+        state: Bytes per trained weight, where they are known.
+        stage: Of a pipeline, the worst; or that whose peak the stack's own log shows.
+        habits: Whether to use what was learned of versions of a stack; the wide search does without.
+        whole_share: How much of the gathered inputs each point keeps, where it is known.
+    """
+    constants = constants or shipped_constants()
+    whole = constants.whole_share(points) if habits and whole_share is None else whole_share
+    parts: list[PeakMemory] = []
+    for start in range(0, max(1, len(points)), _CHUNK):
+        some = slice(start, start + _CHUNK)
+        part = points if len(points) <= _CHUNK else points.take(some)  # pyright: ignore[reportArgumentType]
+        share = None if whole is None else whole[some]
+        parts.append(_Peak(part, constants, state or StateBytes(), share).at(stage))
+    if len(parts) == 1:
+        return parts[0]
+    return PeakMemory(
+        **{
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(PeakMemory)
+        }
+    )
+
+
+def reported_memory(points: Points, constants: MemoryConstants | None = None) -> PeakMemory:
+    """What each point's stack would report: for tables of measurements, not for plans."""
+    return peak_memory(points, constants, stage="reported", habits=True)
+
+
+def usable_bytes(points: Points, constants: MemoryConstants | None = None) -> Column:
+    """What a peak may take of each point's device."""
+    constants = constants or shipped_constants()
+    return constants.of("usable_share", points.stack.astype(np.int64)) * points.memory_bytes
+
+
+def fits(points: Points, memory: PeakMemory, constants: MemoryConstants | None = None) -> Column:
+    """Where the likeliest peak is within the usable memory and nothing else forbids to run."""
+    return (memory.total <= usable_bytes(points, constants)) & ~cannot_run(points, constants)
+
+
+def chance_to_fit(
+    points: Points, memory: PeakMemory, constants: MemoryConstants | None = None
+) -> Column:
+    """How likely the peak is within the usable memory, if log errors are normal."""
+    room = np.log(usable_bytes(points, constants) / memory.total)
+    above = np.log(memory.high_factor) / _NORMAL_90
+    # The logistic curve that is nearest to the normal one: no error function is needed.
+    chance = 1.0 / (1.0 + np.exp(np.clip(-1.702 * room / above, -50.0, 50.0)))
+    return np.where(cannot_run(points, constants), 0.0, chance)
+
+
+def cannot_run(points: Points, constants: MemoryConstants | None = None) -> Column:
+    """Where a stage of the pipeline would be left without a block, whatever the memory."""
+    constants = constants or shipped_constants()
+    empty = points.pp * points.virtual > points.layers
+    weighs = constants.of("head_weighs", points.stack.astype(np.int64))
+    if not np.any(weighs > 0):
+        return empty
+    # Shared out by weight, head included, blocks fill the first stages; the head and the two that
+    # follow it (cast, loss) take a stage each where there are some left.
+    block, _, table = _weights(points)
+    share = (points.layers + weighs * table / block) / points.pp
+    head = np.minimum(np.ceil(points.layers / share) - 1.0, points.layers + 1.0)
+    return np.where(weighs > 0, head + 2.0 < points.pp - 1.0, empty)
+
+
+def _weights(points: Points) -> tuple[Column, Column, Column]:
+    """Of one block, of the experts among these, and of one table of the vocabulary."""
+    table = points.vocab * points.hidden
+    block = (points.parameters - table * (2.0 - points.tied)) / np.maximum(points.layers, 1.0)
+    attention = 2.0 * points.hidden * points.head_dim * (points.heads + points.kv_heads)
+    experts = (points.experts > 1) * np.maximum(0.0, block - attention)
+    return block, experts, table
+
+
+class _Peak:
+    """The arithmetic of one chunk; every attribute is a column, or a number that holds for all."""
+
+    def __init__(
+        self, points: Points, constants: MemoryConstants, state: StateBytes, whole: Column | None
+    ) -> None:
+        stack: Any = points.stack.astype(np.int64)
+        if len(stack) == 0 or (stack == stack[0]).all():
+            stack = int(stack[0]) if len(stack) else 0
+        row = constants.values[stack]
+        self.c = {name: row[..., place] for place, name in enumerate(NAMES)}
+        self.c["whole_share"] = self.c["whole_share"] if whole is None else whole
+        self.points = points
+        self.is_wide = points.precision <= 1.0
+        self.spread = (constants.low[stack], constants.high[stack])
+        self.state = state
+        self._share_out()
+        self._keep()
+
+    def at(self, stage: str) -> PeakMemory:
+        """The columns at the worse of the first stage and the last, or at the one that is reported."""
+        pp, layers = self.points.pp, self.points.layers
+        c, table = self.c, self.table
+        even = np.ceil(layers / pp)
+        first, last = even, np.maximum(0.0, layers - even * (pp - 1.0))
+        if np.any(c["head_weighs"] > 0):
+            weight = c["head_weighs"] * table / self.block
+            share = (layers + weight) / pp
+            uneven = c["head_weighs"] > 0
+            first = np.where(uneven, np.minimum(np.floor(share) + 1.0, layers), first)
+            last = np.where(uneven, np.maximum(0.0, np.ceil(share - weight)), last)
+        alone = pp == 1.0
+        columns = self._stage(np.where(alone, layers, first), first=True)
+        if not alone.all():
+            other = self._stage(last, first=False)
+            worse = (sum(other.values()) > sum(columns.values())) & ~alone
+            if stage == "reported":
+                worse &= c["first_reports"] == 0.0
+            columns = {name: np.where(worse, other[name], columns[name]) for name in columns}
+        count = len(self.points)
+        low, high = (np.broadcast_to(factor, (count,)) for factor in self.spread)
+        columns["framework"] = np.broadcast_to(columns["framework"], (count,))
+        return PeakMemory(**columns, low_factor=low, high_factor=high)
+
+    def _share_out(self) -> None:
+        """Bytes per weight, and among how many each kind of state is shared out."""
+        points, c = self.points, self.c
+        self.block, self.experts, self.table = _weights(points)
+        trained = points.trainable / points.parameters
+
+        def pick(given: float | None, full: float, name: str) -> Any:
+            return given if given is not None else np.where(self.is_wide, full, c[name])
+
+        weight = pick(self.state.weight, 4.0, "weight_bytes")
+        self.weight_bytes = trained * weight + (1.0 - trained) * points.base_bytes
+        self.gradient_bytes = trained * pick(self.state.gradient, 4.0, "gradient_bytes")
+        self.optimizer_bytes = trained * pick(self.state.optimizer, 8.0, "optimizer_bytes")
+        self.trained = trained
+        # Who has another part of the same sequence has the same weights, and shares what is shared.
+        whole = points.dp * points.cp
+        sharded = points.fsdp > 1.0
+        shards = points.fsdp * points.cp
+        self.weight_ways = np.where(sharded, shards, np.where(points.zero >= 3.0, whole, 1.0))
+        self.gradient_ways = np.where(sharded, shards, np.where(points.zero >= 2.0, whole, 1.0))
+        self.optimizer_ways = np.where(sharded, shards, np.where(points.zero >= 1.0, whole, 1.0))
+
+    def _keep(self) -> None:
+        """Bytes kept of a block for the backward pass, and of what is computed again."""
+        points, c = self.points, self.c
+        cut = np.where(points.sequence > 0.0, points.tp, 1.0)
+        self.tokens = points.micro_batch * points.seq / points.cp
+        self.scale = np.where(self.is_wide, 2.0, 1.0) * self.tokens
+        heads = 2.0 * points.head_dim * (points.heads + points.kv_heads)
+        inner = (
+            2.0 + 2.0 * points.gated
+        ) * points.ffn + 2.0 * points.hidden * points.active_experts * (points.experts > 1.0)
+        rows = c["norm_bytes"] * points.hidden / cut
+        uncut = c["whole_bytes"] * c["whole_share"] * points.hidden * (cut > 1.0)
+        computed = (
+            rows + uncut + (c["attention_bytes"] * heads + c["mlp_bytes"] * inner) / points.tp
+        )
+        everything = computed
+        if np.any(c["score_bytes"] > 0):
+            everything = computed + c["score_bytes"] * points.heads * points.seq / points.tp
+        thrifty = np.where(
+            points.recompute == 1.0, c["selective_share"] * computed, 2.0 * points.hidden / cut
+        )
+        self.edge = c["embedding_bytes"] * points.hidden / cut
+        if points.activation_bytes is not None:
+            is_measured = np.isfinite(points.activation_bytes)
+            # Measured in FP32, of one sequence and all blocks.
+            seen = points.activation_bytes / (2.0 * points.seq * np.maximum(points.layers, 1.0))
+            everything = np.where(is_measured, seen, everything)
+            again = np.where(points.recompute == 1.0, c["selective_share"], _INPUTS_SHARE)
+            thrifty = np.where(is_measured, again * seen, thrifty)
+            self.edge = np.where(is_measured, 0.0, self.edge)
+        self.kept = np.where(points.recompute == 0.0, everything, thrifty)
+        self.again = everything - self.kept
+
+    def _stage(self, layers: Column, *, first: bool) -> dict[str, Column]:
+        points, c = self.points, self.c
+        alone = points.pp == 1.0
+        tables = self.table * np.where(alone, 2.0 - points.tied, 1.0)
+        dense = (layers * (self.block - self.experts) + tables) / points.tp
+        experts = layers * self.experts / points.tp
+
+        def shared(ways: Column) -> Column:
+            # Experts are already shared out among ep of the replicas.
+            return dense / ways + experts / np.maximum(points.ep, ways)
+
+        flying = self._flying() if first else 1.0
+        activations = self.scale * (self.kept * layers * flying + self.again + self.edge)
+        logits = c["logit_bytes"] * self.tokens * points.vocab / points.tp
+        if first:
+            logits = logits * alone
+        mine = shared(self.optimizer_ways)
+        step = c["step_bytes"] * self.trained * mine
+        buffers = self._gathered(dense + experts / points.ep) + np.maximum(
+            0.0, step - activations - logits
+        )
+        flat = c["shard_bytes"] * self.trained * (dense + experts / points.ep)
+        buffers += np.where((self.optimizer_ways > 1.0) & (self.weight_ways == 1.0), flat, 0.0)
+        return {
+            "weights": self.weight_bytes * shared(self.weight_ways),
+            "gradients": self.gradient_bytes * shared(self.gradient_ways),
+            "optimizer": self.optimizer_bytes * mine,
+            "activations": activations,
+            "logits": logits,
+            "buffers": buffers,
+            "framework": c["framework_bytes"] + c["rank_bytes"] * points.devices,
+        }
+
+    def _flying(self) -> Column:
+        """Passes that the first stage has begun and not ended, in whole stages.
+
+        1F1B begins one for each stage that follows, itself included; interleaved a few more
+        (Narayanan et al. 2021, arXiv 2104.04473).
+        """
+        points = self.points
+        stages = points.pp
+        more = np.where(points.virtual > 1.0, (stages - 1.0) / points.virtual, 0.0)
+        return np.minimum(points.micros, stages + more)
+
+    def _gathered(self, stage: Column) -> Column:
+        """Whole units of a sharded model: blocks in use and fetched ahead, and a table.
+
+        Of a pipeline's stage all of it, with its gradients: gathering anew for every micro-batch
+        would cost more than it saves, so FSDP does not.
+        """
+        points, c = self.points, self.c
+        width = np.where(self.trained < 1.0, points.base_bytes, np.where(self.is_wide, 4.0, 2.0))
+        gradients = c["unit_gradient_bytes"] * self.trained
+        unit = self.block - self.experts + self.experts / points.ep
+        passing = (
+            unit * (c["gathered_units"] * width + gradients) + self.table * width
+        ) / points.tp
+        lasting = stage * (width + 2.0 * gradients)
+        held = np.where(points.pp > 1.0, lasting, passing)
+        return np.where(self.weight_ways > 1.0, held, 0.0)

@@ -1,0 +1,331 @@
+"""From layouts that fit to options: priced, held against budget and deadline, ranked. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.planning.large_batch import Rule, scale_rate
+from yunlu.planning.layout import Layout
+from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE
+from yunlu.planning.search.duration import MOST_LOST, start_seconds, sum_up
+from yunlu.planning.search.limits import Limits, tell_excess
+from yunlu.planning.search.options import Hardware, Interval, Option, Options
+from yunlu.planning.search.reasons import give_reasons
+from yunlu.planning.search.refusals import refuse_all, refuse_change
+from yunlu.planning.search.replacing import narrow
+from yunlu.planning.search.search import Found, Question, foretell_steps, hold, run_seconds, search
+from yunlu.planning.search.spot import START_HERE_S, lost_share
+from yunlu.planning.search.spread import memory_factors, time_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from yunlu.planning.predict.points import Column
+    from yunlu.planning.search.rigs import Price
+    from yunlu.spec.goal import Objective
+
+MEMORY_PARTS = (
+    *("weights", "gradients", "optimizer", "activations", "logits", "buffers", "framework"),
+)
+WAITING_DOLLARS_PER_HOUR = 1.0
+"""What an hour of waiting counts when cost and time are balanced: a machine of one's own is not free."""
+_LAST = 1e9
+_BETTER = 0.95
+"""What is cheaper or faster by less is not shown for that."""
+_TOO_MUCH = 100.0
+"""What takes or costs so many times more than the best is not shown for being cheap or fast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """All that options follow from."""
+
+    question: Question
+    prices: tuple[Price, ...]
+    objective: Objective
+    limits: Limits = field(default_factory=Limits)
+    counts_tokens: bool
+    checkpoint_s: float = 60.0
+    """Between two checkpoints."""
+    start_here_s: float = START_HERE_S
+    """Until the first step on this machine."""
+    lr_scaling: Rule = "none"
+    base_batch: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Every find at every price of its rig, as columns."""
+
+    find: np.ndarray[Any, np.dtype[np.int64]]
+    price: np.ndarray[Any, np.dtype[np.int64]]
+    total_s: Column
+    dollars: Column
+    """NaN where no price is known."""
+    hourly: Column
+
+    def __len__(self) -> int:
+        return len(self.find)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The search's finds, their steps by part, and what they cost at every price."""
+
+    found: Found
+    steps: dict[str, Column]
+    candidates: Candidates
+
+
+def weigh(ask: Ask) -> Weighed:
+    """Search, and price what was found."""
+    found = search(ask.question)
+    steps = foretell_steps(ask.question, found)
+    return Weighed(found, steps, price_all(ask, found, steps))
+
+
+def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
+    """The best few; the nearest ones, with the reasons, where none meets the limits."""
+    found, candidates = weighed.found, weighed.candidates
+    if not len(found):
+        raise refuse_all(ask.question, found)
+    scores = _score(candidates, ask.objective)
+    excess = ask.limits.excess(candidates.total_s, candidates.dollars)
+    is_met = excess <= 1.0
+    problems: tuple[str, ...] = ()
+    if is_met.any():
+        order = np.argsort(np.where(is_met, scores, np.inf), kind="stable")[: int(is_met.sum())]
+    else:
+        order = np.lexsort((scores, excess))
+    chosen = _pick(ask, found, candidates, order, top, by_rank_only=not is_met.any())
+    options = _make_options(ask, weighed, chosen)
+    if not is_met.any():
+        problems = tell_excess(
+            ask.limits, options[0], total_s=candidates.total_s, dollars=candidates.dollars
+        )
+    return Options(
+        options=tuple(give_reasons(options, ask.objective, ask.limits, is_met=bool(is_met.any()))),
+        objective=ask.objective,
+        problems=problems,
+        layouts=found.looked_at,
+    )
+
+
+def list_candidates(ask: Ask, weighed: Weighed) -> list[tuple[float, float, str]]:
+    """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
+    found, candidates = weighed.found, weighed.candidates
+    rows: list[tuple[float, float, str]] = []
+    for place in np.flatnonzero(np.isfinite(candidates.dollars)):
+        price, find = ask.prices[candidates.price[place]], candidates.find[place]
+        hardware = _hardware(ask, price, int(found.nodes[find]))
+        name = f"{hardware} ({hardware.devices} {hardware.device})"
+        hours = float(candidates.total_s[place]) / 3600
+        rows.append((hours, float(candidates.dollars[place]), name))
+    return rows
+
+
+def price_all(ask: Ask, found: Found, steps: dict[str, Column]) -> Candidates:
+    """Time and cost of every find at every price."""
+    step_s = np.sum(list(steps.values()), axis=0)
+    run_s = run_seconds(ask.question.work, found.points, step_s)
+    by_rig: dict[int, Any] = {
+        int(rig): np.flatnonzero(found.rig == rig) for rig in np.unique(found.rig)
+    }
+    finds = [by_rig.get(price.rig, np.empty(0, dtype=np.int64)) for price in ask.prices]
+    find = np.concatenate(finds)
+    place = np.repeat(np.arange(len(finds)), [len(each) for each in finds])
+    each = [price.dollars_per_hour for price in ask.prices]
+    hourly = np.array([np.nan if dollars is None else dollars for dollars in each])[place]
+    start_s = np.array([start_seconds(price, here_s=ask.start_here_s) for price in ask.prices])[
+        place
+    ]
+    lost = np.array(
+        [
+            lost_share(price.offer.cloud, nodes=1, checkpoint_s=ask.checkpoint_s) * price.spot
+            for price in ask.prices
+        ]
+    )[place]
+    nodes = found.nodes[find]
+    total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, MOST_LOST))
+    return Candidates(find, place, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
+
+
+def _score(candidates: Candidates, objective: Objective) -> Column:
+    """The less the better; candidates without a price come last, the quickest first."""
+    hours, dollars = candidates.total_s / 3600, candidates.dollars
+    if objective == "cost":
+        scores = dollars + 1e-9 * hours
+    elif objective == "time":
+        scores = hours + 1e-9 * dollars
+    else:
+        scores = np.log(dollars + WAITING_DOLLARS_PER_HOUR * hours) + np.log(hours)
+    return np.where(np.isnan(dollars), _LAST + hours, scores)
+
+
+def _pick(
+    ask: Ask, found: Found, candidates: Candidates, order: Any, top: int, *, by_rank_only: bool
+) -> list[int]:
+    """The best, the cheapest and the fastest, then the best of each other device."""
+    dollars = np.where(np.isnan(candidates.dollars), np.inf, candidates.dollars)[order]
+    seconds = np.where(np.isinf(dollars), np.inf, candidates.total_s[order])
+    wanted = [int(order[0])]
+    if top >= 3 and not by_rank_only:
+        is_slow = seconds > _TOO_MUCH * seconds[0]
+        is_dear = dollars > _TOO_MUCH * max(dollars[0], WAITING_DOLLARS_PER_HOUR)
+        for figure in (np.where(is_slow, np.inf, dollars), np.where(is_dear, np.inf, seconds)):
+            place = int(np.argmin(figure))
+            wanted += [int(order[place])] if figure[place] < _BETTER * figure[0] else []
+    picks = list(dict.fromkeys(wanted))
+    rigs = ask.question.rigs
+    for keyed_by_count in (False, True):
+        seen = {_kind(rigs, found, candidates, each, with_count=keyed_by_count) for each in picks}
+        for each in order.tolist():
+            if len(picks) >= top:
+                break
+            kind = _kind(rigs, found, candidates, each, with_count=keyed_by_count)
+            if kind not in seen:
+                seen.add(kind)
+                picks.append(each)
+    rank = {each: place for place, each in enumerate(order.tolist())}
+    return sorted(picks[:top], key=lambda each: rank[each])
+
+
+def _kind(
+    rigs: Sequence[Any], found: Found, candidates: Candidates, place: int, *, with_count: bool
+) -> tuple[Any, ...]:
+    find = candidates.find[place]
+    rig = rigs[int(found.rig[find])]
+    count = int(found.nodes[find]) * rig.devices
+    return (rig.device, count) if with_count else (rig.device,)
+
+
+def _make_options(ask: Ask, weighed: Weighed, chosen: list[int]) -> list[Option]:
+    found, steps, candidates = weighed.found, weighed.steps, weighed.candidates
+    finds = candidates.find[chosen]
+    points = found.points.take(finds)
+    memory = hold(points, ask.question.work)
+    rigs = [ask.question.rigs[int(rig)] for rig in found.rig[finds]]
+    memory_low, memory_high = memory_factors(points, memory, rigs)
+    low, high = time_factors(points, rigs)
+    options: list[Option] = []
+    for place, candidate in enumerate(chosen):
+        find = int(finds[place])
+        price = ask.prices[candidates.price[candidate]]
+        parts = {name: float(column[find]) for name, column in steps.items()}
+        factor = rigs[place].memory_factor
+        held = {name: factor * float(getattr(memory, name)[place]) for name in MEMORY_PARTS}
+        option = _make_option(
+            ask, price, nodes=int(found.nodes[find]), held=held, parts=parts,
+            point={name: getattr(points, name)[place] for name in _POINT},
+            memory_factors=(float(memory_low[place]), float(memory_high[place])),
+            time_factors=(float(low[place]), float(high[place])),
+        )  # fmt: skip
+        options.append(option.with_recall(_recall(ask, price, option)))
+    return options
+
+
+_POINT = (
+    *("dp", "fsdp", "tp", "pp", "virtual", "zero", "sequence", "batch", "micro_batch"),
+    *("recompute", "precision"),
+)
+
+
+def _make_option(
+    ask: Ask,
+    price: Price,
+    *,
+    nodes: int,
+    point: dict[str, float],
+    held: dict[str, float],
+    parts: dict[str, float],
+    memory_factors: tuple[float, float],
+    time_factors: tuple[float, float],
+) -> Option:
+    work = ask.question.work
+    hardware = _hardware(ask, price, nodes)
+    batch, micro = int(point["batch"]), int(point["micro_batch"])
+    layout = _layout(point)
+    steps = int(np.ceil(work.samples / batch))
+    step = _interval(sum(parts.values()), time_factors)
+    pace = Interval(value=batch / step.value, low=batch / step.high, high=batch / step.low)
+    total_parts, total = sum_up(
+        price, nodes=nodes, steps=steps, step=step, checkpoint_s=ask.checkpoint_s,
+        evaluating=work.evaluation_share + work.evaluated / batch,
+        start_s=start_seconds(price, here_s=ask.start_here_s),
+    )  # fmt: skip
+    memory = _interval(sum(held.values()), memory_factors)
+    hourly = hardware.dollars_per_hour
+    return Option(
+        hardware=hardware,
+        layout=layout,
+        batch=batch,
+        micro_batch=micro,
+        accumulation=int(np.ceil(batch / (layout.replicas * micro))),
+        recompute=RECOMPUTE[int(point["recompute"])],  # pyright: ignore[reportArgumentType]
+        precision=PRECISIONS[int(point["precision"])],  # pyright: ignore[reportArgumentType]
+        steps=steps,
+        lr_scaling=ask.lr_scaling,
+        lr_factor=scale_rate(1.0, batch=batch, base_batch=ask.base_batch, rule=ask.lr_scaling),
+        memory_bytes=memory,
+        headroom=1.0 - memory.high / hardware.memory_bytes,
+        step_s=step,
+        samples_per_s=pace,
+        tokens_per_s=pace.times(work.seq) if ask.counts_tokens else None,
+        total_s=total,
+        dollars=None if hourly is None else total.times(hourly / 3600),
+        memory_parts=held,
+        step_parts=parts,
+        total_parts=total_parts,
+    )
+
+
+def _interval(value: float, factors: tuple[float, float]) -> Interval:
+    return Interval(value=value, low=value * factors[0], high=value * factors[1])
+
+
+def _hardware(ask: Ask, price: Price, nodes: int) -> Hardware:
+    rig, offer = ask.question.rigs[price.rig], price.offer
+    dollars = price.dollars_per_hour
+    return Hardware(
+        cloud=offer.cloud,
+        instance=offer.instance,
+        region=offer.region,
+        nodes=nodes,
+        device=rig.device,
+        devices_per_node=rig.devices,
+        spot=price.spot,
+        dollars_per_hour=None if dollars is None else dollars * nodes,
+        memory_bytes=rig.memory_bytes,
+    )
+
+
+def _layout(point: dict[str, float]) -> Layout:
+    stages = int(point["virtual"])
+    return Layout(
+        dp=int(point["dp"]),
+        fsdp=int(point["fsdp"]),
+        tp=int(point["tp"]),
+        pp=int(point["pp"]),
+        sequence=bool(point["sequence"]),
+        zero1=point["zero"] == 1.0,
+        schedule="interleaved" if stages > 1 else "1f1b",
+        stages_per_rank=stages,
+    )
+
+
+def _recall(ask: Ask, price: Price, option: Option) -> Callable[[dict[str, Any]], Option]:
+    def again(changes: dict[str, Any]) -> Option:
+        question, other = narrow(ask.question, ask.prices, price, option, changes)
+        changed = replace(ask, question=question, prices=(other,))
+        weighed = weigh(changed)
+        if not len(weighed.found):
+            raise refuse_change(question, weighed.found, changes)
+        best = int(np.argmin(weighed.candidates.total_s))
+        made = _make_options(changed, weighed, [best])[0]
+        # What was kept this time may be changed the next.
+        return made.with_recall(_recall(ask, other._replace(rig=price.rig), made))
+
+    return again

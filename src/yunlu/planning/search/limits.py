@@ -1,0 +1,53 @@
+"""Budget and deadline: who meets them, and what to say where nobody does. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.core.units import show_duration
+
+if TYPE_CHECKING:
+    from yunlu.planning.predict.points import Column
+    from yunlu.planning.search.options import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may be spent."""
+
+    budget: float | None = None
+    deadline_s: float | None = None
+
+    def excess(self, total_s: Column, dollars: Column) -> Column:
+        """How many times the tighter limit each takes; at most 1 where both are met."""
+        worst = np.zeros(len(total_s))
+        if self.budget is not None:  # what has no price cannot be known to meet it
+            worst = np.maximum(worst, np.where(np.isnan(dollars), np.inf, dollars / self.budget))
+        if self.deadline_s is not None:
+            worst = np.maximum(worst, total_s / self.deadline_s)
+        return worst
+
+
+def tell_excess(
+    limits: Limits, nearest: Option, *, total_s: Column, dollars: Column
+) -> tuple[str, ...]:
+    """Which limit nothing meets, or that nothing meets both, and how near the nearest comes."""
+    hardware, cost = nearest.hardware, nearest.dollars
+    price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
+    found = (
+        f"the nearest, {hardware} ({hardware.devices} x {hardware.device}), {price} "
+        f"and takes {show_duration(nearest.total_s.value)}."
+    )
+    told: list[str] = []
+    budget, deadline_s = limits.budget, limits.deadline_s
+    if budget is not None and not (dollars <= budget).any():
+        told.append(f"goal.budget: nothing fits ${budget:,.2f}; {found}")
+    if deadline_s is not None and not (total_s <= deadline_s).any():
+        told.append(f"goal.deadline: nothing is done within {show_duration(deadline_s)}; {found}")
+    if not told and budget is not None and deadline_s is not None:
+        both = f"${budget:,.2f} and {show_duration(deadline_s)}"
+        told.append(f"goal.budget, goal.deadline: nothing keeps to {both} at once; {found}")
+    return tuple(told)

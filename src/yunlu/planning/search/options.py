@@ -1,0 +1,194 @@
+"""What could be done: hardware with a layout each, and what it would take. Values only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from yunlu.core.errors import YunluError
+from yunlu.core.value import Value
+from yunlu.hardware.offer import HERE
+from yunlu.planning.layout import Layout
+from yunlu.planning.plan import PrecisionName, Recompute
+from yunlu.planning.search.explain import explain_option
+from yunlu.spec.goal import Objective
+
+
+class PlanError(YunluError):
+    """What was asked cannot be had, or not on this hardware."""
+
+    code = "plan"
+
+
+class Interval(Value):
+    """What is expected, and between what it will be four times in five."""
+
+    value: float
+    low: float
+    """One in ten is below."""
+    high: float
+    """One in ten is above."""
+
+    def times(self, factor: float) -> Interval:
+        """All three, so many times."""
+        return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+
+class Hardware(Value):
+    """Machines of one kind."""
+
+    cloud: str
+    """``here`` for this machine."""
+    instance: str
+    region: str
+    nodes: int
+    device: str
+    devices_per_node: int
+    spot: bool
+    """Whether the cloud may take them back at any time."""
+    dollars_per_hour: float | None
+    """Of all nodes; None where no price is known."""
+    memory_bytes: float
+    """Of one device."""
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        """Such as ``aws p5.48xlarge x 2, spot``."""
+        name = self.cloud if self.cloud == HERE else f"{self.cloud} {self.instance}"
+        count = f" x {self.nodes}" if self.nodes > 1 else ""
+        return f"{name}{count}{', spot' if self.spot else ''}"
+
+
+class Option(Value):
+    """One way to do it."""
+
+    hardware: Hardware
+    layout: Layout
+    batch: int
+    """Samples of a step, over all devices."""
+    micro_batch: int
+    accumulation: int
+    """Micro-batches of a step, of each replica."""
+    recompute: Recompute
+    precision: PrecisionName
+    steps: int
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows the batch."""
+    lr_factor: float = 1.0
+    """What the rate that suits the job's ``base_batch`` is multiplied by."""
+    memory_bytes: Interval
+    """Peak of one device."""
+    headroom: float
+    """Share of the device's memory that stays free even at the high end."""
+    step_s: Interval
+    samples_per_s: Interval
+    tokens_per_s: Interval | None
+    """None where samples are not made of tokens."""
+    total_s: Interval
+    """From the order of the machines to the finished model."""
+    dollars: Interval | None
+    """None where no price is known."""
+    memory_parts: dict[str, float]
+    """Bytes by what takes them."""
+    step_parts: dict[str, float]
+    """Seconds of a step by what takes them."""
+    total_parts: dict[str, float]
+    """Seconds in all: start-up, steps, evaluation, lost to interruptions."""
+    reason: str = ""
+    """Why it won or lost."""
+    _again: Callable[[dict[str, Any]], Option] | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        # Whether one can be foretold again is nothing to tell two apart by.
+        return isinstance(other, Option) and self.__dict__ == other.__dict__
+
+    __hash__ = Value.__hash__
+
+    def replace(self, **changes: Any) -> Option:
+        """The same hardware with another layout or work, foretold and checked afresh.
+
+        Args:
+            changes: ``dp``, ``fsdp``, ``tp``, ``pp``, ``zero1``, ``batch``, ``micro_batch``,
+                ``recompute``, ``precision``, ``nodes``, ``spot``. What is not said stays, but
+                ``dp``, ``fsdp`` and ``micro_batch`` follow where they must.
+        """
+        if self._again is None:
+            raise TypeError("an option read from a file has forgotten its job: plan it again")
+        return self._again(changes)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What to say after ``--set``, so that a job is trained just so."""
+        layout = {axis: self.layout.size_of(axis) for axis in ("dp", "fsdp", "tp", "pp")}
+        switches = {name: True for name in ("sequence", "zero1") if getattr(self.layout, name)}
+        stages = self.layout.stages_per_rank
+        more = {"schedule": "interleaved", "stages_per_rank": stages} if stages > 1 else {}
+        return (
+            f"devices={self.layout.world}",
+            f"layout={json.dumps({**layout, **switches, **more})}",
+            f"train.batch={self.batch}",
+            f"train.micro_batch={self.micro_batch}",
+            f"train.recompute={self.recompute}",
+            f"train.precision={self.precision}",
+            *([] if self.lr_scaling == "none" else [f"train.optimizer.scaling={self.lr_scaling}"]),
+        )
+
+    def explain(self) -> str:
+        """Memory and time by what takes them."""
+        return explain_option(self)
+
+    def to_json(self) -> str:
+        """Everything, for programs."""
+        return self.model_dump_json(indent=2)
+
+    def with_recall(self, again: Callable[[dict[str, Any]], Option]) -> Option:
+        """The same, able to be foretold again."""
+        copy = self.model_copy()
+        copy._again = again
+        return copy
+
+
+class Options(Value):
+    """The best few, best first."""
+
+    options: tuple[Option, ...] = Field(min_length=1)
+    objective: Objective
+    problems: tuple[str, ...] = ()
+    """Why none meets what was asked, and what to change; then the options are the nearest."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, and what would make the answer better."""
+    layouts: int
+    """How many combinations were looked at."""
+
+    @property
+    def best(self) -> Option:
+        """The first."""
+        return self.options[0]
+
+    def __iter__(self) -> Iterator[Option]:  # pyright: ignore[reportIncompatibleMethodOverride] - the options, not pydantic's pairs
+        return iter(self.options)
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def __getitem__(self, place: int) -> Option:
+        return self.options[place]
+
+    def replace(self, **changes: Any) -> Option:
+        """The best one with something changed."""
+        return self.best.replace(**changes)
+
+    def explain(self) -> str:
+        """Every option in words."""
+        return "\n\n".join(option.explain() for option in self.options)
+
+    def to_json(self) -> str:
+        """Everything, for programs."""
+        return self.model_dump_json(indent=2)

@@ -1,0 +1,92 @@
+"""Why an option won or lost, in a line. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.planning.search.explain import compare, main_wait
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.planning.search.limits import Limits
+    from yunlu.planning.search.options import Option
+    from yunlu.spec.goal import Objective
+
+_TIGHT = 0.05
+_ALIKE = 1.05
+_BEST = {"balanced": "best balance of cost and time", "cost": "cheapest", "time": "fastest"}
+
+
+def give_reasons(
+    options: Sequence[Option],
+    objective: Objective,
+    limits: Limits,
+    *,
+    is_met: bool,
+    compared: int = 0,
+) -> list[Option]:
+    """The same options, each with its reason; whether the limits are met decides what the first is.
+
+    The last so many as are only ``compared`` are not chosen from.
+    """
+    best = options[0]
+    real = options[: len(options) - compared]
+    costs = [option.dollars.value for option in real if option.dollars is not None]
+    times = [option.total_s.value for option in real if option.dollars is not None]
+    least = (_outstanding(costs), _outstanding(times))
+    told: list[Option] = []
+    for place, option in enumerate(options):
+        words = [_BEST[objective] if is_met else "nearest to the limits"]
+        words = words if option is best and option.dollars is not None else []
+        words += _extremes(option, least) if place < len(real) else ["only compared"]
+        words += [] if option is best else _against(option, best)
+        words += [main_wait(option), _memory_words(option), *_doubts(option, limits)]
+        reason = "; ".join(dict.fromkeys(word for word in words if word))
+        told.append(_with_reason(option, reason))
+    return told
+
+
+def _outstanding(figures: Sequence[float]) -> float | None:
+    """The least, where the others are not all about the same."""
+    return min(figures) if figures and max(figures) > _ALIKE * min(figures) else None
+
+
+def _with_reason(option: Option, reason: str) -> Option:
+    return option.model_copy(update={"reason": reason})
+
+
+def _extremes(option: Option, least: tuple[float | None, float | None]) -> list[str]:
+    if option.dollars is None:
+        return ["price unknown"]
+    cheapest, fastest = least
+    words = ["cheapest"] if option.dollars.value == cheapest else []
+    return [*words, "fastest"] if option.total_s.value == fastest else words
+
+
+def _against(option: Option, best: Option) -> list[str]:
+    """How it compares with the first."""
+    words: list[str] = []
+    if option.dollars is not None and best.dollars is not None:
+        dollars, least = option.dollars.value, best.dollars.value
+        words += [compare(dollars, least, "dearer"), compare(least, dollars, "cheaper")]
+        if least == 0 and dollars > 0:
+            words.append("not free")
+    seconds, first = option.total_s.value, best.total_s.value
+    return [*words, compare(seconds, first, "slower"), compare(first, seconds, "faster")]
+
+
+def _memory_words(option: Option) -> str:
+    return "memory nearly full" if option.headroom < _TIGHT else ""
+
+
+def _doubts(option: Option, limits: Limits) -> list[str]:
+    """Limits that are met as expected, but not at the high end."""
+    words: list[str] = []
+    dollars, budget = option.dollars, limits.budget
+    if budget is not None and dollars is not None and dollars.value <= budget < dollars.high:
+        words.append("may exceed the budget")
+    deadline_s = limits.deadline_s
+    if deadline_s is not None and option.total_s.value <= deadline_s < option.total_s.high:
+        words.append("may miss the deadline")
+    return words

@@ -1,0 +1,96 @@
+"""Offers by the hardware behind them: what is the same is foretold once. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunlu.hardware.offer import HERE
+from yunlu.planning.search.search import Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yunlu.hardware.catalog import Catalog
+    from yunlu.hardware.offer import Offer
+
+
+class Price(NamedTuple):
+    """One offer of a rig, on demand or spot."""
+
+    rig: int
+    offer: Offer
+    spot: bool
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Of one node."""
+        return self.offer.price(spot=self.spot)
+
+
+def gather_rigs(
+    catalog: Catalog, offers: Iterable[Offer], *, spot: bool
+) -> tuple[tuple[Rig, ...], tuple[Price, ...]]:
+    """The distinct rigs of some offers, and every price of each; of an instance, the lowest.
+
+    What another rig of the same devices beats in network and price both is left out: it cannot win.
+    """
+    places: dict[tuple[str, int, float | None, int | None, bool], int] = {}
+    rigs: list[Rig] = []
+    prices: dict[tuple[str, str, int, bool], Price] = {}
+    for offer in offers:
+        network, most = offer.network_bytes_per_s, offer.most_nodes
+        kind = (offer.device, offer.devices, network, most, offer.cloud == HERE)
+        if kind not in places:
+            places[kind] = len(rigs)
+            rigs.append(_rig(catalog, offer))
+        for is_spot in (False, True) if spot and offer.spot_dollars_per_hour else (False,):
+            price = Price(places[kind], offer, is_spot)
+            key = (offer.cloud, offer.instance, price.rig, is_spot)
+            if key not in prices or _rank(price) < _rank(prices[key]):
+                prices[key] = price
+    return _undominated(rigs, list(prices.values()))
+
+
+def _undominated(rigs: list[Rig], prices: list[Price]) -> tuple[tuple[Rig, ...], tuple[Price, ...]]:
+    lowest = [[math.inf, math.inf] for _ in rigs]
+    for price in prices:
+        ranks = lowest[price.rig]
+        ranks[price.spot] = min(ranks[price.spot], _rank(price))
+    order = sorted(range(len(rigs)), key=lambda place: -rigs[place].network_bytes_per_s)
+    best: dict[tuple[str, int, int, int, bool], list[float]] = {}
+    kept: list[int] = []
+    for place in order:
+        rig = rigs[place]
+        rivals = best.get(rig.kind)
+        if rivals is None or any(a < b for a, b in zip(lowest[place], rivals, strict=True)):
+            kept.append(place)
+            rivals = rivals or [math.inf, math.inf]
+            best[rig.kind] = [min(a, b) for a, b in zip(lowest[place], rivals, strict=True)]
+    new = {place: count for count, place in enumerate(sorted(kept))}
+    return (
+        tuple(rigs[place] for place in new),
+        tuple(price._replace(rig=new[price.rig]) for price in prices if price.rig in new),
+    )
+
+
+def _rig(catalog: Catalog, offer: Offer) -> Rig:
+    device, network = catalog.device(offer.device), catalog.network_bytes_per_s(offer)
+    return Rig(
+        device=device.name,
+        devices=offer.devices,
+        domain=catalog.linked_devices(offer),
+        memory_bytes=float(device.memory_bytes),
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        link_bytes_per_s=device.link_bytes_per_s or network,
+        network_bytes_per_s=network,
+        peak_flops=device.peak_flops,
+        reachable=math.nan if device.reachable is None else device.reachable,
+        most_nodes=offer.most_nodes or 1 << 20,
+        is_here=offer.cloud == HERE,
+    )
+
+
+def _rank(price: Price) -> float:
+    dollars = price.dollars_per_hour
+    return float("inf") if dollars is None else dollars

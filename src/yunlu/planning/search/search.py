@@ -1,0 +1,356 @@
+"""The fastest layout that fits, for each kind of hardware and each number of nodes. Pure.
+
+Exhaustive: every layout, micro-batch, recomputation and precision of every rig is foretold, in NumPy
+columns. On given hardware the fastest is also the cheapest, so one layout of each is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.planning.predict.correction import correct
+from yunlu.planning.predict.memory import peak_memory
+from yunlu.planning.predict.points import PRECISIONS, Points, make_points
+from yunlu.planning.predict.step_time import step_time
+from yunlu.planning.search.grid import LAYOUT_COLUMNS, Rules, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.planning.predict.memory import PeakMemory, StateBytes
+    from yunlu.planning.predict.points import Column
+
+    Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+USABLE = 0.97
+"""Of a device's memory: the driver keeps a little."""
+EVALUATED = 1 / 3
+"""Of what training on a sample takes: only the forward pass, of three."""
+STEP_PARTS = ("compute", "tp", "pp_bubble", "dp", "optimizer", "input", "other")
+_AT_ONCE = 1 << 15
+_FEW_RIGS = 48
+_WIDTHS = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1}
+_BLOCK_COLUMNS = (
+    *("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "node_devices"),
+    *("network_bytes_per_s", "reachable", "devices", "precision", "peak_flops"),
+)
+_RIG_COLUMNS = (
+    *("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "node_devices"),
+    *("network_bytes_per_s", "reachable", "memory_factor"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Runs of the same job on one device: what they had, and what was measured of them."""
+
+    precision: str
+    batch: float
+    micro_batch: float
+    recompute: float
+    time: bool
+    memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rig:
+    """Hardware that is foretold once, whoever offers it and at whatever price."""
+
+    device: str
+    devices: int
+    """Of one node."""
+    domain: int
+    """Devices joined by the fast link: those of a node, or of a rack."""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    reachable: float = float("nan")
+    """Share of its peak that was measured in large products."""
+    most_nodes: int = 1 << 20
+    is_here: bool = False
+    """Whether it is this machine."""
+    time_factor: float = 1.0
+    """What runs on this very hardware took, by what was foretold for them."""
+    memory_factor: float = 1.0
+    measured: Measured | None = None
+    """The runs that these factors come from."""
+
+    @property
+    def node_limit(self) -> int:
+        """How many can be had: what is left over of a machine is not had twice."""
+        return min(self.most_nodes, 1) if self.devices & (self.devices - 1) else self.most_nodes
+
+    @property
+    def kind(self) -> tuple[str, int, int, int, bool]:
+        """All of it but the network between nodes."""
+        return self.device, self.devices, self.domain, self.most_nodes, self.is_here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How much there is to do."""
+
+    samples: float
+    """That are trained on in all."""
+    seq: int
+    """Tokens of one, as the model sees it."""
+    evaluation_share: float = 0.0
+    """What evaluating takes, as a share of training, whatever the batch."""
+    evaluate_every: int | None = None
+    """So many steps, on ``evaluation_samples`` each time; comes on top of the share."""
+    evaluation_samples: float = 0.0
+    columns: Mapping[str, float]
+    """The model's, of ``Points``."""
+    state: StateBytes | None = None
+    stack: int = 0
+
+    @property
+    def evaluated(self) -> float:
+        """Samples a step that evaluating takes as long as training on, on top of the share."""
+        if self.evaluate_every is None:
+            return 0.0
+        return EVALUATED * self.evaluation_samples / self.evaluate_every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is searched: the work, the hardware, and what a layout may be in each precision."""
+
+    work: Work
+    rigs: tuple[Rig, ...]
+    rules: Mapping[str, Rules] = field(default_factory=dict[str, Rules])
+    """By precision; one that is not here is not used."""
+    most_devices: int
+    least_devices: int = 1
+    nodes: int | None = None
+    """That many, where it is said."""
+    memory_share: float = USABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best layout of each rig and number of nodes, as columns."""
+
+    points: Points
+    rig: Indices
+    nodes: Indices
+    looked_at: int
+    tightest: tuple[int, int, float] | None
+    """Where nothing fits: the rig and devices that come nearest, and how many times its memory it takes."""
+
+    def __len__(self) -> int:
+        return len(self.rig)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Runs of points that share hardware, precision and number of nodes; one entry for each."""
+
+    rig: Indices
+    nodes: Indices
+    start: Indices
+    """Where its layouts begin in the table of all grids."""
+    size: Indices
+    columns: dict[str, Column]
+
+
+def search(question: Question) -> Found:
+    """Look at everything."""
+    blocks, table = _make_blocks(question)
+    winners: list[tuple[Indices, Indices, Column]] = []
+    tightest: tuple[int, int, float] | None = None
+    for first, last in _batches(blocks.size):
+        block, row = _expand(blocks, first, last)
+        points = _points(question.work, blocks, table, block, row)
+        excess = hold(points, question.work).high
+        excess /= points.memory_bytes * question.memory_share
+        excess *= blocks.columns["memory_factor"][block]
+        fitting = excess <= 1.0
+        if not fitting.all():
+            place = int(np.argmin(excess))
+            if tightest is None or excess[place] < tightest[2]:
+                devices = int(points.devices[place])
+                tightest = (int(blocks.rig[block[place]]), devices, float(excess[place]))
+        # What fits without computing again is not computed again; in a grid, the less stands first.
+        fitting[1:] &= ~(fitting[:-1] & (np.diff(points.recompute) > 0))
+        block, row = block[fitting], row[fitting]
+        if len(block):
+            winners.append(_fastest(question, blocks, table, block, row))
+    looked_at = int(blocks.size.sum())
+    if not winners:
+        empty = np.empty(0, dtype=np.int64)
+        return Found(points=_points(question.work, blocks, table, empty, empty), rig=empty,
+                     nodes=empty, looked_at=looked_at, tightest=tightest)  # fmt: skip
+    block, row, run_s = (np.concatenate(part) for part in zip(*winners, strict=True))
+    kept = _best_precision(blocks, block, run_s)
+    block, row = block[kept], row[kept]
+    return Found(
+        points=_points(question.work, blocks, table, block, row),
+        rig=blocks.rig[block],
+        nodes=blocks.nodes[block],
+        looked_at=looked_at,
+        tightest=None,
+    )
+
+
+def run_seconds(work: Work, points: Points, step_s: Column) -> Column:
+    """Of all steps, with the evaluations between them."""
+    steps = np.ceil(work.samples / points.batch)
+    return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
+
+
+def foretell_steps(question: Question, found: Found) -> dict[str, Column]:
+    """Seconds of a step by what takes them, of each find."""
+    time = step_time(found.points)
+    factor = np.array([rig.time_factor for rig in question.rigs])[found.rig]
+    is_timed = np.array([rig.measured is not None and rig.measured.time for rig in question.rigs])
+    factor = factor * np.where(is_timed[found.rig], 1.0, correct(found.points, time))
+    return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
+
+
+def hold(points: Points, work: Work) -> PeakMemory:
+    """Peak memory of each point."""
+    # Copies of a shard hold what it holds: dp shares nothing out there.
+    zero = np.where(points.fsdp > 1, 0.0, points.zero)
+    return peak_memory(points.with_columns(zero=zero), state=work.state)
+
+
+def node_counts(rig: Rig, question: Question) -> list[int]:
+    """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ...
+
+    Where the devices are said, the machines that come to just so many.
+    """
+    most = min(question.most_devices // rig.devices, rig.node_limit)
+    said = question.nodes
+    if said is None and question.least_devices == question.most_devices:
+        said, rest = divmod(question.most_devices, rig.devices)
+        said = 0 if rest else said
+    if said is not None:
+        return [said] if 1 <= said <= most else []
+    twos = {1 << power for power in range(most.bit_length())}
+    is_fine = len(question.rigs) <= _FEW_RIGS
+    counts = twos | {3 * each for each in twos if 3 * each <= most and is_fine}
+    return sorted(count for count in counts if count * rig.devices >= question.least_devices)
+
+
+def _make_blocks(question: Question) -> tuple[_Blocks, dict[str, Column]]:
+    grids: dict[tuple[int, int, str], tuple[int, int]] = {}
+    tables: list[dict[str, Column]] = []
+    total = 0
+    entries: list[tuple[int, int, int, int, int, float]] = []
+    for place, rig in enumerate(question.rigs):
+        for precision in _precisions(question, rig):
+            for nodes in node_counts(rig, question):
+                devices = nodes * rig.devices
+                key = (devices, min(rig.domain, devices), precision)
+                if key not in grids:
+                    grid = lay_out(devices, key[1], question.rules[precision])
+                    grids[key] = (total, len(grid["dp"]))
+                    tables.append(grid)
+                    total += len(grid["dp"])
+                start, size = grids[key]
+                if size:
+                    code = PRECISIONS.index(precision)
+                    entries.append((place, nodes, start, size, code, rig.peak_flops[precision]))
+    table = {
+        name: np.concatenate([grid[name] for grid in tables]) if tables else np.empty(0)
+        for name in LAYOUT_COLUMNS
+    }
+    array = np.array(entries, dtype=np.float64).reshape(-1, 6)
+    whole = array[:, :4].astype(np.int64)
+    columns = _block_columns(question.rigs, whole, array)
+    return _Blocks(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], columns), table
+
+
+def _precisions(question: Question, rig: Rig) -> list[str]:
+    """Those allowed here, without any that another beats in speed, memory and layouts."""
+    allowed = [each for each in PRECISIONS if each in question.rules and each in rig.peak_flops]
+    return [
+        each for each in allowed if not any(_beats(question, rig, other, each) for other in allowed)
+    ]
+
+
+def _beats(question: Question, rig: Rig, precision: str, other: str) -> bool:
+    """As fast or faster, narrower or safer; and may have every layout that the other may."""
+    if rig.peak_flops[precision] < rig.peak_flops[other]:
+        return False
+    if (precision, other) == ("bf16", "fp16"):  # needs no loss scale, hence excludes less
+        return True
+    narrower = _WIDTHS[precision] < _WIDTHS[other]
+    return narrower and question.rules[precision] == question.rules[other]
+
+
+def _block_columns(rigs: Sequence[Rig], whole: Any, array: Any) -> dict[str, Column]:
+    def of_rig(name: str) -> Column:
+        source = "domain" if name == "node_devices" else name
+        return np.array([getattr(rig, source) for rig in rigs], dtype=np.float64)[whole[:, 0]]
+
+    columns = {name: of_rig(name) for name in _RIG_COLUMNS}
+    per_node = np.array([rig.devices for rig in rigs], dtype=np.float64)[whole[:, 0]]
+    return {**columns, "devices": per_node * whole[:, 1], "precision": array[:, 4],
+            "peak_flops": array[:, 5]}  # fmt: skip
+
+
+def _batches(sizes: Indices) -> list[tuple[int, int]]:
+    """Runs of blocks with enough points to be worth a call, few enough to stay in the cache."""
+    spans: list[tuple[int, int]] = []
+    first = count = 0
+    for place, size in enumerate(sizes.tolist()):
+        count += size
+        if count >= _AT_ONCE or place == len(sizes) - 1:
+            spans.append((first, place + 1))
+            first, count = place + 1, 0
+    return spans
+
+
+def _expand(blocks: _Blocks, first: int, last: int) -> tuple[Indices, Indices]:
+    """For every point of some blocks: its block, and its row in the table of layouts."""
+    sizes = blocks.size[first:last]
+    block = np.repeat(np.arange(first, last), sizes)
+    begins = np.cumsum(sizes) - sizes
+    row = np.arange(int(sizes.sum())) + np.repeat(blocks.start[first:last] - begins, sizes)
+    return block, row
+
+
+def _points(
+    work: Work, blocks: _Blocks, table: Mapping[str, Column], block: Indices, row: Indices
+) -> Points:
+    return make_points(
+        len(block),
+        **work.columns,
+        **{name: table[name][row] for name in LAYOUT_COLUMNS},
+        **{name: blocks.columns[name][block] for name in _BLOCK_COLUMNS},
+        seq=float(work.seq),
+        cp=1.0,
+        ep=1.0,
+        stack=float(work.stack),
+    )
+
+
+def _fastest(
+    question: Question, blocks: _Blocks, table: Mapping[str, Column], block: Indices, row: Indices
+) -> tuple[Indices, Indices, Column]:
+    """Of each block's points, the one that gets through the work first."""
+    points = _points(question.work, blocks, table, block, row)
+    run_s = run_seconds(question.work, points, step_time(points).total_s)
+    begins = np.flatnonzero(np.diff(block, prepend=-1))
+    least = np.minimum.reduceat(run_s, begins)
+    lengths = np.diff(begins, append=len(block))
+    ties = np.flatnonzero(run_s <= np.repeat(least, lengths))
+    _, first = np.unique(block[ties], return_index=True)
+    chosen = ties[first]
+    return block[chosen], row[chosen], run_s[chosen]
+
+
+def _best_precision(blocks: _Blocks, block: Indices, run_s: Column) -> Indices:
+    """One of each rig and number of nodes."""
+    order = np.lexsort((run_s, blocks.nodes[block], blocks.rig[block]))
+    pairs = np.stack([blocks.rig[block], blocks.nodes[block]])[:, order]
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)
+    return order[is_first]

@@ -1,0 +1,54 @@
+"""Between what factors of the expected figures the true ones will lie, four times in five. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.planning.calibration import NOISE, Z_80
+from yunlu.planning.predict.intervals import spread_factors
+from yunlu.planning.predict.points import PRECISIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.planning.predict.memory import PeakMemory
+    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.search.search import Rig
+
+
+def time_factors(points: Points, rigs: Sequence[Rig]) -> tuple[Column, Column]:
+    """Of a step's time, of each point on its rig; of what was measured, only two runs' difference."""
+    slow, fast = spread_factors(points)
+    noise = math.exp(Z_80 * NOISE["step_s"])
+    is_timed = _is_same(
+        points, rigs, [rig.measured is not None and rig.measured.time for rig in rigs]
+    )
+    return np.where(is_timed, 1.0 / noise, 1.0 / fast), np.where(is_timed, noise, 1.0 / slow)
+
+
+def memory_factors(
+    points: Points, memory: PeakMemory, rigs: Sequence[Rig]
+) -> tuple[Column, Column]:
+    """Of peak memory; likewise."""
+    noise = math.exp(Z_80 * NOISE["memory_bytes"])
+    is_held = _is_same(
+        points, rigs, [rig.measured is not None and rig.measured.memory for rig in rigs]
+    )
+    return (
+        np.where(is_held, 1.0 / noise, memory.low_factor),
+        np.where(is_held, noise, memory.high_factor),
+    )
+
+
+def _is_same(points: Points, rigs: Sequence[Rig], is_known: list[bool]) -> Column:
+    """Whether a point is what was measured: on one device, in the same precision and batches."""
+    is_same = (points.devices == 1) & np.array(is_known, dtype=bool)
+    runs = [rig.measured for rig in rigs]
+    code = np.array([-1 if run is None else PRECISIONS.index(run.precision) for run in runs])
+    is_same &= points.precision == code
+    for name in ("batch", "micro_batch", "recompute"):
+        is_same &= getattr(points, name) == np.array([getattr(run, name, -1.0) for run in runs])
+    return is_same

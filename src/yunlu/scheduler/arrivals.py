@@ -1,0 +1,97 @@
+"""Machines that are on their way: how many of each kind, since when, and when they will be there."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from yunlu.scheduler.autoscaling.values import BOOT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.executors.executor import Reserve
+
+_RECENT = 8
+_LATE = 0.25
+"""A machine that is late is expected to take this share of the time that it has taken so far."""
+_GIVEN_UP = 10.0
+"""After so many times as long as others took, nobody counts on it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A machine that was asked for."""
+
+    kind: str
+    """``Reserve.kind``."""
+    type: str
+    devices: int
+    at: float
+    """When it will probably be there, on the pool's clock."""
+    node: str = ""
+    """Its name, where it is listed already: what is placed there waits for it."""
+
+
+class Arrivals:
+    """Remembers since when machines are on their way, and how long others took."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, list[float]] = {}
+        """By kind, oldest first."""
+        self._there: dict[str, int] = {}
+        self._boots_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+
+    def boot_s(self, kind: str) -> float:
+        """How long a machine of this kind takes to come: as measured, else a guess."""
+        known = self._boots_s.get(kind)
+        return median(known) if known else BOOT_S
+
+    def update(
+        self,
+        reserves: Sequence[Reserve],
+        asked: Mapping[str, int],
+        there: Mapping[str, int],
+        *,
+        now: float,
+    ) -> tuple[Arrival, ...]:
+        """Take in what is there now; what is still to come.
+
+        Args:
+            reserves: What can be had, and what of it is.
+            asked: By kind, how many we asked for in all.
+            there: By kind, how many of them can be used now.
+            now: On the pool's clock.
+        """
+        found: list[Arrival] = []
+        for reserve in reserves:
+            kind, ready = reserve.kind, there.get(reserve.kind, 0)
+            wanted = min(max(asked.get(kind, 0), reserve.awake), reserve.most)
+            since = self._count(kind, ready, max(wanted - ready, 0), now)
+            names = [*reserve.waking, *[""] * len(since)]
+            found += [
+                Arrival(kind=kind, type=reserve.type, devices=reserve.devices, at=at, node=name)
+                for began, name in zip(since, names, strict=False)
+                if (at := self._expect(kind, began, now)) is not None
+            ]
+        return tuple(found)
+
+    def _count(self, kind: str, ready: int, coming: int, now: float) -> list[float]:
+        """Since when each that is to come is on its way; who has come tells how long it took."""
+        since = self._since.setdefault(kind, [])
+        came = max(ready - self._there.get(kind, ready), 0)
+        for began in since[:came]:
+            self._boots_s[kind].append(now - began)
+        del since[:came]
+        del since[coming:]  # not wanted any more: the last that were asked for
+        since += [now] * (coming - len(since))
+        self._there[kind] = ready
+        return since
+
+    def _expect(self, kind: str, began: float, now: float) -> float | None:
+        boot_s, waited_s = self.boot_s(kind), now - began
+        if waited_s > _GIVEN_UP * boot_s:
+            return None
+        return now + max(boot_s - waited_s, _LATE * waited_s)

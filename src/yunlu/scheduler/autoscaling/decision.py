@@ -1,0 +1,211 @@
+"""How many machines of which offer to have: up when the gain is worth the price, down when idle."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from yunlu.scheduler.autoscaling.shopping import Basket, Shopper, shop, usable
+from yunlu.scheduler.autoscaling.values import Limits, Notes, Rules, Scaling
+from yunlu.scheduler.policy.values import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.scheduler.autoscaling.values import Lease, Offer
+    from yunlu.scheduler.policy.values import Demand, PoolState
+    from yunlu.scheduler.spot.values import Mode
+
+_NOTES = Notes()
+_LIMITS = Limits()
+_RULES = Rules()
+_LIMIT_WORDS = {
+    "capacity": "no more machines of this kind can be had",
+    "nodes": "the pool's limit of machines is reached",
+    "dollars": "the pool's limit of dollars an hour is reached",
+    "team_devices": "its team's limit of devices is reached",
+    "team_dollars": "its team's limit of dollars an hour is reached",
+}
+
+
+def decide_nodes(
+    state: PoolState,
+    *,
+    offers: Sequence[Offer],
+    leases: Sequence[Lease] = (),
+    limits: Limits = _LIMITS,
+    rules: Rules = _RULES,
+    modes: Mapping[str, Mode] | None = None,
+    notes: Notes = _NOTES,
+) -> Scaling:
+    """Decide anew from all that is known; the same inputs give the same answer.
+
+    ``modes`` says of jobs with deadlines what they are to run on now (see ``deadlines.py``); a job
+    that is not named may run on anything. Machines in use are never given back here: the allocator
+    empties them, then they are idle.
+    """
+    held = Counter(lease.offer for lease in leases if not lease.is_leaving)
+    places = {lease.name: lease.offer for lease in leases if not lease.is_leaving}
+    basket = Basket(limits)
+    shoppers = [
+        _make_shopper(demand, state.now, offers, (modes or {}).get(demand.id), places)
+        for demand in state.jobs
+    ]
+    shop(shoppers, basket, held, rules)
+    known = {offer.key: offer for offer in offers}
+    hurried = {shopper.offer.key for shopper in shoppers if shopper.offer and shopper.need}
+    release = _choose_release(
+        state.now, leases, wanted=basket.nodes, known=known, limits=limits, rules=rules
+    )
+    wanted: dict[str, int] = {}
+    wanting: dict[str, float] = {}
+    reasons: dict[str, Reason] = {}
+    kept = held - Counter(lease.offer for lease in release if not lease.is_leaving)
+    for offer in offers:
+        count, reason = _follow(
+            offer, basket, held=held[offer.key], kept=kept[offer.key], limits=limits, rules=rules,
+            notes=notes, now=state.now, is_hurried=offer.key in hurried, wanting=wanting,
+        )  # fmt: skip
+        if count:
+            wanted[offer.key] = count
+        reasons[offer.key] = reason
+    reasons |= {shopper.demand.id: _tell(shopper, basket) for shopper in shoppers}
+    return Scaling(
+        wanted=wanted,
+        release=tuple(lease.name for lease in release),
+        reasons=reasons,
+        sizes=dict(basket.sizes),
+        dollars_per_hour=sum(known[key].dollars_per_hour * count for key, count in wanted.items()),
+        notes=Notes(wanting_since=wanting),
+    )
+
+
+def _make_shopper(
+    demand: Demand,
+    now: float,
+    offers: Sequence[Offer],
+    mode: Mode | None,
+    places: Mapping[str, str],
+) -> Shopper:
+    waited_s = 0.0 if demand.held else max(0.0, now - demand.submitted_at)
+    shopper = Shopper(demand, usable(demand, offers, mode), waited_s)
+    shopper.prepare(offers)
+    if demand.deadline_at is not None and demand.remaining is not None and shopper.offers:
+        boot_s = 0.0 if demand.held else min(offer.boot_s for offer in shopper.offers)
+        left_s = demand.deadline_at - now - boot_s - demand.restart_s
+        shopper.need = demand.remaining / max(left_s, 1.0)
+        sources = {places.get(name) for name, _ in demand.held.shares}
+        if len(sources) == 1:
+            shopper.held_offer = sources.pop()
+            ran_s = math.inf if demand.held_since is None else now - demand.held_since
+            starting_s = max(0.0, demand.restart_s - ran_s)
+            shopper.need_held = demand.remaining / max(demand.deadline_at - now - starting_s, 1.0)
+    return shopper
+
+
+def _choose_release(
+    now: float,
+    leases: Sequence[Lease],
+    *,
+    wanted: Mapping[str, int],
+    known: Mapping[str, Offer],
+    limits: Limits,
+    rules: Rules,
+) -> list[Lease]:
+    """Idle machines beyond what is wanted, the longest idle first."""
+    release: list[Lease] = []
+    counts = Counter(lease.offer for lease in leases if not lease.is_leaving)
+    idle = [lease for lease in leases if lease.idle_since is not None]
+    for lease in sorted(idle, key=lambda lease: (lease.idle_since or 0.0, lease.name)):
+        needed = max(wanted.get(lease.offer, 0), limits.least.get(lease.offer, 0))
+        is_spare = lease.is_leaving or counts[lease.offer] > needed
+        is_ripe = now - (lease.idle_since or now) >= rules.idle_s
+        is_grown = now - lease.since >= rules.least_life_s
+        if lease.is_leaving or lease.offer not in known or (is_spare and is_ripe and is_grown):
+            release.append(lease)
+            if not lease.is_leaving:
+                counts[lease.offer] -= 1
+    return release
+
+
+def _follow(
+    offer: Offer,
+    basket: Basket,
+    *,
+    held: int,
+    kept: int,
+    limits: Limits,
+    rules: Rules,
+    notes: Notes,
+    now: float,
+    is_hurried: bool,
+    wanting: dict[str, float],
+) -> tuple[int, Reason]:
+    """From what would be best to what to do now: calmly up, and down only by what is idle."""
+    best = max(basket.nodes.get(offer.key, 0), min(limits.least.get(offer.key, 0), offer.most))
+    figures: dict[str, Any] = {
+        "held": held,
+        "best": best,
+        "devices_used": basket.devices.get(offer.key, 0),
+        "dollars_per_hour": offer.dollars_per_hour,
+    }
+    if best > held:
+        since = notes.wanting_since.get(offer.key, now)
+        wanting[offer.key] = since
+        if is_hurried or now - since >= rules.grow_after_s:
+            return best, Reason(
+                code="grown",
+                text=f"{best - held} more of {offer.key}: the jobs' gain is worth the price.",
+                figures=figures,
+            )
+        return held, Reason(
+            code="waits",
+            text=f"{best - held} more of {offer.key} would pay; waiting whether that lasts.",
+            figures=figures,
+        )
+    if kept < held:
+        return kept, Reason(
+            code="shrunk", text=f"{held - kept} of {offer.key} idle: given back.", figures=figures
+        )
+    if best < held:
+        return held, Reason(
+            code="lingers",
+            text=f"{held - best} of {offer.key} would not be bought now; kept until idle long enough.",
+            figures=figures,
+        )
+    return held, Reason(code="kept", text=f"{held} of {offer.key} is right.", figures=figures)
+
+
+def _tell(shopper: Shopper, basket: Basket) -> Reason:
+    """Why a job is counted on with so many devices."""
+    demand = shopper.demand
+    if shopper.size and shopper.offer:
+        figures = {"devices": shopper.size, "offer": shopper.offer.key, "goodput": shopper.rate}
+        if shopper.is_in_hurry:
+            return Reason(
+                code="too_late",
+                text=f"Even {shopper.size} devices miss the deadline.",
+                figures={**figures, "needed": shopper.need},
+            )
+        code = "deadline" if shopper.need else "worth"
+        return Reason(
+            code=code, text=f"{shopper.size} devices of {shopper.offer.key}.", figures=figures
+        )
+    if not shopper.offers:
+        return Reason(code="waits_for_offer", text="Waits: no machine it may use can be had now.")
+    if not shopper.best:
+        return Reason(code="cannot_run", text="Its model says that it runs on none of the offers.")
+    cause = next(
+        (
+            cause
+            for offer in shopper.offers
+            if (cause := basket.refuses(demand, offer, max(1, demand.min_devices)))
+        ),
+        None,
+    )
+    if cause is None:
+        return Reason(
+            code="not_worth", text="Waits for a better price; the longer, the less choosy."
+        )
+    return Reason(code=f"limit_{cause}", text=f"Waits: {_LIMIT_WORDS[cause]}.")

@@ -1,0 +1,142 @@
+"""Bringing the pool's service up and down, and finding out whether it is up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import StoreError
+from yunlu.core.settings import worker_environment
+from yunlu.executors.worker_process import WorkerProcess
+from yunlu.jobs import service
+from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
+from yunlu.scheduler.notes import Intention, read_notes, write_notes
+from yunlu.scheduler.queue import put_back, read_entry, scan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from yunlu.runs.run_dir import RunDir
+
+PROGRAM = (sys.executable, "-m", "yunlu.scheduler.program")
+_POLL_S = 0.05
+_UP_S = 180.0
+"""To connect to a cluster takes a while on a busy machine."""
+_DOWN_S = 30.0
+_TAIL = 12
+
+
+def find_service(home: Path) -> ServiceRecord | None:
+    """The service of this home; none where none is up."""
+    journal = Journal(home)
+    if not journal.lock.exists() or _is_free(journal.lock):
+        return None
+    try:
+        return ServiceRecord.model_validate_json(journal.service.read_bytes())
+    except (OSError, ValueError):
+        return ServiceRecord(pid=0, process_started_at=0.0, host=socket.gethostname(), began_at=0.0)
+
+
+def is_queued_again(run_dir: RunDir) -> bool:
+    """Put a run of the pool back into its queue; false where nobody would start it from there."""
+    if read_entry(run_dir) is None:
+        return False
+    put_back(run_dir)
+    return find_service(service.home()) is not None
+
+
+def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
+    """Start the service of this home, and wait until it works. Runs that go on are adopted."""
+    found = find_service(home)
+    if found is not None:
+        raise StoreError(
+            f"the pool of {home} is up already (process {found.pid})",
+            hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
+        )
+    journal = Journal(home)
+    try:
+        journal.write_settings(settings)
+        journal.view.unlink(missing_ok=True)
+        with journal.log.open("ab") as log:
+            told_before = log.tell()
+            child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                [*PROGRAM, str(home)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise StoreError(f"the pool cannot be brought up in {home}: {error}") from error
+    # Waited for in the background: a program that brings pools up and down collects no zombies.
+    threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
+    deadline = time.monotonic() + _UP_S
+    while time.monotonic() < deadline:
+        if journal.view.exists() and (found := find_service(home)) is not None:
+            return found
+        if child.returncode is not None:
+            break
+        time.sleep(_POLL_S)
+    else:
+        child.terminate()  # it may have come up by now, but nobody would know of it
+    raise StoreError(_last_words(journal, told_before), hint=f"see {journal.log}")
+
+
+def _last_words(journal: Journal, told_before: int) -> str:
+    said = journal.log.read_bytes()[told_before:].decode(errors="replace").strip()
+    words = "\n".join(said.splitlines()[-_TAIL:])
+    return f"the pool did not come up: {words or 'nobody says why'}"
+
+
+def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
+    """End the service, and wait until it is gone; its runs go on, unless they are to stop, too."""
+    found = find_service(home)
+    if found is not None:
+        _end(found)
+        deadline = time.monotonic() + _DOWN_S
+        while find_service(home) is not None:
+            if time.monotonic() > deadline:
+                raise StoreError(f"the pool's service (process {found.pid}) does not end")
+            time.sleep(_POLL_S)
+    if stop_jobs:
+        # They keep their place in the queue: the next service goes on with them.
+        leaving = Intention(kind="stop", reason="the pool went down")
+        for run_dir in scan(home):
+            notes = read_notes(run_dir)
+            if notes.shares:
+                notes = notes.model_copy(update={"intention": leaving})
+                write_notes(run_dir, notes, is_intention=True)
+                service.request_stop(run_dir)
+    return found is not None
+
+
+def _end(found: ServiceRecord) -> None:
+    if found.host != socket.gethostname():
+        raise StoreError(
+            f"the pool's service runs on {found.host}", hint=f"yunlu pool down, on {found.host}"
+        )
+    process = WorkerProcess(
+        pid=found.pid,
+        process_started_at=found.process_started_at,
+        host=found.host,
+        detached=True,
+    )
+    if found.pid and process.is_alive():
+        os.kill(found.pid, signal.SIGTERM)
+
+
+def _is_free(lock: Path) -> bool:
+    with lock.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -1,0 +1,124 @@
+"""Why a run has what it has: where it stands, what was decided on it last, and who holds the rest."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import StoreError
+from yunlu.core.units import show_duration
+from yunlu.core.value import Value
+from yunlu.jobs.service import read_record
+from yunlu.scheduler.control import find_service
+from yunlu.scheduler.journal import Journal
+from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.queue import read_entry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.scheduler.notes import Notes
+    from yunlu.scheduler.queue import Entry
+
+_FEW = 8
+
+
+class Told(Value):
+    """One decision on the run."""
+
+    at: float
+    code: str
+    text: str
+    was: int = 0
+    devices: int = 0
+    figures: dict[str, Any]
+
+
+class Explanation(Value):
+    """The answer to ``yunlu pool why``."""
+
+    run: str
+    standing: str
+    """Where it stands, in one sentence."""
+    holders: dict[str, int]
+    """Who holds devices now."""
+    history: tuple[Told, ...]
+    """What was decided, oldest first."""
+
+    @property
+    def last(self) -> Told | None:
+        """The newest decision."""
+        return self.history[-1] if self.history else None
+
+
+def explain(home: Path, run_dir: RunDir) -> Explanation:
+    """Put together what the files say."""
+    entry = read_entry(run_dir)
+    if entry is None:
+        raise StoreError(
+            f"{run_dir.id} is not in the queue: the pool decides nothing about it",
+            hint="yunlu submit queues a job; yunlu ps lists every run",
+        )
+    journal = Journal(home)
+    view = journal.read_view() or {}
+    is_up = find_service(home) is not None
+    runs: list[dict[str, Any]] = view.get("runs") or []
+    own = next((each for each in runs if each.get("id") == run_dir.id), None)
+    holders = {str(each["id"]): int(each["devices"]) for each in runs if each.get("devices")}
+    history = [told for line in journal.read_decisions(run_dir.id) if (told := _told(line))]
+    return Explanation(
+        run=run_dir.id,
+        standing=_standing(run_dir, entry, read_notes(run_dir), own, is_up=is_up),
+        holders=holders if is_up else {},
+        history=tuple(history[-_FEW:]),
+    )
+
+
+def _standing(
+    run_dir: RunDir, entry: Entry, notes: Notes, own: dict[str, Any] | None, *, is_up: bool
+) -> str:
+    state = read_record(run_dir).state
+    again = f"yunlu resume {run_dir.id} queues it again"
+    wait_s = notes.wait_s() - (time.time() - (notes.failed_at or 0.0))
+    times = "once" if notes.failures == 1 else f"{notes.failures} times"
+    cases = (
+        (not state.is_active and not state.can_resume, f"{state}"),
+        (bool(notes.given_up), f"given up: {notes.given_up}"),
+        (entry.wish == "pause" and not notes.shares, f"paused; {again}"),
+        (entry.wish == "stop" and not notes.shares, f"stopped by its owner; {again}"),
+        (not is_up, f"{state}, and no pool is up: yunlu pool up starts one"),
+        (
+            notes.is_backing_off(time.time()),
+            f"failed {times}, tried again in {show_duration(max(wait_s, 0.0))}: {notes.failure}",
+        ),
+        (own is None, f"{state}; the pool has not looked at it yet"),
+    )
+    return next((words for holds, words in cases if holds), "") or _words(own or {})
+
+
+def _words(own: dict[str, Any]) -> str:
+    devices, phase = int(own.get("devices") or 0), str(own.get("phase"))
+    words = f"{phase} on {devices} device{'s' * (devices != 1)}" if devices else phase
+    if own.get("wanted") and own["wanted"] != devices:
+        words += f", and to have {own['wanted']}"
+    start_at, end_at = own.get("start_at"), own.get("end_at")
+    if not devices and start_at is not None:
+        words += f"; starts in about {show_duration(max(0.0, start_at - time.time()))}"
+    if end_at is not None:
+        words += f"; ends in about {show_duration(max(0.0, end_at - time.time()))}"
+    return words
+
+
+def _told(line: dict[str, Any]) -> Told | None:
+    try:
+        return Told(
+            at=float(line["at"]),
+            code=str(line["code"]),
+            text=str(line["text"]),
+            was=sum(int(count) for _, count in line.get("was") or ()),
+            devices=sum(int(count) for _, count in line.get("shares") or ()),
+            figures=dict(line.get("figures") or {}),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

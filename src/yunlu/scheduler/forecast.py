@@ -1,0 +1,154 @@
+"""When runs that wait will start, and when all will end, if things go on as they are. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from yunlu.hardware.fleet import Placement
+    from yunlu.scheduler.arrivals import Arrival
+    from yunlu.scheduler.policy.values import Decision, Demand, PoolState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Of one run; infinite where its length or its speed is unknown."""
+
+    start_at: float | None
+    """None where it has started."""
+    end_at: float
+    samples_per_s: float
+
+
+def forecast(
+    state: PoolState,
+    decision: Decision,
+    unknown: AbstractSet[str] = frozenset(),
+    arrivals: Sequence[Arrival] = (),
+) -> dict[str, Forecast]:
+    """Each run as soon as as many devices are there and free as it needs, in the order of the queue.
+
+    Args:
+        state: As it was decided on.
+        decision: Who holds what from now on.
+        unknown: Runs of which nobody has seen a step: they are taken to last as long as others do.
+        arrivals: Machines that are on their way.
+    """
+    types = {node.name: node.type for node in state.nodes}
+    late = {each.node: each.at for each in arrivals if each.node in types}
+    spans_s = [_span_s(job, _pace(job, job.held, types)) for job in state.jobs
+               if job.held and job.id not in unknown]  # fmt: skip
+    usual_s = median(spans_s) if spans_s else math.inf
+    supply = _Supply.of(state, arrivals)
+    found: dict[str, Forecast] = {}
+    for job in state.jobs:
+        placement = decision.placements.get(job.id) or job.held
+        if not placement:
+            continue
+        pace = _pace(job, placement, types)
+        wait_s = _wait_s(placement, late, state.now)
+        end_at = decision.predicted_end_at.get(job.id, state.now + _span_s(job, pace))
+        end_at = (state.now + usual_s if job.id in unknown else end_at) + wait_s
+        has_started = bool(job.held) and not wait_s
+        found[job.id] = Forecast(
+            start_at=None if has_started else state.now + wait_s,
+            end_at=end_at,
+            samples_per_s=pace,
+        )
+        supply.take(placement.shares)
+        supply.give_back(end_at, placement.devices)
+    type_ = next((each.type for each in (*state.nodes, *arrivals)), "")
+    waiting = [job for job in state.jobs if job.id not in found]
+    for job in sorted(waiting, key=lambda job: -job.priority):
+        at = supply.wait_for(job.min_devices)
+        if math.isinf(at):  # more than there is, or nobody knows when
+            found[job.id] = Forecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
+            continue
+        devices = max(job.min_devices, min(job.asked_devices, supply.free))
+        pace = _goodput(job, type_, 1, devices)
+        end_at = at + (usual_s if job.id in unknown else _span_s(job, pace))
+        found[job.id] = Forecast(start_at=at, end_at=end_at, samples_per_s=pace)
+        supply.free -= devices
+        supply.give_back(end_at, devices)
+    return found
+
+
+def with_start(figures: Mapping[str, object], told: Forecast | None) -> dict[str, object]:
+    """A policy's figures, with our word on the start: a policy knows nothing of what is to come."""
+    if told is None or told.start_at is None:
+        return dict(figures)
+    rest = {name: value for name, value in figures.items() if name != "starts_at"}
+    return rest | ({"starts_at": told.start_at} if math.isfinite(told.start_at) else {})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Supply:
+    """Devices that are free, and those that will be: when runs end, and when machines come."""
+
+    at: float
+    free: int
+    late: dict[str, int]
+    """Of machines that are listed and not there yet: what nobody was promised."""
+    later: list[tuple[float, str, int]]
+    """When, of which machine that is late, how many."""
+
+    @classmethod
+    def of(cls, state: PoolState, arrivals: Sequence[Arrival]) -> _Supply:
+        devices = {node.name: node.devices for node in state.nodes}
+        late = {each.node: devices[each.node] for each in arrivals if each.node in devices}
+        later = [
+            (each.at, each.node, 0) if each.node in late else (each.at, "", each.devices)
+            for each in arrivals
+        ]
+        heapq.heapify(later)
+        free = sum(count for name, count in devices.items() if name not in late)
+        return cls(at=state.now, free=free, late=late, later=later)
+
+    def take(self, shares: Sequence[tuple[str, int]]) -> None:
+        for name, count in shares:
+            if name in self.late:
+                self.late[name] -= count
+            else:
+                self.free -= count
+
+    def give_back(self, at: float, devices: int) -> None:
+        heapq.heappush(self.later, (at, "", devices))
+
+    def wait_for(self, devices: int) -> float:
+        """When so many are free; infinite where that is not foreseen: others do not wait for that."""
+        foreseen = sum(count + self.late.get(node, 0)
+                       for at, node, count in self.later if at < math.inf)  # fmt: skip
+        if self.free + foreseen < devices:
+            return math.inf
+        while self.free < devices:
+            at, node, count = heapq.heappop(self.later)
+            self.at, self.free = max(self.at, at), self.free + count + self.late.pop(node, 0)
+        return self.at
+
+
+def _wait_s(placement: Placement, late: Mapping[str, float], now: float) -> float:
+    """Until the machine that leads it is there; the others it waits for while it trains."""
+    return max(0.0, late.get(placement.shares[0][0], now) - now)
+
+
+def _pace(job: Demand, placement: Placement, types: dict[str, str]) -> float:
+    name = placement.shares[0][0]
+    return _goodput(job, types.get(name, ""), placement.nodes, placement.devices)
+
+
+def _goodput(job: Demand, type_: str, nodes: int, devices: int) -> float:
+    found = job.speed.goodput(type_, np.array([nodes]), np.array([devices]))
+    return float(found[0])
+
+
+def _span_s(job: Demand, pace: float) -> float:
+    return job.remaining / pace if job.remaining is not None and pace > 0 else math.inf

@@ -1,0 +1,155 @@
+"""How busy machines are, what each run takes of them, and who takes more than it holds."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from yunlu.executors.finding import is_elsewhere
+from yunlu.executors.record import read_record
+from yunlu.executors.usage import Meter, NodeUse, read_uses
+from yunlu.executors.worker_process import recorded_worker
+from yunlu.runs.worker_group import read_crew
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.hardware.fleet import Node
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.scheduler.stand import Stand
+
+LOOK_S = 5.0
+_OLD_S = 30.0
+"""What a machine has not said again for so long is not true any more."""
+_LIES = 3
+"""Looks in a row at which a run takes more than it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What the processes of a run take, wherever they are."""
+
+    cores: float | None
+    """Busy cores since the last look; None where that is not known, or not yet."""
+    memory_bytes: float
+
+
+class Gauge:
+    """Looks now and then."""
+
+    def __init__(self, *, is_local: bool) -> None:
+        """``is_local``: this machine is the pool's only node."""
+        self._is_local = is_local
+        self.machine: dict[str, float] = {}
+        """This one."""
+        self.nodes: dict[str, NodeUse] = {}
+        """Those of the pool, as far as it is known."""
+        self.usage: dict[str, Usage] = {}
+        self._meter = Meter()
+        self._looked_at = -math.inf
+        self._lies: dict[str, int] = {}
+        self._heard: dict[tuple[str, str], tuple[float, float]] = {}
+        """Of each lease: what it said its time was, and when we first heard that, on our clock."""
+
+    def look(self, alive: Mapping[str, Stand], nodes: Sequence[Node]) -> dict[str, str]:
+        """Measure, if it is time; by run, what was found just now to be more than it holds."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return {}
+        self._looked_at = time.monotonic()
+        here = self._meter.look()
+        self.machine = {
+            "cpu": here.cpu,
+            "memory": here.memory,
+            "cores": float(len(os.sched_getaffinity(0))),
+            "memory_bytes": float(psutil.virtual_memory().total),
+        }
+        self.nodes = {node.name: here for node in nodes} if self._is_local else {}
+        self.usage = self._measure(alive)
+        return self._find_lies(alive, nodes)
+
+    def _measure(self, alive: Mapping[str, Stand]) -> dict[str, Usage]:
+        sessions = _processes_by_session()
+        found: dict[str, Usage] = {}
+        for run_id, stand in alive.items():
+            run_dir = stand.run_dir
+            if is_elsewhere(run_dir):  # numbers of processes mean nothing on another machine
+                found[run_id] = self._hear(run_dir)
+                continue
+            pids = {pid for session in _sessions_of(run_dir) for pid in sessions.get(session, ())}
+            cores, memory_bytes = self._meter.measure(run_id, pids)
+            found[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
+        self._meter.keep(alive)
+        self._heard = {key: seen for key, seen in self._heard.items() if key[0] in alive}
+        return found
+
+    def _hear(self, run_dir: RunDir) -> Usage:
+        """What its leases say of themselves; each on its own machine, by its own clock."""
+        record = read_record(run_dir)
+        names = [lease.name for lease in record.wanted] if record is not None else []
+        cores: float | None = None
+        memory_bytes, now = 0.0, time.monotonic()
+        for lease, use in read_uses(run_dir, names):
+            key = (run_dir.id, lease)
+            told_at, since = self._heard.get(key, (math.nan, now))
+            if told_at != use.at:
+                since = now
+                self._heard[key] = (use.at, now)
+            if now - since < _OLD_S:
+                cores = (cores or 0.0) + use.cores
+                memory_bytes += use.memory_bytes
+                self.nodes[use.node] = use.machine
+        return Usage(cores=cores, memory_bytes=memory_bytes)
+
+    def _find_lies(self, alive: Mapping[str, Stand], nodes: Sequence[Node]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for run_id, stand in alive.items():
+            words = find_lie(stand, self.usage[run_id], self.machine, nodes)
+            self._lies[run_id] = self._lies.get(run_id, 0) + 1 if words else 0
+            if words and self._lies[run_id] == _LIES:
+                found[run_id] = words
+        self._lies = {run_id: count for run_id, count in self._lies.items() if run_id in alive}
+        return found
+
+
+def find_lie(
+    stand: Stand, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
+) -> str | None:
+    """What a run takes beyond what it holds, in words; None where it keeps to it."""
+    held, node = stand.notes.placement.devices, next(iter(nodes), None)
+    if node is None or not held or not machine or stand.sight.shares:
+        return None  # a cluster keeps runs to what they hold itself
+    share = held / max(node.devices, 1)
+    share_cores, share_bytes = machine["cores"] * share, machine["memory_bytes"] * share
+    if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * share_cores + 0.3:
+        return f"it keeps {usage.cores:.1f} cores busy, and its share is {share_cores:.1f}"
+    if usage.memory_bytes > 1.1 * share_bytes:
+        took, part = usage.memory_bytes / 2**30, share_bytes / 2**30
+        return f"it takes {took:.1f} GiB of memory, and its share is {part:.1f} GiB"
+    return None
+
+
+def _processes_by_session() -> dict[int, list[int]]:
+    sessions: defaultdict[int, list[int]] = defaultdict(list)
+    for pid in psutil.pids():
+        with suppress(OSError):
+            sessions[os.getsid(pid)].append(pid)
+    return sessions
+
+
+def _sessions_of(run_dir: RunDir) -> set[int]:
+    """A crew keeps to the session of its first supervisor, also when another one takes over."""
+    worker, crew = recorded_worker(run_dir), read_crew(run_dir)
+    pids = {worker.pid} if worker is not None and worker.detached else set[int]()
+    pids |= {member.pid for member in crew.members} if crew is not None else set()
+    sessions: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):
+            sessions.add(os.getsid(pid))
+    return sessions - {os.getsid(0)}

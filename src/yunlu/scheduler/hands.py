@@ -1,0 +1,259 @@
+"""What the steward does to runs, and how it looks at them: through an executor."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from yunlu.core.errors import StoreError
+from yunlu.executors.executor import LeaseState
+from yunlu.executors.finding import is_elsewhere
+from yunlu.executors.record import read_record as read_leases
+from yunlu.executors.worker_process import (
+    WorkerProcess,
+    record_worker,
+    recorded_worker,
+    worker_lock_is_free,
+)
+from yunlu.jobs import service
+from yunlu.jobs.run import error_of, new_record, settle
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import read_crew
+from yunlu.scheduler.sight import Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.executors.executor import Executor, RunStatus
+    from yunlu.hardware.fleet import Node, Placement
+    from yunlu.jobs.run import RunRecord
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.scheduler.notes import Shares
+
+
+class Hands(Protocol):
+    """What can be done to runs."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The machines that are there now."""
+        ...
+
+    def look(self, run_dir: RunDir) -> Sight:
+        """How a run stands now."""
+        ...
+
+    def start(self, run_dir: RunDir, placement: Placement) -> None:
+        """Start a run that waits, or go on with one that rests."""
+        ...
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+        """Ask a run to go on with other devices; False where only a restart can do it."""
+        ...
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """Ask a run to save and stop, or end it at once; does not wait."""
+        ...
+
+    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+        """Write down who works on these runs, where whoever started them had no time to."""
+        ...
+
+
+_DISTRUST_S = 60.0
+
+
+class NotNowError(StoreError):
+    """The run cannot be asked at this moment; later it can."""
+
+
+class ExecutorHands:
+    """Runs with one executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._node = ""
+        self._records: dict[str, RunRecord] = {}
+        self._codes: dict[str, tuple[int, str | None]] = {}
+        self._lost: dict[tuple[str, str], tuple[str, float]] = {}
+        """By run and lease: which machine was lost under it, and when on the monotonic clock."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Of the executor; what was lost a moment ago is not trusted, even if it is listed."""
+        found = self.executor.nodes()
+        self._node = found[0].name if found else ""
+        now = time.monotonic()
+        lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
+        return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in found)
+
+    def look(self, run_dir: RunDir) -> Sight:
+        """How a run stands, by its own log and what its executor sees of it."""
+        before = self._records.get(run_dir.id) or new_record(run_dir)
+        if before is None:
+            raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
+        record = settle(run_dir, before)
+        self._records[run_dir.id] = record
+        life = self._find_life(run_dir)
+        is_alive = life.is_alive
+        recorded = recorded_worker(run_dir)
+        has_begun = is_alive or (recorded is not None and recorded.detached)
+        usable, is_ready = _crew_of(run_dir) if is_alive else (None, False)
+        return Sight(
+            state=record.state,
+            is_alive=is_alive,
+            has_begun=has_begun,
+            devices=life.devices,
+            shares=life.shares,
+            lost_nodes=life.lost_nodes,
+            is_settled=life.is_settled,
+            waits_for=life.waits_for,
+            usable=usable,
+            is_resizable=is_ready and record.state is RunState.RUNNING,
+            node=self._node,
+            step=record.step or 0,
+            steps=record.steps,
+            error=record.error,
+            error_code=self._error_code(run_dir, record),
+        )
+
+    def start(self, run_dir: RunDir, placement: Placement) -> None:
+        """Elastic runs start under a supervisor, even on one device: only so can they grow."""
+        if service.read_record(run_dir).state is RunState.PENDING:
+            service.start(run_dir, on=self.executor, placement=placement)
+        else:
+            service.resume(run_dir, on=self.executor, placement=placement)
+
+    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+        """Through its executor; no step is lost."""
+        resized = service.place(run_dir, placement)
+        if resized.how == "later":
+            raise NotNowError(resized.text)
+        return resized.how == "live"
+
+    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+        """Through the run's own verbs."""
+        record = service.request_stop(run_dir, now=now)
+        if record.state.can_resume and is_elsewhere(run_dir):
+            # It rests, and its cluster would start it again: a lease that was preempted is queued there.
+            self.executor.stop(run_dir, now=now)
+
+    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+        """A process of this machine whose starter died before it could write it down.
+
+        What a cluster was asked for it knows itself, by name.
+        """
+        wanted = {str(each.path): each for each in run_dirs if not is_elsewhere(each)}
+        if not wanted:
+            return
+        for process in psutil.process_iter():
+            try:
+                found = wanted.keys() & {*process.cmdline()}
+                if not found or os.getsid(process.pid) != process.pid:
+                    continue
+                started_at = process.create_time()
+            except (psutil.Error, OSError):
+                continue
+            for path in found:
+                record_worker(
+                    wanted[path],
+                    WorkerProcess(
+                        pid=process.pid,
+                        process_started_at=started_at,
+                        host=socket.gethostname(),
+                        detached=True,
+                    ),
+                )
+
+    def _find_life(self, run_dir: RunDir) -> _Life:
+        if read_leases(run_dir) is None:  # never with an executor, or started by hand
+            worker = recorded_worker(run_dir)
+            by_hand = worker is not None and worker.detached and worker.is_alive()
+            if not by_hand and worker_lock_is_free(run_dir):
+                return _Life(is_alive=False)
+            crew = read_crew(run_dir)
+            return _Life(is_alive=True, devices=crew.target if crew is not None else 1)
+        status = self.executor.status(run_dir)
+        lost = self._note_losses(run_dir, status)
+        if not status.is_alive:
+            return _Life(is_alive=False, lost_nodes=lost)
+        # Who was sent away takes a device until the next step's end; who is to come, already.
+        if is_elsewhere(run_dir):
+            shares = _taken(status)
+            return _Life(
+                is_alive=True,
+                devices=sum(count for _, count in shares),
+                shares=shares,
+                is_settled=_is_settled(status),
+                waits_for=(status.reason or "it was just asked for") if status.is_waiting else "",
+            )
+        held = status.held.devices
+        return _Life(
+            is_alive=True,
+            devices=max(held, status.wanted.devices, status.workers),
+            is_settled=status.workers == held == status.wanted.devices,
+        )
+
+    def _note_losses(self, run_dir: RunDir, status: RunStatus) -> tuple[str, ...]:
+        """Machines that were lost under the run a moment ago."""
+        lost = {
+            each.lease.name: each.node or each.lease.node
+            for each in status.leases
+            if each.has_lost_node
+        }
+        now, recent = time.monotonic(), list[str]()
+        for lease, node in lost.items():
+            _, at = self._lost.setdefault((run_dir.id, lease), (node, now))
+            recent += [node] * (now - at < _DISTRUST_S)
+        return tuple(recent)
+
+    def _error_code(self, run_dir: RunDir, record: RunRecord) -> str | None:
+        if record.state is not RunState.FAILED:
+            return None
+        known = self._codes.get(run_dir.id)
+        if known is None or known[0] != record.offset:
+            error = error_of(event for event, _ in run_dir.read_events())
+            known = (record.offset, error.code if error is not None else None)
+            self._codes[run_dir.id] = known
+        return known[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """Whether anybody works on a run, and what is taken for it: 0 where that is not known."""
+
+    is_alive: bool
+    devices: int = 0
+    shares: Shares = ()
+    lost_nodes: tuple[str, ...] = ()
+    is_settled: bool = False
+    waits_for: str = ""
+
+
+def _taken(status: RunStatus) -> Shares:
+    """Devices of each machine that a run has, or is to have; where it is led from, first."""
+    taken: dict[str, int] = {}
+    for each in sorted(status.leases, key=lambda each: not each.lease.is_lead):
+        if each.lease.is_wanted and each.state is not LeaseState.GONE:
+            taken[each.lease.node] = taken.get(each.lease.node, 0) + each.lease.devices
+    for name, count in status.held.shares:
+        taken[name] = max(count, taken.get(name, 0))
+    return tuple(taken.items())
+
+
+def _is_settled(status: RunStatus) -> bool:
+    steady = {LeaseState.RUNNING, LeaseState.GONE}
+    return all(each.state in steady for each in status.leases)
+
+
+def _crew_of(run_dir: RunDir) -> tuple[int | None, bool]:
+    """The most workers it can use, and whether it can be asked for another number."""
+    if run_dir.servers.is_dir():
+        return None, True
+    crew = read_crew(run_dir)
+    if crew is None or not crew.layouts:
+        return None, False
+    return max(crew.layouts), crew.generation > 0

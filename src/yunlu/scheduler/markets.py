@@ -1,0 +1,289 @@
+"""Spot beside on-demand in a live pool: what runs with a deadline may be on now. Pure but for its memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from yunlu.executors.executor import SPOT, name_kind
+from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
+from yunlu.scheduler.autoscaling.values import BOOT_S
+from yunlu.scheduler.policy.goodput import FittedSpeed
+from yunlu.scheduler.policy.mixed_speed import MixedSpeed
+from yunlu.scheduler.policy.values import Reason
+from yunlu.scheduler.spot.values import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from yunlu.executors.executor import Reserve
+    from yunlu.hardware.fleet import Node
+    from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Speed
+
+_USUAL_SHARE = 0.3
+"""What spot costs against on-demand, where nobody has said."""
+_LEVELS = 120
+_ROOM = 1.25
+"""Runs fall back to a size that has so many times the time it needs."""
+_DRIFT = 1.3
+"""A speed that was so far off makes another plan."""
+_WORDS = {
+    Mode.IDLE: "it waits for spot: on-demand still makes its deadline if it starts later",
+    Mode.SPOT: "on spot, while on-demand could still make its deadline",
+    Mode.ON_DEMAND: "on on-demand, to make its deadline",
+}
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One run with a deadline."""
+
+    watch: DeadlineWatch
+    deadline_at: float
+    shape: tuple[str, int, int]
+    """Type, nodes and devices that it would fall back to."""
+    spent_then: float
+    """Dollars, when the watch began."""
+    chosen: Mode = Mode.IDLE
+    chosen_at: float = -math.inf
+    """Since when it is to be on that; a machine may still be on its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stall:
+    """What is on offer of one type and market, here or asleep."""
+
+    devices: int
+    type: str
+    device_dollars: float
+    is_spot: bool
+
+
+class Markets:
+    """Watches the runs with a deadline of one pool; what it forgets, it learns anew."""
+
+    def __init__(self, *, step_s: float, prices: Mapping[str, float] | None = None) -> None:
+        """Asked at least every ``step_s``; prices of machines by kind, for those that are asleep."""
+        self._step_s, self._prices = step_s, prices or {}
+        self._watched: dict[str, _Watched] = {}
+        self._has_spot = False
+
+    def choose(
+        self,
+        state: PoolState,
+        reserves: Sequence[Reserve],
+        *,
+        spent_dollars: Mapping[str, float],
+        unknown: Iterable[str] = (),
+    ) -> dict[str, Mode]:
+        """What each run with a deadline is to be on; none where a pool has not both markets.
+
+        Args:
+            state: As it is.
+            reserves: Machines that can be had.
+            spent_dollars: By run, so far.
+            unknown: Runs whose speed is a guess: nothing can be promised to them yet.
+        """
+        stalls = self._set_up(state.nodes, reserves)
+        seen = any(n.is_spot for n in state.nodes) or any(r.is_spot for r in reserves)
+        self._has_spot = self._has_spot or seen  # what was taken away may come back
+        own = [stall for stall in stalls if not stall.is_spot]
+        unknown = {*unknown}
+        modes: dict[str, Mode] = {}
+        for demand in state.jobs if own and self._has_spot else ():
+            if demand.deadline_at is None or demand.remaining is None or demand.id in unknown:
+                continue
+            if demand.deadline_at <= state.now:
+                continue  # it is late: nothing is promised any more, and it may be anywhere
+            spent = spent_dollars.get(demand.id, 0.0)
+            watched = self._find(demand, own, state.now, spent)
+            if watched is not None:
+                spent = max(0.0, spent - watched.spent_then) / watched.shape[2]
+                modes[demand.id] = self._ask(demand, watched, stalls, state, spent)
+        self._watched = {run: each for run, each in self._watched.items() if run in modes}
+        return modes
+
+    def _set_up(self, nodes: Sequence[Node], reserves: Sequence[Reserve]) -> list[_Stall]:
+        there = Counter(name_kind(node.type, is_spot=node.is_spot) for node in nodes)
+        stalls = [
+            _Stall(devices=node.devices, type=node.type, is_spot=node.is_spot,
+                   device_dollars=node.dollars_per_hour / node.devices)
+            for node in nodes if not node.is_leaving and node.devices
+        ]  # fmt: skip
+        # Those on their way are on offer too: else they would be sent back before they are there.
+        away = {each.kind: each.most - min(each.awake, there[each.kind]) for each in reserves}
+        return stalls + [
+            _Stall(devices=each.devices * away[each.kind], type=each.type, is_spot=each.is_spot,
+                   device_dollars=self._prices.get(each.kind, 0.0) / each.devices)
+            for each in reserves if away[each.kind] > 0
+        ]  # fmt: skip
+
+    def _find(
+        self, demand: Demand, own: Sequence[_Stall], now: float, spent: float
+    ) -> _Watched | None:
+        """Its watch; a new one where it has none, or another deadline, or another speed."""
+        known = self._watched.get(demand.id)
+        assert demand.deadline_at is not None
+        if known is not None and abs(known.deadline_at - demand.deadline_at) < self._step_s:
+            drift = _goodput(demand, known.shape) / known.watch.goodput
+            if 1 / _DRIFT < drift < _DRIFT:
+                return known
+        shape, goodput = _fall_back(demand, own, now)
+        if goodput <= 0:
+            return None
+        watch = DeadlineWatch(
+            replace(demand, restart_s=_start_s(demand)),
+            now=now,
+            goodput=goodput,
+            step_s=self._step_s,
+            levels=_LEVELS,
+        )
+        found = _Watched(watch, demand.deadline_at, shape, spent)
+        self._watched[demand.id] = found
+        return found
+
+    def _ask(
+        self,
+        demand: Demand,
+        watched: _Watched,
+        stalls: Sequence[_Stall],
+        state: PoolState,
+        spent: float,
+    ) -> Mode:
+        spot = [stall for stall in stalls if stall.is_spot]
+        dollars = min((s.device_dollars for s in stalls if not s.is_spot), default=0.0) or 1.0
+        spot_dollars = min((s.device_dollars for s in spot if s.device_dollars), default=0.0)
+        mode, since = _mode_of(demand, state.nodes), demand.held_since
+        is_coming = watched.chosen is Mode.ON_DEMAND or (
+            bool(spot) and state.now - watched.chosen_at < _start_s(demand)
+        )
+        if mode is Mode.IDLE and is_coming:
+            mode, since = watched.chosen, watched.chosen_at
+        ran_s = math.inf if since is None else state.now - since
+        chosen = watched.watch.choose(
+            demand,
+            now=state.now,
+            mode=mode,
+            starting_s=max(0.0, _start_s(demand) - ran_s),
+            is_spot_up=bool(spot),
+            spot_dollars_per_hour=spot_dollars or _USUAL_SHARE * dollars,
+            on_demand_dollars_per_hour=dollars,
+            spent_dollars=spent,
+        )
+        if chosen is not watched.chosen:
+            watched.chosen, watched.chosen_at = chosen, state.now
+        return chosen
+
+
+def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:
+    """The same pool for an allocator that knows types only: each run sees what it may be on."""
+    if not modes:
+        return state
+    nodes = tuple(
+        replace(n, type=name_kind(n.type, is_spot=n.is_spot), is_spot=False) for n in state.nodes
+    )
+    spot = frozenset(node.type for node in nodes if node.type.endswith(SPOT))
+    own = frozenset(node.type for node in nodes) - spot
+    jobs: list[Demand] = []
+    for demand in state.jobs:
+        mode = modes.get(demand.id)
+        types = {Mode.SPOT: spot, Mode.ON_DEMAND: own}.get(mode) if mode is not None else None
+        if types == frozenset() and demand.held:
+            types = spot | own  # until a machine of the right kind has come, it goes on
+        if not demand.is_pinned and (mode is Mode.IDLE or types == frozenset()):
+            continue  # nothing for it now
+        speed = _on_both(demand.speed)
+        jobs.append(replace(demand, speed=speed, types=None if demand.is_pinned else types))
+    return replace(state, nodes=nodes, jobs=tuple(jobs))
+
+
+def explain(modes: Mapping[str, Mode], decision: Decision) -> Decision:
+    """The decision with what its deadline means for each run that has one."""
+    reasons = dict(decision.reasons)
+    for run, mode in modes.items():
+        before, words = reasons.get(run), _WORDS[mode]
+        text = f"{before.text.rstrip('.')}; {words}" if before is not None else words
+        figures = {**(before.figures if before is not None else {}), "market": mode.name.lower()}
+        reasons[run] = Reason(code=before.code if before else "market", text=text, figures=figures)
+    return replace(decision, reasons=reasons)
+
+
+def _fall_back(
+    demand: Demand, own: Sequence[_Stall], now: float
+) -> tuple[tuple[str, int, int], float]:
+    """The least devices on on-demand that make the deadline with some room, and their goodput."""
+    best = (("", 0, 0), 0.0)
+    left_s = (demand.deadline_at or now) - now - 2 * _start_s(demand)
+    for type_ in sorted({stall.type for stall in own}):
+        there = sum(stall.devices for stall in own if stall.type == type_)
+        largest = max(stall.devices for stall in own if stall.type == type_)
+        for size in _sizes(demand, there):
+            shape = (type_, -(-size // largest), size)
+            goodput = _goodput(demand, shape)
+            if goodput > best[1]:
+                best = (shape, goodput)
+            if goodput > 0 and _ROOM * (demand.remaining or 0.0) / goodput <= left_s:
+                return shape, goodput
+    return best
+
+
+def _goodput(demand: Demand, shape: tuple[str, int, int]) -> float:
+    type_, nodes, devices = shape
+    return float(demand.speed.goodput(type_, np.array([nodes]), np.array([devices]))[0])
+
+
+def _sizes(demand: Demand, there: int) -> list[int]:
+    unit, size = demand.multiple, max(demand.min_devices, demand.multiple)
+    sizes: list[int] = []
+    while size <= min(demand.max_devices, there):
+        sizes.append(size)
+        size = max(size + unit, 2 * size // unit * unit)
+    return sizes
+
+
+def _start_s(demand: Demand) -> float:
+    """A machine must be had, and a run started there; to be resized is the half of that."""
+    return BOOT_S + 2 * demand.restart_s
+
+
+def _mode_of(demand: Demand, nodes: Sequence[Node]) -> Mode:
+    """On what it runs: one machine that may be taken away makes it a run on spot."""
+    spot = {node.name: node.is_spot for node in nodes}
+    held = [spot[name] for name, _ in demand.held.shares if name in spot]
+    return Mode.IDLE if not held else Mode.SPOT if any(held) else Mode.ON_DEMAND
+
+
+def _on_both(speed: Speed) -> Speed:
+    """A speed that is the same on spot machines of a type as on others."""
+    if isinstance(speed, FittedSpeed):
+        return _fitted_on_both(speed)
+    if isinstance(speed, MixedSpeed):
+        more = {f"{name}{SPOT}": _fitted_on_both(told) for name, told in speed.by_type.items()}
+        return replace(speed, by_type={**speed.by_type, **more})
+    return _OnBoth(speed)
+
+
+def _fitted_on_both(speed: FittedSpeed) -> FittedSpeed:
+    more = {f"{name}{SPOT}": told for name, told in speed.throughputs.items()}
+    return replace(speed, throughputs={**speed.throughputs, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class _OnBoth:
+    """Of an estimator that is not ours."""
+
+    speed: Speed
+
+    def goodput(
+        self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        return self.speed.goodput(device_type.removesuffix(SPOT), nodes, devices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.speed, name)

@@ -1,0 +1,159 @@
+"""What a run does, read from its logs bit by bit: how far, how fast on how many devices, how noisy."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from yunlu.jobs.recorded import step_s
+from yunlu.runs.run_dir import EventKind
+from yunlu.scheduler.notes import Seen
+
+if TYPE_CHECKING:
+    from yunlu.runs.run_dir import Event, RunDir
+
+_RECENT = 50
+_WARM_UP = 2
+"""Steps of a generation that are not typical."""
+_PENDING = 2000
+"""Steps that may wait for the event that says how many workers made them."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Steps made by so many workers."""
+
+    steps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RECENT))
+    waits_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RECENT))
+
+
+class Course:
+    """One run, watched."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.base_batch: int | None = None
+        """What its learning rate is meant for: a useful sample is one of it."""
+        self.batch: int | None = None
+        self.micro_batch: int | None = None
+        self.steps: int | None = None
+        self.step = 0
+        self.noise: tuple[float, float] | None = None
+        """Square of the gradient, and its variance at the base batch."""
+        self.moved_at = time.monotonic()
+        """When it last wrote anything, on the monotonic clock."""
+        self.resizes_s: list[float] = []
+        self.startup_s: float | None = None
+        self._life = 0
+        self._life_at = 0.0
+        self._events = self._metrics = 0
+        self._workers: dict[tuple[int, int], tuple[int, int]] = {}
+        self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._groups: defaultdict[tuple[int, int], _Group] = defaultdict(_Group)
+        self._unknown: list[dict[str, Any]] = []
+
+    def take(self) -> bool:
+        """Read what was written since the last time; whether anything was."""
+        before = (self._events, self._metrics)
+        for event, after in self.run_dir.read_events(offset=self._events):
+            self._events = after
+            self._take_event(event)
+        for record, after in self.run_dir.read_metrics(offset=self._metrics):
+            self._metrics = after
+            if isinstance(record, dict):  # pyright: ignore[reportUnnecessaryIsInstance] (a torn log)
+                self._take_metric(record)
+        if self._unknown:
+            waiting, self._unknown = self._unknown, []
+            for record in waiting[-_PENDING:]:
+                self._sort(record)
+        has_moved = before != (self._events, self._metrics)
+        if has_moved:
+            self.moved_at = time.monotonic()
+        return has_moved
+
+    def seen(self, device_type: str) -> tuple[Seen, ...]:
+        """How long steps took, for each number of workers."""
+        found: list[Seen] = []
+        for (nodes, devices), group in sorted(self._groups.items()):
+            if len(group.steps_s) < 2 or self.batch is None:
+                continue
+            whole_s, wait_s = median(group.steps_s), median(group.waits_s)
+            share = max(1, -(-self.batch // devices))
+            local = min(self.micro_batch or share, share)
+            passes = -(-share // local)
+            pass_s = max(whole_s - wait_s, 1e-9) / passes
+            found.append(
+                Seen(
+                    device_type=device_type,
+                    nodes=nodes,
+                    devices=devices,
+                    local_batch=local,
+                    accumulate_s=pass_s,
+                    step_s=max(whole_s - (passes - 1) * pass_s, 1e-9),
+                )
+            )
+        return tuple(found)
+
+    def pace_s(self, devices: int) -> float | None:
+        """A usual step on so many devices."""
+        found = [g.steps_s for (_, count), g in self._groups.items() if count == devices]
+        return median(steps_s) if found and (steps_s := found[-1]) else None
+
+    @property
+    def usual_step_s(self) -> float:
+        """A usual step, on whatever it ran on; 0 before the first."""
+        steps_s = [each for group in self._groups.values() for each in group.steps_s]
+        return median(steps_s) if steps_s else 0.0
+
+    def _take_event(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case EventKind.LIFE:
+                self._life = int(data.get("number") or self._life + 1)
+                self._life_at = data.get("began_at") or event.at
+            case EventKind.PLAN:
+                self.batch, self.micro_batch = data.get("batch"), data.get("micro_batch")
+                self.base_batch, self.steps = self.batch, data.get("steps")
+            case EventKind.BATCH:
+                self.batch = data.get("batch") or self.batch
+                self.steps = data.get("steps") or self.steps
+            case EventKind.CREW:
+                key = (self._life, int(data.get("generation") or 0))
+                ranks: list[dict[str, Any]] = data.get("ranks") or []
+                hosts = {rank.get("host") for rank in ranks}
+                self._workers[key] = (max(len(hosts), 1), max(len(ranks), 1))
+                lost_s = data.get("lost_s")
+                if isinstance(lost_s, float | int):
+                    self.resizes_s = [*self.resizes_s[-9:], float(lost_s)]
+            case _:
+                pass
+
+    def _take_metric(self, record: dict[str, Any]) -> None:
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        if self.startup_s is None and self._life_at:
+            self.startup_s = max(0.0, float(record.get("at") or 0.0) - self._life_at)
+        self.step = step
+        sqr, var = record.get("noise_sqr"), record.get("noise_var")
+        if isinstance(sqr, float | int) and isinstance(var, float | int) and self.base_batch:
+            self.noise = (float(sqr), float(var) / self.base_batch)
+        self._sort(record)
+
+    def _sort(self, record: dict[str, Any]) -> None:
+        """To the steps of as many workers as made it."""
+        generation = record.get("generation")
+        key = (int(record.get("life") or self._life or 1), int(generation or 0))
+        workers = (1, 1) if generation is None else self._workers.get(key)
+        if workers is None:
+            self._unknown.append(record)
+            return
+        self._made[key] += 1
+        if self._made[key] <= _WARM_UP:
+            return
+        group = self._groups[workers]
+        group.steps_s.append(step_s(record))
+        group.waits_s.append(float(record.get("communication_s") or 0.0))

@@ -1,0 +1,105 @@
+"""From what was decided to what can be done now: devices are given only once they are free. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from yunlu.hardware.fleet import NOTHING, Placement
+from yunlu.scheduler.stand import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from yunlu.hardware.fleet import Node
+    from yunlu.scheduler.stand import Stand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One thing to do to one run."""
+
+    run_id: str
+    kind: Literal["start", "resize", "stop"]
+    placement: Placement = NOTHING
+    reason: str = ""
+
+
+def free_devices(stands: Sequence[Stand], nodes: Sequence[Node]) -> dict[str, int]:
+    """Devices of each machine that no run has or is about to have."""
+    free = {node.name: node.devices for node in nodes}
+    for stand in stands:
+        for name, count in stand.notes.claims.items():
+            if name in free:
+                free[name] -= count
+    return free
+
+
+def plan_moves(
+    stands: Sequence[Stand], placements: Mapping[str, Placement], nodes: Sequence[Node]
+) -> list[Move]:
+    """What can be done now: first what frees devices, then what fits into the free ones.
+
+    Args:
+        stands: Runs, in the order in which they are to be served.
+        placements: What was decided; a run that is not named gets nothing.
+        nodes: Machines that are there.
+    """
+    giving: list[Move] = []
+    taking: list[Move] = []
+    for stand in stands:
+        move = find_move(stand, placements.get(stand.id, NOTHING))
+        if move is not None:
+            takes = any(_more(stand, move.placement).values())
+            (taking if takes else giving).append(move)
+    by_id = {stand.id: stand for stand in stands}
+    free = free_devices(stands, nodes)
+    fitting: list[Move] = []
+    for move in sorted(taking, key=lambda move: move.kind != "start"):  # then those that grow
+        more = _more(by_id[move.run_id], move.placement)
+        if all(free.get(name, 0) >= count for name, count in more.items()):
+            fitting.append(move)
+            for name, count in more.items():
+                free[name] -= count
+    return giving + fitting
+
+
+def hold_still(
+    stands: Sequence[Stand], placements: Mapping[str, Placement], fixed: AbstractSet[str]
+) -> Mapping[str, Placement]:
+    """What was decided; who could not be moved then keeps what it has come to since."""
+    return {**placements, **{s.id: s.notes.placement for s in stands if s.id in fixed}}
+
+
+def is_under_way(stands: Sequence[Stand], placements: Mapping[str, Placement]) -> bool:
+    """Whether what was decided is still being done: those who make room, others wait for.
+
+    Decided in the middle of that, devices that are about to be free would look taken, and others
+    would be stopped for them.
+    """
+    return any(
+        s.is_sent_away
+        if s.phase is Phase.LEAVING
+        else s.is_resized or find_move(s, placements.get(s.id, NOTHING)) is not None
+        for s in stands
+    )
+
+
+def find_move(stand: Stand, wanted: Placement) -> Move | None:
+    """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
+    if not stand.may_move:
+        return None
+    if stand.is_free:
+        return Move(run_id=stand.id, kind="start", placement=wanted) if wanted else None
+    if not wanted:
+        return Move(run_id=stand.id, kind="stop", reason="preempted")
+    if dict(wanted.shares) == dict(stand.notes.shares):
+        return None
+    return Move(run_id=stand.id, kind="resize", placement=wanted)
+
+
+def _more(stand: Stand, wanted: Placement) -> dict[str, int]:
+    """Devices that it does not have yet."""
+    has = stand.notes.claims
+    return {name: max(0, count - has.get(name, 0)) for name, count in wanted.shares}

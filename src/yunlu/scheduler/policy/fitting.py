@@ -1,0 +1,260 @@
+"""Learns a job's throughput model from the steps it has made, or jobs like it have.
+
+The loss and the optimism about what was never seen are those of Pollux (OSDI 2021, section 4.1):
+a term without evidence is taken as free, so that the job is tried there. Three things differ: a
+job begins on a few devices at once and leaps further (each step up costs a restart), timings of other
+jobs of the same program count as its own (no ramp at all for a model that the pool knows), and what
+was measured is believed more than the formula (``deviation.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.scheduler.policy.deviation import learn_deviation
+from yunlu.scheduler.policy.goodput import FittedSpeed, Throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from yunlu.scheduler.policy.observations import Model, Noise, NoisePoint, Observations, Timing
+
+    Floats = NDArray[np.float64]
+
+_FLOOR = 1e-8
+_MOST_OVERLAP = 10.0
+_LEAST_OVERLAP = 1.001
+_WELL_TOLD = 0.03
+"""A new timing that the model tells within this needs no new fit."""
+_MOST_PER_SHAPE = 6
+"""Timings of one shape that a fit looks at: more batch sizes only make it slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitter:
+    """Makes models of what was seen: an :class:`~...observations.Estimator`."""
+
+    leap: int = 4
+    """How many times the largest size seen so far a job may be tried with."""
+    first_devices: int = 4
+    """The largest size for a program that nobody has seen."""
+
+    def __call__(self, seen: Observations, before: Model | None) -> FittedSpeed:
+        """The model of a job, from its own timings and those of its program."""
+        last = before if isinstance(before, FittedSpeed) else None
+        if last is not None and last.timings is seen.timings and last.shared is seen.shared_timings:
+            throughputs, most = last.throughputs, last.max_devices
+        else:
+            merged = _merge(seen.shared_timings, seen.timings)
+            throughputs = _fit_types(merged, last)
+            largest = max((timing.devices for timing in merged), default=0)
+            most = max(self.leap * largest, self.first_devices)
+        return FittedSpeed(
+            throughputs=throughputs,
+            limits=seen.limits,
+            noise=seen.noise or _first_noise(seen.shared_noise),
+            max_devices=most,
+            timings=seen.timings,
+            shared=seen.shared_timings,
+        )
+
+
+def fit_throughput(timings: Sequence[Timing]) -> Throughput:
+    """The seven parameters that tell these timings best, and what they are off by.
+
+    All timings are of one type of device.
+    """
+    return _correct(_fit(tuple(_thin(timings))), timings)
+
+
+def _renew(before: Throughput | None, timings: Sequence[Timing]) -> Throughput:
+    """The formula as it was while it tells the timings; what it is off by is learnt from all."""
+    if before is None or not _tells(before, timings):
+        return fit_throughput(timings)
+    return _correct(before, timings)
+
+
+def _merge(shared: Sequence[Timing], own: Sequence[Timing]) -> list[Timing]:
+    """One timing of each configuration; the job's own goes first."""
+    found = {_key(timing): timing for timing in shared}
+    found.update((_key(timing), timing) for timing in own)
+    return [found[key] for key in sorted(found)]
+
+
+def _key(timing: Timing) -> tuple[str, int, int, int]:
+    return timing.device_type, timing.nodes, timing.devices, timing.local_batch
+
+
+def _fit_types(merged: Sequence[Timing], last: FittedSpeed | None) -> dict[str, Throughput]:
+    by_type: dict[str, list[Timing]] = {}
+    for timing in merged:
+        by_type.setdefault(timing.device_type, []).append(timing)
+    known = last.throughputs if last else {}
+    return {name: _renew(known.get(name), timings) for name, timings in by_type.items()}
+
+
+def _tells(throughput: Throughput, timings: Sequence[Timing]) -> bool:
+    """Whether the model knows every shape of these timings, and how long its steps take."""
+    points = _Points.of(timings)
+    known = throughput.measured
+    shapes = set(zip(known.nodes, known.devices, strict=True)) if known is not None else set()
+    if any((timing.nodes, timing.devices) not in shapes for timing in timings):
+        return False
+    told = throughput.tell_step_s(
+        points.nodes, points.devices, points.local, np.zeros_like(points.local)
+    )
+    return bool(np.all(np.abs(np.log(told / points.step_s)) < _WELL_TOLD))
+
+
+def _first_noise(points: Sequence[NoisePoint]) -> Noise | None:
+    """What the noise of other jobs was when they began."""
+    return min(points, key=lambda point: point.done).noise if points else None
+
+
+def _thin(timings: Sequence[Timing]) -> list[Timing]:
+    """Of each shape a few batch sizes, evenly spread."""
+    shapes: dict[tuple[int, int], list[Timing]] = {}
+    for timing in sorted(timings, key=_key):
+        shapes.setdefault((timing.nodes, timing.devices), []).append(timing)
+    kept: list[Timing] = []
+    for group in shapes.values():
+        count = min(len(group), _MOST_PER_SHAPE)
+        kept.extend(group[i] for i in sorted(set(np.linspace(0, len(group) - 1, count, dtype=int))))
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    nodes: NDArray[np.int64]
+    devices: NDArray[np.int64]
+    local: Floats
+    gradient_s: Floats
+    step_s: Floats
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing]) -> _Points:
+        return cls(
+            nodes=np.array([timing.nodes for timing in timings], dtype=np.int64),
+            devices=np.array([timing.devices for timing in timings], dtype=np.int64),
+            local=np.array([timing.local_batch for timing in timings], dtype=np.float64),
+            gradient_s=np.array([max(timing.accumulate_s, 1e-6) for timing in timings]),
+            step_s=np.array([max(timing.step_s, 1e-6) for timing in timings]),
+        )
+
+
+@lru_cache(maxsize=4096)
+def _fit(timings: tuple[Timing, ...]) -> Throughput:
+    from scipy.optimize import minimize  # noqa: PLC0415  (takes a while to import)
+
+    points = _Points.of(timings)
+    start, low, high = _bound(points)
+    found = minimize(
+        _lose,
+        np.clip(start, low, high),
+        args=(points,),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=list(zip(low, high, strict=True)),
+        options={"maxiter": 100, "ftol": 1e-7},
+    )
+    fitted = np.exp(np.clip(found.x, low, high))
+    return _finish(fitted, points)
+
+
+def _bound(points: _Points) -> tuple[Floats, Floats, Floats]:
+    """Where to begin and how far to go, in logarithms; what has no evidence stays at the floor."""
+    low, high = np.full(7, np.log(_FLOOR)), np.full(7, np.log(1e3))
+    low[6], high[6] = np.log(_LEAST_OVERLAP), np.log(_MOST_OVERLAP)
+    start = np.full(7, np.log(_FLOOR))
+    mean_s, mean_local = points.gradient_s.mean(), points.local.mean()
+    start[0], start[1] = np.log(mean_s / 2), np.log(mean_s / 2 / mean_local)
+    start[6] = np.log(1.5)
+    if len(np.unique(points.local)) == 1:
+        low[0] = high[0] = start[0]
+    waits = np.maximum(points.step_s - points.gradient_s, 0.1 * points.step_s)
+    several = points.devices > 2
+    for first, group in ((2, points.nodes > 1), (4, (points.nodes == 1) & (points.devices > 1))):
+        if group.any():
+            start[first] = np.log(waits[group].mean())
+        else:
+            high[first] = low[first]
+        if (group & several).any():
+            start[first + 1] = start[first] - np.log(100)
+        else:
+            high[first + 1] = low[first + 1]
+    return start, low, high
+
+
+def _lose(logs: Floats, points: _Points) -> tuple[float, Floats]:
+    """How far the formula is off, and where to it falls."""
+    values = np.exp(logs)
+    overlap = values[6]
+    more = np.maximum(points.devices - 2, 0)
+    between = points.nodes > 1
+    gradient_s = values[0] + values[1] * points.local
+    sum_s = np.where(between, values[2] + values[3] * more, values[4] + values[5] * more)
+    sum_s = np.where(points.devices > 1, sum_s, _FLOOR)
+    longest = np.maximum(gradient_s, sum_s)
+    one, two = gradient_s / longest, sum_s / longest
+    one_p, two_p = one**overlap, two**overlap
+    both = one_p + two_p
+    off_gradient = np.log(gradient_s / points.gradient_s)
+    off_step = np.log(longest / points.step_s) + np.log(both) / overlap
+    size = len(points.local)
+    rms_gradient = np.sqrt(np.mean(off_gradient**2) + 1e-6)
+    rms_step = np.sqrt(np.mean(off_step**2) + 1e-6)
+    pull_gradient = off_gradient / (rms_gradient * size)
+    pull_step = off_step / (rms_step * size)
+
+    to_gradient = pull_gradient / gradient_s + pull_step * one_p / both / gradient_s
+    to_sum = np.where(points.devices > 1, pull_step * two_p / both / sum_s, 0.0)
+    logs_two = np.log(np.maximum(two, 1e-300))
+    logs_one = np.log(np.maximum(one, 1e-300))
+    to_overlap = (one_p * logs_one + two_p * logs_two) / (overlap * both)
+    to_overlap -= np.log(both) / overlap**2
+    slope = np.array(
+        [
+            to_gradient.sum(),
+            (to_gradient * points.local).sum(),
+            to_sum[between].sum(),
+            (to_sum * more)[between].sum(),
+            to_sum[~between].sum(),
+            (to_sum * more)[~between].sum(),
+            (pull_step * to_overlap).sum() + 2e-3 * (overlap - 1),
+        ]
+    )
+    loss = rms_gradient + rms_step + 1e-3 * (overlap - 1) ** 2
+    for first in (2, 4):  # a sum that grows with every device is believed only with evidence
+        ratio = values[first + 1] / values[first]
+        loss += 1e-2 * ratio**2
+        slope[first + 1] += 2e-2 * ratio / values[first]
+        slope[first] -= 2e-2 * ratio**2 / values[first]
+    return float(loss), slope * values
+
+
+def _finish(fitted: Floats, points: _Points) -> Throughput:
+    fitted = fitted.copy()
+    if not (points.nodes > 1).any():  # a network is at least a little slower than a bus
+        fitted[2] = max(fitted[2], 1.1 * fitted[4])
+        fitted[3] = max(fitted[3], 1.1 * fitted[5])
+    return _name(fitted)
+
+
+def _correct(throughput: Throughput, timings: Sequence[Timing]) -> Throughput:
+    """With what the formula is off by, wherever it was measured."""
+    plain = replace(throughput, measured=None)
+    points = _Points.of(timings)
+    at = points.nodes, points.devices, points.local
+    off = np.log(points.step_s / plain.tell_step_s(*at, np.zeros_like(points.local)))
+    return replace(plain, measured=learn_deviation(*at, off))
+
+
+def _name(fitted: Floats) -> Throughput:
+    one, per_sample, network, per_far, link, per_near, overlap = fitted.tolist()
+    return Throughput(one, per_sample, network, per_far, link, per_near, overlap)

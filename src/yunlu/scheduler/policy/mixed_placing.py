@@ -1,0 +1,41 @@
+"""Puts shapes onto the nodes of their kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.scheduler.policy.placing import Want, place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.hardware.fleet import Placement
+    from yunlu.scheduler.policy.mixed_shapes import Shapes
+    from yunlu.scheduler.policy.values import Demand
+
+
+def place_shapes(
+    jobs: Sequence[Demand], picks: Sequence[int | None], shapes: Shapes
+) -> dict[str, Placement]:
+    """Where each job is, whose shape is not None. The shapes fit their kinds by number."""
+    placements: dict[str, Placement] = {}
+    for at, kind in enumerate(shapes.kinds):
+        own = {node.name for node in kind.nodes}
+        wants: list[Want] = []
+        for job, pick in zip(jobs, picks, strict=True):
+            if pick is None or shapes.kind[pick] != at:
+                continue
+            devices, nodes = int(shapes.devices[pick]), int(shapes.nodes[pick])
+            is_same = job.held.devices == devices and job.held.nodes == nodes
+            is_here = all(name in own for name, _ in job.held.shares)
+            wants.append(
+                Want(
+                    id=job.id,
+                    devices=devices,
+                    held=job.held,
+                    stays=is_same and is_here,
+                    is_pinned=job.is_pinned and is_same and is_here,
+                )
+            )
+        placements.update(place(kind.nodes, wants).placements)
+    return placements

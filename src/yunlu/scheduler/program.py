@@ -1,0 +1,133 @@
+"""The pool's service: one process for each home, started by ``yunlu pool up``.
+
+``python -m yunlu.scheduler.program HOME`` runs it in the foreground.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import psutil
+
+from yunlu.core.errors import YunluError
+from yunlu.core.files import write_atomically
+from yunlu.executors.finding import open_executor
+from yunlu.scheduler.hands import ExecutorHands
+from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
+from yunlu.scheduler.policies import open_estimator, open_policy
+from yunlu.scheduler.scaling import make_scaler
+from yunlu.scheduler.steward import Steward
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_LOCK_S = 2.0
+_AFTER_FAULT_S = 5.0
+_REST = 9.0
+"""Seconds of rest for each second of work."""
+
+
+def main() -> int:
+    """The command line."""
+    home = Path(sys.argv[1])
+    ended = threading.Event()
+
+    def end(*_: object) -> None:
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        with only_service(home) as journal:
+            serve(home, journal, ended)
+    except BlockingIOError:
+        sys.stderr.write("this home has a pool service already\n")
+        return 1
+    except YunluError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
+    """Turn the loop until told to end; the runs go on without us."""
+    settings = journal.read_settings() or PoolSettings()
+    executor = open_executor(settings.executor)
+    executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
+    able = executor.capabilities()
+    steward = Steward(
+        home,
+        ExecutorHands(executor),
+        open_policy(settings.policy),
+        open_estimator,
+        settings=settings,
+        journal=journal,
+        scaler=make_scaler(executor, settings) if able.scales else None,
+        limits=able.limits,
+        name=secrets.token_hex(4),
+    )
+    told = ""
+    while not ended.is_set():
+        began, busy_then_s = time.monotonic(), time.process_time()
+        pause_s = settings.look_s
+        try:
+            steward.step()
+            told = ""
+        except Exception as error:  # noqa: BLE001 (the last border: the pool outlives its faults)
+            words = repr(error)
+            if words != told:  # said once, not every second
+                told = words
+                with suppress(OSError):
+                    traceback.print_exc()
+            pause_s = _AFTER_FAULT_S
+        # Where there is much to look at it looks less often: the processors are for the runs.
+        rest_s = _REST * (time.process_time() - busy_then_s)
+        ended.wait(max(pause_s - (time.monotonic() - began), rest_s))
+    steward.register.keep_all()
+
+
+@contextmanager
+def only_service(home: Path) -> Generator[Journal]:
+    """Hold the home's lock: two of us would give the same devices away twice."""
+    journal = Journal(home)
+    journal.path.mkdir(parents=True, exist_ok=True)
+    with journal.lock.open("w") as file:
+        _lock(file)
+        record = ServiceRecord(
+            pid=os.getpid(),
+            process_started_at=psutil.Process().create_time(),
+            host=socket.gethostname(),
+            began_at=time.time(),
+        )
+        with suppress(OSError):  # on a full disk it works unseen
+            write_atomically(journal.service, json.dumps(record.model_dump()))
+        yield journal
+
+
+def _lock(file: IO[str]) -> None:
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # perhaps somebody only looks whether it is free
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

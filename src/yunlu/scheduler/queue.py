@@ -1,0 +1,300 @@
+"""The queue: what the pool must know of a run, in files of the run's own directory.
+
+``queue.json`` holds what people want; only the verbs write it. ``pool.json`` holds what the pool has
+done and is about to do (see ``yunlu.scheduler.notes``); only the service writes that. Neither needs the
+other's lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from yunlu.core.errors import JobError, StoreError, YunluError
+from yunlu.core.files import write_atomically
+from yunlu.core.value import Value
+from yunlu.executors.worker_process import (
+    WorkerProcess,
+    launch_lock,
+    record_worker,
+    recorded_worker,
+)
+from yunlu.jobs import service
+from yunlu.runs.run_dir import RunDir
+from yunlu.runs.states import RunState
+from yunlu.scheduler.needs import Needs, find_needs
+from yunlu.spec.goal import read_span_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from yunlu.spec.job import Job
+
+QUEUE = "queue.json"
+MOST_PRIORITY = 1_000_000
+_NONE = "none"
+_NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
+"""Answers for a run that waits: no process, and so none that can be found dead."""
+
+Wish = Literal["run", "pause", "stop"]
+
+
+class Entry(Value):
+    """One run's place in the queue."""
+
+    submitted_at: float
+    priority: int = 0
+    """Higher goes first."""
+    team: str = ""
+    needs: Needs
+    deadline_at: float | None = None
+    budget_dollars: float | None = Field(default=None, gt=0)
+    samples: float | None = None
+    """How many it will train in all, where the job says."""
+    most_batch: int | None = None
+    """How large its batch may become with more workers; None where it stays as it is."""
+    signature: str = ""
+    """Runs with the same one are equally fast."""
+    wish: Wish = "run"
+    ticket: int = 1
+    """Counts how often it was put into the queue: faults of earlier times are forgiven."""
+
+
+class Asked(Value):
+    """What ``yunlu submit`` takes besides the job."""
+
+    priority: int = 0
+    team: str = ""
+    min_devices: int | None = Field(default=None, ge=1)
+    max_devices: int | None = Field(default=None, ge=1)
+    deadline_s: float | None = Field(default=None, gt=0)
+    budget_dollars: float | None = Field(default=None, gt=0)
+
+
+def read_asked(*, deadline: str | None = None, **told: Any) -> Asked:
+    """What was asked for, with times in words; refuses what cannot be meant."""
+    deadline_s = None if deadline is None else read_span_s(deadline)
+    if deadline is not None and deadline_s is None:
+        raise JobError(f"deadline: {deadline!r} is not a time", hint="say 90min, 36h or 1d 12h")
+    _check_priority(told.get("priority", 0))
+    for key in ("min_devices", "max_devices"):
+        if told.get(key) is not None and told[key] < 1:
+            raise JobError(f"{key}: {told[key]} is not a number of devices", hint="say 1 or more")
+    budget = told.get("budget_dollars")
+    if budget is not None and not budget > 0:
+        raise JobError(f"budget: {budget:g} is not above 0")
+    return Asked(deadline_s=deadline_s, **told)
+
+
+def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None) -> RunDir:
+    """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
+    asked = asked or Asked()
+    needs = find_needs(job, least=asked.min_devices, most=asked.max_devices)
+    run_dir = service.submit(job, source=source)
+    now = time.time()
+    deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
+    entry = Entry(
+        submitted_at=now,
+        priority=asked.priority,
+        team=asked.team,
+        needs=needs,
+        deadline_at=None if deadline_s is None else now + deadline_s,
+        budget_dollars=asked.budget_dollars or job.goal.budget,
+        samples=_count_samples(job),
+        most_batch=job.train.adapt_batch.max if job.train.adapt_batch else None,
+        signature=sign(job),
+    )
+    try:
+        with launch_lock(run_dir, wait=True):
+            _write(run_dir, entry)
+            # From here on nobody's death is the run's: it waits for a pool, not for this process.
+            record_worker(run_dir, _NOBODY)
+    except OSError as error:
+        raise StoreError(f"{run_dir.id} cannot be queued: {error}") from error
+    return run_dir
+
+
+def read_entry(run_dir: RunDir) -> Entry | None:
+    """What is wanted of the run; none where it is not in the queue."""
+    try:
+        return Entry.model_validate_json((run_dir.path / QUEUE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise StoreError(
+            f"{run_dir.path / QUEUE} cannot be read: {first}",
+            hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
+        ) from error
+
+
+def change_entry(run_dir: RunDir, **changes: Any) -> Entry:
+    """Want something else of a queued run."""
+    try:
+        with launch_lock(run_dir, wait=True):
+            entry = read_entry(run_dir)
+            if entry is None:
+                raise StoreError(
+                    f"{run_dir.id} is not in the queue",
+                    hint="yunlu submit puts a job there; yunlu stop and resume work on any run",
+                )
+            entry = entry.model_copy(update=changes)
+            _write(run_dir, entry)
+            return entry
+    except OSError as error:
+        raise StoreError(f"{run_dir.id} cannot be changed: {error}") from error
+
+
+def set_priority(run_dir: RunDir, priority: int) -> Entry:
+    """Let a run go before others, or after them."""
+    _check_priority(priority)
+    return change_entry(run_dir, priority=priority)
+
+
+def change_terms(
+    run_dir: RunDir,
+    *,
+    priority: int | None = None,
+    deadline: str | None = None,
+    budget: str | None = None,
+    min_devices: int | None = None,
+    max_devices: int | None = None,
+) -> Entry:
+    """Change what was asked for a queued run; what is not said stays as it is.
+
+    Args:
+        run_dir: The run.
+        priority: Higher goes first.
+        deadline: A span from now, such as ``36h``; ``none`` takes it away.
+        budget: Dollars, what is spent already included; ``none`` takes it away.
+        min_devices: It is not started on fewer.
+        max_devices: It is never given more.
+    """
+    changes: dict[str, Any] = {} if priority is None else {"priority": priority}
+    _check_priority(priority or 0)
+    if deadline is not None:
+        span_s = None if deadline == _NONE else read_asked(deadline=deadline).deadline_s
+        changes["deadline_at"] = None if span_s is None else time.time() + span_s
+    if budget is not None:
+        changes["budget_dollars"] = None if budget == _NONE else _read_dollars(budget)
+    if min_devices is not None or max_devices is not None:
+        read_asked(min_devices=min_devices, max_devices=max_devices)
+        before = read_entry(run_dir)
+        least = min_devices if min_devices is not None or before is None else before.needs.least
+        most = max_devices if max_devices is not None or before is None else before.needs.most
+        changes["needs"] = find_needs(_job_of(run_dir), least=least, most=most)
+    return change_entry(run_dir, **changes)
+
+
+def pause(run_dir: RunDir) -> Entry:
+    """Save and stop a run, and keep its place in the queue for later."""
+    _refuse_over(run_dir)
+    entry = change_entry(run_dir, wish="pause")
+    service.request_stop(run_dir)
+    return entry
+
+
+def withdraw(run_dir: RunDir) -> None:
+    """Take a run out of the queue, if it is in it. Whoever stops a run says so first."""
+    if (run_dir.path / QUEUE).exists() and not _is_finished(run_dir):
+        with suppress(StoreError):  # a run whose entry cannot be read, the pool leaves alone
+            change_entry(run_dir, wish="stop")
+
+
+def put_back(run_dir: RunDir) -> Entry:
+    """Queue a run again that was paused, stopped or given up."""
+    _refuse_over(run_dir)
+    entry = read_entry(run_dir)
+    entry = change_entry(run_dir, wish="run", ticket=entry.ticket + 1 if entry else 1)
+    _hand_over(run_dir)
+    return entry
+
+
+def scan(home: Path) -> Iterator[RunDir]:
+    """Every run of this home that was ever queued."""
+    for path in home.glob(f"*/{QUEUE}"):
+        if not path.parent.name.startswith("."):
+            yield RunDir(path.parent)
+
+
+def sign(job: Job) -> str:
+    """What jobs that are equally fast have in common."""
+    import hashlib  # noqa: PLC0415 (needed once for each job)
+
+    train = job.train
+    parts = (job.task, job.model.model_dump_json(), job.data.model_dump_json(exclude={"limit"}))
+    own = (str(train.batch), str(train.micro_batch), str(train.precision), str(job.layout))
+    return hashlib.blake2b("\n".join((*parts, *own)).encode(), digest_size=8).hexdigest()
+
+
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MOST_PRIORITY:
+        raise JobError(
+            f"priority: {priority} is out of bounds",
+            hint=f"say -{MOST_PRIORITY} to {MOST_PRIORITY}",
+        )
+
+
+def _job_of(run_dir: RunDir) -> Job:
+    from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
+
+    return Job.model_validate_json(run_dir.job.read_bytes())
+
+
+def _read_dollars(text: str) -> float:
+    try:
+        dollars = float(text.removeprefix("$"))
+    except ValueError:
+        dollars = 0.0
+    if not 0 < dollars < math.inf:
+        raise JobError(f"budget: {text!r} is not a sum of dollars", hint="say 12.50, or none")
+    return dollars
+
+
+def _hand_over(run_dir: RunDir) -> None:
+    """A pending run whose keeper is gone waits for the pool."""
+    with launch_lock(run_dir, wait=True):
+        worker = recorded_worker(run_dir)
+        if worker is not None and not worker.detached:
+            record_worker(run_dir, _NOBODY)
+
+
+def _is_finished(run_dir: RunDir) -> bool:
+    return service.read_record(run_dir).state is RunState.FINISHED
+
+
+def _refuse_over(run_dir: RunDir) -> None:
+    if _is_finished(run_dir):
+        raise StoreError(
+            f"{run_dir.id} is finished: there is nothing left to do",
+            hint=f"its model is in {run_dir.model}",
+        )
+
+
+def _write(run_dir: RunDir, entry: Entry) -> None:
+    write_atomically(run_dir.path / QUEUE, entry.model_dump_json(indent=2))
+
+
+def _deadline_s(job: Job) -> float | None:
+    from yunlu.spec.goal import read_span_s  # noqa: PLC0415 (needed once for each job)
+
+    return read_span_s(job.goal.deadline) if job.goal.deadline else None
+
+
+def _count_samples(job: Job) -> float | None:
+    """The job's length, as far as it can be told at a glance."""
+    from yunlu.jobs.amounts import block_length, count_amounts  # noqa: PLC0415 (as above)
+
+    train = job.train
+    if train.steps is not None:
+        return float(train.steps * train.batch) if train.batch != "auto" else None
+    try:
+        seq = job.data.max_length if job.data.max_length != "auto" else block_length(job)
+        return (train.epochs or 10.0) * count_amounts(job, seq=seq).train
+    except (YunluError, OSError, ValueError):
+        return None  # a stream, a hub: the plan will say

@@ -1,0 +1,199 @@
+"""The runs the pool looks after: found again at every look, from nothing but their directories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.core.errors import YunluError
+from yunlu.runs.states import RunState
+from yunlu.scheduler.monitor import Course
+from yunlu.scheduler.needs import Needs
+from yunlu.scheduler.notes import read_notes, resolve, write_notes
+from yunlu.scheduler.queue import QUEUE, Entry, read_entry, scan
+from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.stand import Phase, Stand, find_phase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.scheduler.clock import SteadyClock
+    from yunlu.scheduler.hands import Hands
+    from yunlu.scheduler.notes import Notes
+
+
+class Register:
+    """Stands of all runs that are not over."""
+
+    def __init__(self, home: Path, hands: Hands, clock: SteadyClock, *, name: str = "") -> None:
+        self.home, self.hands, self.clock, self.name = home, hands, clock, name
+        self.stands: dict[str, Stand] = {}
+        self.troubles: dict[str, str] = {}
+        """Of runs, by their id: what could not be read or written at the last look."""
+        self._over: dict[str, tuple[int, ...]] = {}
+        self._unkept: set[str] = set()
+        """Runs whose notes on disk are older than ours."""
+        self._has_looked = False
+
+    def refresh(self, types: Mapping[str, str]) -> None:
+        """Look at every run that is not over.
+
+        Args:
+            types: Machines that are there, and the type of their devices.
+        """
+        found = {run_dir.id: run_dir for run_dir in scan(self.home)}
+        for run_id in [run_id for run_id in self.stands if run_id not in found]:
+            # Its directory is gone. What still runs of it we cannot know; nothing is given away.
+            if not self.stands[run_id].notes.claims:
+                del self.stands[run_id]
+        fresh = [d for d in found.values() if self._over.get(d.id) != _age(d)]
+        if not self._has_looked:
+            self._has_looked = True
+            starting = [d for d in fresh if _was_starting(read_notes(d))]
+            self.hands.find_strays(starting)
+        for run_dir in fresh:
+            self._look(run_dir, types)
+
+    def ordered(self) -> list[Stand]:
+        """In the order in which they are served: by priority, then as they came."""
+        return sorted(
+            self.stands.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
+        )
+
+    def put(self, stand: Stand, notes: Notes, *, is_intention: bool = False) -> None:
+        """Change the notes on a run; an intention that cannot be written must not be acted on."""
+        if is_intention:
+            write_notes(stand.run_dir, notes, is_intention=True)
+            self._unkept.discard(stand.id)
+        else:
+            self._keep(stand, notes)
+        stand.notes = notes
+        stand.phase = find_phase(stand.entry, notes, stand.sight, now=self.clock.now())
+
+    def charge(self, stand: Stand, *, device_s: float, dollars: float) -> None:
+        """Count what a run has had; written down with the next change, or now and then."""
+        notes = stand.notes
+        stand.notes = notes.model_copy(
+            update={
+                "served_device_s": notes.served_device_s + device_s,
+                "spent_dollars": notes.spent_dollars + dollars,
+            }
+        )
+        self._unkept.add(stand.id)
+
+    def keep_all(self) -> None:
+        """Write down what has not been."""
+        for run_id in [*self._unkept]:
+            if run_id in self.stands:
+                self._keep(self.stands[run_id], self.stands[run_id].notes)
+            else:
+                self._unkept.discard(run_id)
+
+    def drop_over(self) -> list[str]:
+        """Stop looking at runs that are over, until somebody changes them. Paused ones are shown."""
+        ends = {phase for phase in Phase if phase.is_over} - {Phase.PAUSED}
+        over = [s for s in self.stands.values() if s.phase in ends and not s.notes.claims]
+        over = [s for s in over if not s.problem and s.id not in self._unkept]
+        # One that is given up is told so first.
+        over = [s for s in over if not s.notes.given_up or s.sight.state is RunState.FAILED]
+        for stand in over:
+            self._over[stand.id] = stand.age
+            del self.stands[stand.id]
+        return [stand.id for stand in over]
+
+    def _look(self, run_dir: RunDir, types: Mapping[str, str]) -> None:
+        self._over.pop(run_dir.id, None)
+        before = self.stands.get(run_dir.id)
+        notes = before.notes if before is not None else read_notes(run_dir)
+        course = before.course if before is not None else Course(run_dir)
+        now, age = self.clock.now(), _age(run_dir)
+        try:
+            entry = read_entry(run_dir)
+            if entry is None:  # withdrawn by hand between two looks
+                return
+            sight = self.hands.look(run_dir)
+            course.take()
+        except (YunluError, OSError, ValueError) as error:
+            self._hold(run_dir, notes, course, before, str(error))
+            return
+        after = resolve(entry, notes, sight, now=now, nodes=types.keys(), service=self.name)
+        if sight.is_alive and (seen := course.seen(_type_of(after, types))):
+            after = after.model_copy(update={"seen": seen})
+        phase = find_phase(entry, after, sight, now=now)
+        stand = Stand(
+            run_dir=run_dir,
+            entry=entry,
+            notes=after,
+            sight=sight,
+            course=course,
+            phase=phase,
+            age=age,
+        )
+        self.stands[run_dir.id] = stand
+        self.troubles.pop(run_dir.id, None)
+        if _gist(after) != _gist(notes):
+            self._keep(stand, after)
+        elif after != notes:
+            self._unkept.add(run_dir.id)
+        elif run_dir.id in self._unkept and phase.is_over:
+            self._keep(stand, after)
+
+    def _hold(
+        self, run_dir: RunDir, notes: Notes, course: Course, before: Stand | None, problem: str
+    ) -> None:
+        """What cannot be read keeps what it has, and gets nothing."""
+        self.troubles[run_dir.id] = problem
+        if before is not None:
+            before.problem, before.phase = problem, Phase.TROUBLED
+            return
+        devices = max(notes.placement.devices, 1)
+        self.stands[run_dir.id] = Stand(
+            run_dir=run_dir,
+            entry=Entry(
+                submitted_at=self.clock.now(),
+                needs=Needs(least=devices, most=devices, asked=devices),
+            ),
+            notes=notes,
+            sight=Sight(state=RunState.PENDING, is_alive=bool(notes.shares)),
+            course=course,
+            phase=Phase.TROUBLED,
+            problem=problem,
+        )
+
+    def _keep(self, stand: Stand, notes: Notes) -> None:
+        try:
+            write_notes(stand.run_dir, notes)
+            self._unkept.discard(stand.id)
+        except (
+            OSError
+        ) as error:  # kept in mind; from the run itself the next service finds the same
+            stand.problem = f"its notes cannot be written: {error}"
+            self.troubles[stand.id] = stand.problem
+            self._unkept.add(stand.id)
+
+
+def _gist(notes: Notes) -> object:
+    """What must be on disk at once: all that is not counted or measured."""
+    return notes.model_dump(exclude={"seen", "served_device_s", "spent_dollars"})
+
+
+def _was_starting(notes: Notes) -> bool:
+    return notes.intention is not None and notes.intention.kind == "start"
+
+
+def _type_of(notes: Notes, types: Mapping[str, str]) -> str:
+    names = [name for name, _ in notes.shares] or [*types]
+    return types.get(names[0], "device") if names else "device"
+
+
+def _age(run_dir: RunDir) -> tuple[int, ...]:
+    """Changes when anybody writes what would wake the run."""
+    ages: list[int] = []
+    for path in (run_dir.path / QUEUE, run_dir.events):
+        try:
+            found = path.stat()
+            ages += [found.st_mtime_ns, found.st_size]
+        except OSError:
+            ages += [0, 0]
+    return tuple(ages)

@@ -1,0 +1,204 @@
+"""Asks a cluster for machines when they are worth it, and gives them back when they are idle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from yunlu.executors.executor import Scaling, name_kind
+from yunlu.scheduler.arrivals import Arrivals
+from yunlu.scheduler.autoscaling.decision import decide_nodes
+from yunlu.scheduler.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yunlu.executors.executor import Executor, Reserve
+    from yunlu.hardware.fleet import Node
+    from yunlu.scheduler.arrivals import Arrival
+    from yunlu.scheduler.journal import PoolSettings
+    from yunlu.scheduler.policy.values import PoolState
+    from yunlu.scheduler.spot.values import Mode
+
+_ALWAYS = "always "
+"""Offers of machines that are there anyway begin so: they cost nothing more, and are never asked for."""
+
+_UNPRICED = 1.0
+"""Machines whose price nobody tells are taken to be equally dear."""
+
+
+class Scaler:
+    """Keeps count of machines that come and go; what it forgets, it finds out again."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        rules: Rules | None = None,
+        limits: Limits | None = None,
+        prices: Mapping[str, float] | None = None,
+    ) -> None:
+        self._executor = executor if isinstance(executor, Scaling) else None
+        self._prices = prices or {}
+        """Dollars an hour by kind, also of machines that are not there."""
+        self._rules, self._limits = rules or Rules(), limits or Limits()
+        self._notes = Notes()
+        self._since: dict[str, float] = {}
+        self._idle_since: dict[str, float] = {}
+        self._asked: dict[str, int] = {}
+        self._under_way = Arrivals()
+        self.arrivals: tuple[Arrival, ...] = ()
+        """Machines that are on their way, as of the last look."""
+
+    def reserves(self) -> tuple[Reserve, ...]:
+        """Machines that can be had."""
+        return () if self._executor is None else self._executor.reserves()
+
+    def follow(
+        self,
+        state: PoolState,
+        claims: Mapping[str, int],
+        *,
+        modes: Mapping[str, Mode] | None = None,
+    ) -> dict[str, str]:
+        """Have as many machines of each kind as are worth it; in words, what was changed and why.
+
+        Args:
+            state: As the allocator sees it.
+            claims: Devices held on each machine.
+            modes: By run: whether it may be on spot now, where it has a deadline.
+        """
+        self.arrivals = ()
+        reserves = self.reserves()
+        if self._executor is None or not reserves:
+            return {}
+        leases = self._find_leases(state, reserves, claims)
+        offers = [*_standing(reserves, state.nodes), *self._offers(reserves, state.nodes)]
+        told = decide_nodes(
+            state,
+            offers=offers,
+            leases=leases,
+            limits=self._limits,
+            rules=self._rules,
+            notes=self._notes,
+            modes=modes,
+        )
+        self._notes = told.notes
+        changed: dict[str, str] = {}
+        for reserve in reserves:
+            kind = reserve.kind
+            wanted = told.wanted.get(kind, 0)
+            if wanted != reserve.awake:
+                self._executor.scale(kind, wanted)
+                if wanted != self._asked.get(kind):  # some are asked for until they are there
+                    reason = told.reasons.get(kind)
+                    changed[kind] = reason.text if reason else f"{wanted} wanted"
+            self._asked[kind] = wanted
+        self._expect(reserves, state)
+        return changed
+
+    def _expect(self, reserves: Sequence[Reserve], state: PoolState) -> None:
+        waking = {name for reserve in reserves for name in reserve.waking}
+        kinds = _offers_by_node(reserves, state.nodes)
+        there = Counter(kind for name, kind in kinds.items() if name not in waking)
+        self.arrivals = self._under_way.update(reserves, self._asked, there, now=state.now)
+
+    def _find_leases(
+        self, state: PoolState, reserves: Sequence[Reserve], claims: Mapping[str, int]
+    ) -> list[Lease]:
+        offers = _offers_by_node(reserves, state.nodes)
+        names = {node.name for node in state.nodes}
+        self._since = {name: at for name, at in self._since.items() if name in names}
+        leases: list[Lease] = []
+        for node in state.nodes:
+            self._since.setdefault(node.name, state.now)
+            if claims.get(node.name):
+                self._idle_since.pop(node.name, None)
+            else:
+                self._idle_since.setdefault(node.name, state.now)
+            leases.append(
+                Lease(
+                    name=node.name,
+                    offer=offers.get(node.name, _ALWAYS + _kind(node)),
+                    since=self._since[node.name],
+                    idle_since=self._idle_since.get(node.name),
+                    is_leaving=node.is_leaving,
+                )
+            )
+        # Those that are on their way count as held, or they would be asked for again.
+        for reserve in reserves:
+            kind = reserve.kind
+            there = sum(offer == kind for offer in offers.values())
+            leases += [
+                Lease(name=f"{kind} to come {number}", offer=kind, since=state.now)
+                for number in range(reserve.awake - there)
+            ]
+        return leases
+
+    def _offers(self, reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+        prices = {_kind(node): node.dollars_per_hour for node in nodes} | dict(self._prices)
+        return [
+            Offer(
+                key=reserve.kind,
+                devices=reserve.devices,
+                type=reserve.type,
+                dollars_per_hour=prices.get(reserve.kind) or _UNPRICED,
+                is_spot=reserve.is_spot,
+                most=reserve.most,
+                boot_s=self._under_way.boot_s(reserve.kind),
+            )
+            for reserve in reserves
+            if reserve.devices
+        ]
+
+
+def make_scaler(executor: Executor, settings: PoolSettings) -> Scaler:
+    """The scaler of a pool, within the limits of its settings."""
+    usual = Rules()
+    rules = Rules(
+        grow_after_s=settings.grow_after_s,
+        idle_s=settings.idle_s,
+        least_life_s=min(usual.least_life_s, 2 * settings.idle_s),
+    )
+    # Machines are bought for a team up to what it may hold and spend, where that is bounded.
+    most = {t: q + settings.borrow[t] for t, q in settings.quotas.items() if t in settings.borrow}
+    dollars = settings.team_dollars_per_hour
+    teams = {
+        team: TeamLimit(devices=most.get(team), dollars_per_hour=dollars.get(team))
+        for team in {*most, *dollars}
+    }
+    limits = Limits(
+        nodes=settings.max_nodes, dollars_per_hour=settings.max_dollars_per_hour, teams=teams
+    )
+    return Scaler(executor, rules, limits, settings.prices)
+
+
+def _kind(node: Node) -> str:
+    return name_kind(node.type, is_spot=node.is_spot)
+
+
+def _offers_by_node(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> dict[str, str]:
+    """Of which reserve each machine is; those that are always there are of none."""
+    named = {name: reserve.kind for reserve in reserves for name in reserve.nodes}
+    unnamed = {reserve.kind for reserve in reserves if reserve.awake and not reserve.nodes}
+    found = {node.name: named.get(node.name, "") for node in nodes}
+    found |= {n.name: _kind(n) for n in nodes if not found[n.name] and _kind(n) in unnamed}
+    return {name: offer for name, offer in found.items() if offer}
+
+
+def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+    reserved = _offers_by_node(reserves, nodes)
+    found: dict[str, Offer] = {}
+    for node in nodes:
+        if node.name in reserved or node.is_leaving or not node.devices:
+            continue
+        before = found.get(_kind(node))
+        found[_kind(node)] = Offer(
+            key=_ALWAYS + _kind(node),
+            devices=max(node.devices, before.devices if before else 0),
+            type=node.type,
+            dollars_per_hour=node.dollars_per_hour or _UNPRICED,
+            is_spot=node.is_spot,
+            most=(before.most if before else 0) + 1,
+            boot_s=0.0,
+        )
+    return list(found.values())

@@ -1,0 +1,128 @@
+"""From what was seen of runs to what the allocator believes about their speed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+from yunlu.hardware.catalog import load_catalog
+from yunlu.scheduler.policy.mixed_speed import NoForeknowledge
+from yunlu.scheduler.policy.observations import BatchLimits, Noise, Observations, Timing
+
+if TYPE_CHECKING:
+    from yunlu.scheduler.notes import Seen
+    from yunlu.scheduler.policy.observations import Estimator, Model
+    from yunlu.scheduler.stand import Stand
+
+_SAME = 0.1
+"""A step time that differs by less is the same."""
+_GUESSED_BATCH = 32
+_TRAINED_IN = ("bf16", "fp16", "tf32", "fp32")
+
+
+class MakeEstimator(Protocol):
+    """Makes who tells how fast a run is."""
+
+    def __call__(self, least: int, types: tuple[str, ...], /) -> Estimator:
+        """For runs that start on so many devices or more, in a pool of these types."""
+        ...
+
+
+class Knowledge:
+    """What is known of how fast runs are: of each its own, and of all that are alike."""
+
+    def __init__(self, make_estimator: MakeEstimator) -> None:
+        self._make_estimator = make_estimator
+        self._own: dict[str, tuple[Timing, ...]] = {}
+        self._alike: dict[str, tuple[Timing, ...]] = {}
+        self._models: dict[str, Model] = {}
+
+    def learn(self, stand: Stand) -> None:
+        """Take in what a run has shown."""
+        timings = tuple(_timing(seen) for seen in stand.notes.seen)
+        self._own[stand.id] = _merge(self._own.get(stand.id, ()), timings)
+        if signature := stand.entry.signature:
+            self._alike[signature] = _merge(self._alike.get(signature, ()), timings)
+
+    def is_known(self, stand: Stand) -> bool:
+        """Whether anybody has seen a step of it, or of one alike."""
+        return bool(self._own.get(stand.id) or self._alike.get(stand.entry.signature))
+
+    def tell(self, stand: Stand, types: tuple[str, ...]) -> Model:
+        """The model of one run, in a pool with devices of these types."""
+        course = stand.course
+        base = course.base_batch or _GUESSED_BATCH
+        noise = None if course.noise is None else Noise(*course.noise)
+        seen = Observations(
+            signature=stand.entry.signature or stand.id,
+            limits=_limits(stand.entry.most_batch, base, course.micro_batch),
+            timings=self._own.get(stand.id, ()),
+            noise=noise,
+            shared_timings=self._alike.get(stand.entry.signature, ()),
+        )
+        # Nobody has seen it: its owner knows best what to begin with.
+        needs = stand.entry.needs
+        estimate = self._make_estimator(max(needs.asked, needs.least), types)
+        model = estimate(seen, self._models.get(stand.id))
+        self._models[stand.id] = model
+        return model
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: what it has shown stays with those alike."""
+        self._own.pop(run_id, None)
+        self._models.pop(run_id, None)
+
+
+@cache
+def catalog_speeds() -> CatalogSpeeds:
+    """Made once: devices are looked up for every run at every decision."""
+    return CatalogSpeeds()
+
+
+class CatalogSpeeds(NoForeknowledge):
+    """A type that a run has not tried is as much faster as its arithmetic is, where that is known."""
+
+    def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
+        """In a unit of its own: only ratios between types mean anything."""
+        if not (seen.timings or seen.shared_timings):
+            return None
+        return _peak_flops(device_type)
+
+
+@cache
+def _peak_flops(device_type: str) -> float | None:
+    catalog = load_catalog()
+    if not catalog.has_device(device_type):
+        return None
+    peaks = catalog.device(device_type).peak_flops
+    return next((peaks[each] for each in _TRAINED_IN if each in peaks), None)
+
+
+def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:
+    """The batch is the job's own, unless it may follow its workers up to a largest one."""
+    if most is None or most <= base:
+        return BatchLimits(base=base, most=base, local_most=local_most or base, fixed=base)
+    return BatchLimits(base=base, most=most, local_most=local_most or most)
+
+
+def _timing(seen: Seen) -> Timing:
+    return Timing(
+        device_type=seen.device_type,
+        nodes=seen.nodes,
+        devices=seen.devices,
+        local_batch=seen.local_batch,
+        accumulate_s=seen.accumulate_s,
+        step_s=seen.step_s,
+    )
+
+
+def _merge(known: tuple[Timing, ...], new: tuple[Timing, ...]) -> tuple[Timing, ...]:
+    """The same object where nothing has really changed: whoever fits models counts on that."""
+    by_shape = {timing[:4]: timing for timing in known}
+    has_changed = False
+    for timing in new:
+        before = by_shape.get(timing[:4])
+        if before is None or abs(timing.step_s - before.step_s) > _SAME * before.step_s:
+            by_shape[timing[:4]] = timing
+            has_changed = True
+    return tuple(by_shape.values()) if has_changed else known

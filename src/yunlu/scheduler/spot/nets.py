@@ -1,0 +1,66 @@
+"""Two safety nets that hold whatever spot does next: in time, and never much dearer than on-demand.
+
+Both are kept step by step. As long as a job is not on on-demand, enough time *and* enough money are
+left to start on-demand now and finish there. A step that could break this is not taken, so nothing
+about the future has to be guessed for the promise to hold (the idea of a safety net: Wu et al.,
+"Can't Be Late", NSDI'24, section 3.3; theirs holds back two restarts, here the next step is checked).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yunlu.scheduler.spot.values import HOUR_S, Mode
+
+if TYPE_CHECKING:
+    from yunlu.scheduler.spot.values import DeadlineJob, Sight
+
+_SPARE_S = 1e-6
+"""Rounding of sums over thousands of ticks must not look like a broken promise."""
+
+
+def keep_promises(job: DeadlineJob, sight: Sight, wanted: Mode) -> Mode:
+    """What is wanted, or the nearest thing that keeps both promises."""
+    if wanted is Mode.SPOT and not sight.is_spot_up:
+        wanted = Mode.IDLE
+    for mode in (wanted, Mode.ON_DEMAND if sight.mode is Mode.ON_DEMAND else Mode.IDLE):
+        if is_in_time(job, sight, mode) and is_within_cost(job, sight, mode):
+            return mode
+    return Mode.ON_DEMAND
+
+
+def is_in_time(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
+    """Whether on-demand, started after one step of ``mode``, still meets the deadline."""
+    if mode is Mode.ON_DEMAND:
+        return True
+    time_left_s = job.deadline_s - sight.elapsed_s
+    lost_s = _lost_s(job, sight, mode)
+    return time_left_s - lost_s >= sight.left_s + job.restart_s - _SPARE_S
+
+
+def is_within_cost(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
+    """Whether finishing on on-demand after one step of ``mode`` costs at most one restart too many.
+
+    The most that may be spent is what on-demand alone costs, its one start included, and one start
+    on on-demand more.
+    """
+    if mode is Mode.ON_DEMAND:
+        return True
+    price = sight.on_demand_dollars_per_hour
+    step_dollars = 0.0
+    left_s = sight.left_s
+    if mode is Mode.SPOT:
+        run_s = min(sight.step_s, left_s + _lost_s(job, sight, mode))
+        step_dollars = sight.spot_dollars_per_hour * run_s / HOUR_S
+        left_s -= run_s - min(run_s, _lost_s(job, sight, mode))
+    most = price * (job.work_s + 2 * job.restart_s) / HOUR_S
+    back = price * (left_s + job.restart_s) / HOUR_S
+    return sight.spent_dollars + step_dollars + back <= most * (1 + 1e-12)
+
+
+def _lost_s(job: DeadlineJob, sight: Sight, mode: Mode) -> float:
+    """How much of the next step does no work."""
+    if mode is Mode.IDLE:
+        return sight.step_s
+    starting_s = sight.starting_s if sight.mode is mode else job.restart_s
+    return min(sight.step_s, starting_s)

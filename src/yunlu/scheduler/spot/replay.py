@@ -1,0 +1,117 @@
+"""Replays a job on a market: what a policy would have paid, and whether it would have been late."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.scheduler.spot.values import HOUR_S, Mode, Outcome, Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.scheduler.spot.values import DeadlineJob, Market, SpotPolicy
+
+_DONE_S = 1e-6
+
+
+def replay(policy: SpotPolicy, job: DeadlineJob, market: Market, *, start: int = 0) -> Outcome:
+    """Run one job in one zone from tick ``start`` until it is done, or the trace ends.
+
+    Each tick the policy sees whether spot is up and for how much, then chooses; what it chose holds
+    for the tick. Every start costs ``restart_s`` of paid time without work; a start that is cut short
+    is begun anew. Paid by the second.
+    """
+    return replay_zones(policy, job, (market,), start=start)
+
+
+def replay_zones(
+    policy: SpotPolicy, job: DeadlineJob, zones: Sequence[Market], *, start: int = 0
+) -> Outcome:
+    """The same where several zones will do: spot starts in the cheapest that is up, and stays there."""
+    step_s, on_demand = zones[0].step_s, min(zone.on_demand_dollars_per_hour for zone in zones)
+    ticks = min(len(zones[0]) - start, math.ceil(job.deadline_s / step_s) + 1)
+    life = _Life(job=job, left_s=job.work_s)
+    modes: list[int] = []
+    done: list[float] = []
+    for tick in range(ticks):
+        zone = _choose_zone(zones, start + tick, life.zone if life.mode is Mode.SPOT else None)
+        if life.mode is Mode.SPOT and zone != life.zone:
+            life.mode, life.starting_s = Mode.IDLE, 0.0
+        price = zones[zone or 0].spot_dollars_per_hour[start + tick]
+        wanted = policy.choose(
+            Sight(
+                elapsed_s=tick * step_s,
+                left_s=life.left_s,
+                mode=life.mode,
+                starting_s=life.starting_s,
+                is_spot_up=zone is not None,
+                spot_dollars_per_hour=float(price),
+                on_demand_dollars_per_hour=on_demand,
+                spent_dollars=life.spent_dollars,
+                step_s=step_s,
+            )
+        )
+        assert wanted is not Mode.SPOT or zone is not None, f"{policy.name} wants what is not there"
+        life.zone = zone
+        run_s = life.run(wanted, step_s, float(price) if wanted is Mode.SPOT else on_demand)
+        modes.append(wanted)
+        done.append(job.work_s - life.left_s)
+        if life.left_s <= _DONE_S:
+            life.finished_s = tick * step_s + run_s
+            break
+    return Outcome(
+        cost_dollars=life.spent_dollars,
+        on_demand_cost_dollars=job.work_s / HOUR_S * on_demand,
+        finished_s=life.finished_s,
+        is_late=life.finished_s is None or life.finished_s > job.deadline_s + _DONE_S,
+        spot_s=life.paid_s[Mode.SPOT],
+        on_demand_s=life.paid_s[Mode.ON_DEMAND],
+        starts=life.starts,
+        modes=np.array(modes, dtype=np.int8),
+        work_done_s=np.array(done),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """A job on its way."""
+
+    job: DeadlineJob
+    left_s: float
+    mode: Mode = Mode.IDLE
+    zone: int | None = None
+    starting_s: float = 0.0
+    spent_dollars: float = 0.0
+    starts: int = 0
+    finished_s: float | None = None
+    paid_s: dict[Mode, float] = field(
+        default_factory=lambda: {Mode.IDLE: 0.0, Mode.SPOT: 0.0, Mode.ON_DEMAND: 0.0}
+    )
+
+    def run(self, mode: Mode, step_s: float, dollars_per_hour: float) -> float:
+        """One tick; how much of it was used."""
+        if mode is not self.mode:
+            self.starting_s = 0.0 if mode is Mode.IDLE else self.job.restart_s
+            self.starts += mode is not Mode.IDLE
+        self.mode = mode
+        if mode is Mode.IDLE:
+            return 0.0
+        lost_s = min(step_s, self.starting_s)
+        run_s = min(step_s, lost_s + self.left_s)
+        self.starting_s -= lost_s
+        self.left_s -= run_s - lost_s
+        self.paid_s[mode] += run_s
+        self.spent_dollars += run_s / HOUR_S * dollars_per_hour
+        return run_s
+
+
+def _choose_zone(zones: Sequence[Market], tick: int, held: int | None) -> int | None:
+    """Where it is, while that is up; else the cheapest that is."""
+    if held is not None and zones[held].is_up[tick]:
+        return held
+    up = [place for place, zone in enumerate(zones) if zone.is_up[tick]]
+    return min(up, key=lambda place: zones[place].spot_dollars_per_hour[tick], default=None)

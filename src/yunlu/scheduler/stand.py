@@ -1,0 +1,210 @@
+"""Where a run stands with the pool, and what of it the allocator is told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from yunlu.hardware.fleet import NOTHING, Placement
+from yunlu.runs.states import RunState
+from yunlu.scheduler.policy.values import Demand, Team
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
+
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.scheduler.clock import SteadyClock
+    from yunlu.scheduler.journal import PoolSettings
+    from yunlu.scheduler.monitor import Course
+    from yunlu.scheduler.notes import Notes
+    from yunlu.scheduler.policy.values import Speed
+    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.sight import Sight
+
+_LEAST_RESTART_S = 1.0
+
+
+class Phase(StrEnum):
+    """What the pool does about a run."""
+
+    WAITING = "waiting"  # for devices
+    BACKING_OFF = "backing off"  # after a fault
+    STARTING = "starting"  # has devices, no step yet
+    RUNNING = "running"
+    CHANGING = "changing"  # to another number of devices
+    LEAVING = "leaving"  # saves, and gives its devices back
+    PAUSED = "paused"
+    WITHDRAWN = "withdrawn"  # stopped by its owner
+    GIVEN_UP = "given up"
+    FINISHED = "finished"
+    TROUBLED = "troubled"  # cannot be read: left alone
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to do until somebody asks."""
+        return self in {Phase.PAUSED, Phase.WITHDRAWN, Phase.GIVEN_UP, Phase.FINISHED}
+
+
+@dataclass(slots=True, kw_only=True)
+class Stand:
+    """All that is known of one run."""
+
+    run_dir: RunDir
+    entry: Entry
+    notes: Notes
+    sight: Sight
+    course: Course
+    phase: Phase
+    age: tuple[int, ...] = ()
+    """Of its files, before they were read: what is written later is seen the next time."""
+    problem: str = ""
+    """Why it could not be read or written, this time."""
+
+    @property
+    def id(self) -> str:
+        """The run's."""
+        return self.run_dir.id
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it holds nothing, and may be given something."""
+        return self.phase is Phase.WAITING
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is not to be given anything now."""
+        return self.phase.is_over or self.phase in {Phase.BACKING_OFF, Phase.TROUBLED}
+
+    @property
+    def is_sent_away(self) -> bool:
+        """Whether it was asked to stop; then it is only reminded."""
+        intention = self.notes.intention
+        return self.entry.wish != "run" or (intention is not None and intention.kind == "stop")
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether it was asked for another size, and has not come to it yet."""
+        return self.notes.intention is not None and self.notes.intention.kind == "resize"
+
+    @property
+    def may_move(self) -> bool:
+        """Whether what it holds can be changed now."""
+        return self.is_free or self.phase is Phase.RUNNING
+
+
+def find_phase(entry: Entry, notes: Notes, sight: Sight, *, now: float) -> Phase:
+    """Where a run stands."""
+    if sight.is_alive or notes.shares:
+        return _phase_of_life(entry, notes, sight)
+    if sight.state is RunState.FINISHED:
+        return Phase.FINISHED
+    if entry.wish != "run":
+        return Phase.PAUSED if entry.wish == "pause" else Phase.WITHDRAWN
+    if notes.given_up:
+        return Phase.GIVEN_UP
+    return Phase.BACKING_OFF if notes.is_backing_off(now) else Phase.WAITING
+
+
+def _phase_of_life(entry: Entry, notes: Notes, sight: Sight) -> Phase:
+    kind = notes.intention.kind if notes.intention is not None else None
+    is_ending = not sight.state.is_active or sight.state is RunState.STOPPING
+    if kind == "stop" or entry.wish != "run" or (is_ending and kind != "start"):
+        return Phase.LEAVING
+    if kind == "start" or sight.state in {RunState.PENDING, RunState.PLANNING}:
+        return Phase.STARTING
+    return Phase.CHANGING if kind == "resize" or not sight.is_resizable else Phase.RUNNING
+
+
+def find_held(stand: Stand, nodes: AbstractSet[str]) -> Placement:
+    """What the allocator is told that a run holds.
+
+    What cannot be moved now holds nothing on machines that are gone or going: nobody is to make room
+    for it elsewhere before it can go there.
+    """
+    claims = stand.notes.claims
+    if not stand.may_move:
+        claims = {name: count for name, count in claims.items() if name in nodes}
+    return Placement(tuple(claims.items())) if claims else NOTHING
+
+
+def make_demand(stand: Stand, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
+    """The run as the allocator sees it.
+
+    Args:
+        stand: Where it stands.
+        speed: What it would achieve.
+        clock: The pool's.
+        nodes: Names of the machines that are there, and stay.
+    """
+    entry, notes, needs = stand.entry, stand.notes, stand.entry.needs
+    done, remaining = count_samples(stand)
+    usable = stand.sight.usable
+    most = max(needs.least, min(needs.most, usable)) if usable else needs.most
+    budget = entry.budget_dollars
+    return Demand(
+        id=stand.id,
+        submitted_at=clock.from_wall(entry.submitted_at),
+        speed=speed,
+        remaining=remaining,
+        done=done,
+        min_devices=needs.least,
+        max_devices=most,
+        asked_devices=needs.asked,
+        multiple=needs.multiple,
+        held=find_held(stand, nodes),
+        restart_s=max(restart_s(stand), _LEAST_RESTART_S),
+        restarts=notes.restarts,
+        served_device_s=notes.served_device_s,
+        held_since=notes.held_since,
+        is_pinned=not stand.may_move,
+        team=entry.team,
+        priority=entry.priority,
+        deadline_at=None if entry.deadline_at is None else clock.from_wall(entry.deadline_at),
+        budget_dollars=None if budget is None else max(0.0, budget - notes.spent_dollars),
+        program=entry.signature,
+    )
+
+
+def make_teams(
+    settings: PoolSettings, names: AbstractSet[str], used_device_s: Mapping[str, float]
+) -> tuple[Team, ...]:
+    """Who shares the pool; where nobody has a team, nobody is to be fair between them."""
+    names = names | {*settings.quotas}
+    if names == {""}:
+        return ()
+    return tuple(
+        Team(
+            name=name,
+            quota=settings.quotas.get(name),
+            borrow=settings.borrow.get(name),
+            weight=settings.weights.get(name, 1.0),
+            used_device_s=used_device_s.get(name, 0.0),
+        )
+        for name in sorted(names)
+    )
+
+
+def count_samples(stand: Stand) -> tuple[float, float | None]:
+    """Samples trained, and still to be trained where that is known."""
+    course, samples = stand.course, stand.entry.samples
+    step = max(stand.sight.step, course.step) if stand.sight.is_alive else stand.sight.step
+    steps = course.steps or stand.sight.steps
+    if course.batch is None or steps is None:
+        return 0.0, samples
+    base = course.base_batch or course.batch
+    worth = 1.0
+    if course.noise is not None and course.batch > base and course.noise[0] > 0:
+        # A sample of a larger batch is worth less (McCandlish et al., arXiv 1812.06162).
+        scale = base * course.noise[1] / course.noise[0]
+        worth = (scale + base) / (scale + course.batch)
+    return float(step * base), max(steps - step, 0) * course.batch * worth
+
+
+def restart_s(stand: Stand) -> float:
+    """What being resized costs it: as measured, else a guess from how long it took to start."""
+    resizes_s = stand.course.resizes_s
+    if resizes_s:
+        return sum(resizes_s) / len(resizes_s)
+    return (stand.course.startup_s or 10.0) / 2

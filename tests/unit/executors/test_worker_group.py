@@ -1,0 +1,126 @@
+"""A crew seen from outside: its supervisor may be gone while its workers train on."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from yunlu.core.errors import StoreError
+from yunlu.executors.worker_group import end_workers, living_workers
+from yunlu.executors.worker_process import WorkerProcess, record_worker
+from yunlu.jobs.resize import resize
+from yunlu.jobs.run import new_record, settle, worker_of
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import Crew, CrewMember, read_crew, write_crew
+
+
+@pytest.fixture
+def sleeper() -> Iterator[psutil.Process]:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield psutil.Process(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def write_journal(run: RunDir, process: psutil.Process, *, port: int = 1) -> None:
+    member = CrewMember(
+        member=0,
+        node="local",
+        host=socket.gethostname(),
+        pid=process.pid,
+        process_started_at=process.create_time(),
+        rank=0,
+    )
+    crew = Crew(
+        host="127.0.0.1",
+        port=port,
+        token="t",
+        pid=1,
+        process_started_at=0,
+        node_module="x",
+        target=2,
+        wanted={"local": 1, "far": 1},
+        members=(member,),
+    )
+    write_crew(run, crew)
+
+
+@pytest.fixture
+def running(make_run: Any) -> RunDir:
+    """A run whose supervisor, process 2**22 + 1, is long gone."""
+    run: RunDir = make_run()
+    for state in (RunState.PENDING, RunState.PLANNING, RunState.RUNNING):
+        run.emit(EventKind.STATE, state=state)
+    run.emit(EventKind.LIFE, number=1, pid=2**22 + 1, process_started_at=1.0, began_at=1.0)
+    return run
+
+
+def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert read_crew(run) is None
+    write_journal(run, psutil.Process())
+    assert run.crew.stat().st_mode & 0o777 == 0o600
+    found = read_crew(run)
+    assert found is not None
+    assert found.members[0].pid == psutil.Process().pid
+    assert found.wanted == {"local": 1, "far": 1}
+
+
+def test_a_run_whose_workers_live_is_not_lost(running: RunDir, sleeper: psutil.Process) -> None:
+    record = new_record(running)
+    assert record is not None
+    write_journal(running, sleeper)
+    assert settle(running, record).state is RunState.RUNNING
+    end_workers(running)
+    sleeper.wait()
+    assert not list(living_workers(running))
+    assert settle(running, record).state is RunState.LOST
+
+
+def test_a_supervisor_that_took_over_answers_for_the_run(
+    running: RunDir, sleeper: psutil.Process
+) -> None:
+    record = new_record(running)
+    assert record is not None
+    worker = WorkerProcess(
+        pid=sleeper.pid,
+        process_started_at=sleeper.create_time(),
+        host=socket.gethostname(),
+        detached=True,
+    )
+    record_worker(running, worker)
+    assert worker_of(running, settle(running, record)) == worker
+
+
+def test_only_a_crew_that_trains_can_be_resized(running: RunDir, sleeper: psutil.Process) -> None:
+    with pytest.raises(StoreError, match="cannot train anything"):
+        resize(running, devices=0)
+    record_worker(
+        running,
+        WorkerProcess(
+            pid=sleeper.pid,
+            process_started_at=sleeper.create_time(),
+            host=socket.gethostname(),
+            detached=True,
+        ),
+    )
+    with pytest.raises(StoreError, match="one plain worker"):
+        resize(running, devices=2)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        free = door.getsockname()[1]
+    write_journal(running, sleeper, port=free)
+    with pytest.raises(StoreError, match="does not answer"):
+        resize(running, devices=2)
+    running.emit(EventKind.STATE, state=RunState.FINISHED)
+    with pytest.raises(StoreError, match="is finished"):
+        resize(running, devices=2)

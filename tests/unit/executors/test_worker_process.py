@@ -1,0 +1,137 @@
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from yunlu.core.errors import StoreError
+from yunlu.executors.worker_process import (
+    ASYNCHRONOUS,
+    SUPERVISOR,
+    WORKER,
+    WorkerProcess,
+    is_asynchronous,
+    launch_lock,
+    program_for,
+    recorded_worker,
+    start_worker,
+    this_process,
+    worker_lock_is_free,
+)
+from yunlu.runs.run_dir import RunDir
+
+SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
+def sleeper(run_dir):
+    worker = start_worker(run_dir, [sys.executable, "-c", SLEEPER])
+    yield worker
+    worker.kill()
+    reap(worker)
+
+
+def reap(worker):
+    while worker.exit_code() is None:
+        time.sleep(0.01)
+
+
+def test_worker_runs_in_its_own_session_with_output_in_its_log(run_dir):
+    script = "import os, sys; print(os.getsid(0) == os.getpid(), sys.argv[1]); sys.exit(5)"
+    run_dir.log.write_text("an earlier life\n")
+    worker = start_worker(run_dir, [sys.executable, "-c", script])
+    reap(worker)
+    assert worker.exit_code() == 5
+    assert run_dir.log.read_text() == f"an earlier life\nTrue {run_dir.path}\n"
+    assert not worker.is_alive()
+
+
+def test_started_worker_is_written_down(run_dir, sleeper):
+    assert recorded_worker(run_dir) == sleeper
+    assert sleeper.is_alive()
+    assert sleeper.process_started_at == psutil.Process(sleeper.pid).create_time()
+
+
+def test_stop_sends_sigterm(sleeper):
+    sleeper.stop()
+    reap(sleeper)
+    assert sleeper.exit_code() == -signal.SIGTERM
+
+
+def test_kill_ends_the_workers_own_children_too(run_dir):
+    script = (
+        "import subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    worker = start_worker(run_dir, [sys.executable, "-c", script])
+    while not run_dir.log.read_text().endswith("\n"):
+        assert worker.is_alive()
+        time.sleep(0.01)
+    child = psutil.Process(int(run_dir.log.read_text()))
+    worker.kill()
+    reap(worker)
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_reused_pid_is_neither_alive_nor_signalled(sleeper):
+    stranger = WorkerProcess(
+        pid=sleeper.pid,
+        process_started_at=sleeper.process_started_at - 100,
+        host=sleeper.host,
+        detached=True,
+    )
+    assert not stranger.is_alive()
+    stranger.kill()
+    stranger.stop()
+    assert sleeper.is_alive()
+
+
+def test_process_that_is_not_ours_is_never_signalled():
+    this = this_process()
+    assert this.is_alive()
+    this.stop()
+    this.kill()
+    assert this.pid == os.getpid()
+
+
+def test_directory_that_is_gone_is_said(run_dir):
+    with pytest.raises(StoreError, match="no longer there"):
+        start_worker(run_dir, [sys.executable, "-c", ""], directory=run_dir.path / "gone")
+
+
+def test_launch_lock_keeps_others_out(run_dir):
+    first, second = launch_lock(run_dir, wait=False), launch_lock(run_dir, wait=False)
+    with first, pytest.raises(BlockingIOError), second:
+        pass
+    with launch_lock(run_dir, wait=False):
+        pass
+
+
+def test_unreadable_record_of_a_worker_counts_as_none(run_dir):
+    (run_dir.path / "worker.json").write_text("{")
+    assert recorded_worker(run_dir) is None
+    assert worker_lock_is_free(run_dir)
+
+
+def test_one_worker_is_plain_unless_others_may_join_it():
+    assert program_for(1, spares=1) == WORKER
+    assert program_for(1, spares=1, is_elastic=True)[:3] == SUPERVISOR
+    assert program_for(2, spares=1)[:3] == SUPERVISOR
+    one = program_for(1, spares=1, is_asynchronous=True)
+    assert one == (*ASYNCHRONOUS, "--devices", "1")
+
+
+def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run_dir):
+    assert is_asynchronous(run_dir, "asynchronous")
+    assert not is_asynchronous(run_dir, "auto")
+    run_dir.servers.mkdir()
+    assert is_asynchronous(run_dir, "auto")

@@ -1,0 +1,186 @@
+"""Pools of several device types: what is known beforehand, what is learnt, and whole workloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.lab.simulation.toy import make_workload, write_application
+from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.mixed import (
+    SLOWDOWN,
+    TableKnowledge,
+    bend_to_sia,
+    load_knowledge,
+    load_mixed_profiles,
+    mixed_nodes,
+)
+from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.mixed_sia import SiaEstimator
+from yunlu.lab.simulation.outcome import Outcome
+from yunlu.lab.simulation.profiles import Profiles
+from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.workload import load_workload
+from yunlu.scheduler.policy.mixed_speed import MixedFitter, NoForeknowledge, tell_goodput_table
+from yunlu.scheduler.policy.observations import Noise, Observations, Timing
+from yunlu.scheduler.policy.values import Demand
+
+TYPES = ("fast", "slow")
+NODES = parse_cluster("2x4:fast+3x4:slow")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One program that is four times as slow on one type as on the other."""
+    folder = tmp_path_factory.mktemp("profiles")
+    write_application(folder / "toy")
+    write_application(folder / "spare", seconds=4.0)
+    for table in ("placements", "scalability"):
+        (folder / "toy" / f"{table}.csv").rename(folder / "toy" / f"{table}-fast.csv")
+        (folder / "spare" / f"{table}.csv").rename(folder / "toy" / f"{table}-slow.csv")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> tuple[Profiles, TableKnowledge]:
+    return load_mixed_profiles(folder, ["toy"], TYPES), load_knowledge(folder, ["toy"], TYPES)
+
+
+def observe(profiles: Profiles, *timings: Timing) -> Observations:
+    return Observations(
+        signature="toy",
+        limits=profiles.find("toy").limits,
+        timings=timings,
+        noise=Noise(sqr=1.0, var=4.0) if timings else None,
+    )
+
+
+def test_tables_tell_what_fits_and_how_fast_one_device_is(
+    measured: tuple[Profiles, TableKnowledge],
+) -> None:
+    profiles, known = measured
+    seen = observe(profiles)
+    fast, slow = (known.samples_per_s(seen, kind) for kind in TYPES)
+    assert fast is not None
+    assert slow is not None
+    assert fast == pytest.approx(4 * slow)
+    assert known.local_most(seen, "fast", 1, 4) == 64
+    assert known.limits(seen, "moon") is None
+    assert known.local_most(seen, "moon", 1, 1) is None
+
+
+def test_a_type_never_run_on_is_told_from_the_one_that_was(
+    measured: tuple[Profiles, TableKnowledge],
+) -> None:
+    profiles, known = measured
+    timings = tuple(
+        Timing("fast", 1, devices, local, 0.02 + 0.005 * local, 0.02 + 0.005 * local + sync)
+        for devices, sync in ((1, 0.0), (2, 0.04), (4, 0.06))
+        for local in (8, 32)
+    )
+    model = MixedFitter(types=TYPES, known=known)(observe(profiles, *timings), None)
+    one, four = np.array([1]), np.array([4])
+    for devices in (one, four):
+        fast, slow = (model.goodput(kind, one, devices)[0] for kind in TYPES)
+        assert fast == pytest.approx(4 * slow, rel=1e-6)
+    assert (model.goodput("moon", one, four) == 0).all()
+    # More than twice of what was seen is not believed.
+    assert model.goodput("fast", np.array([3]), np.array([12]))[0] == 0
+    blind = MixedFitter(types=TYPES, known=NoForeknowledge())(observe(profiles, *timings), None)
+    assert blind.goodput("slow", one, one) == pytest.approx(blind.goodput("fast", one, one))
+
+
+def test_the_table_is_what_each_job_says_for_itself(
+    measured: tuple[Profiles, TableKnowledge],
+) -> None:
+    profiles, known = measured
+    timing = Timing("slow", 1, 1, 32, 0.7, 0.7)
+    fitter, sia = (
+        MixedFitter(types=TYPES, known=known),
+        SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4)),
+    )
+    speeds = [fitter(observe(profiles, timing), None), sia(observe(profiles, timing), None)]
+    jobs = [Demand(id=str(at), submitted_at=0.0, speed=speed) for at, speed in enumerate(speeds)]
+    table = tell_goodput_table(jobs, ["slow", "fast", "slow"], [1, 1, 1], [1, 2, 2])
+    for row, speed in enumerate(speeds):
+        assert table[row, 0] == speed.goodput("slow", np.array([1]), np.array([1]))[0]
+        assert table[row, 1] == speed.goodput("fast", np.array([1]), np.array([2]))[0]
+    assert (table > 0).all()
+
+
+def test_sia_first_tries_one_device_anywhere_and_then_doubles(
+    measured: tuple[Profiles, TableKnowledge],
+) -> None:
+    profiles, known = measured
+    estimator = SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4))
+    sizes = np.array([1, 2, 4])
+    new = estimator(observe(profiles), None)
+    for kind in TYPES:
+        assert new.goodput(kind, np.array([1, 1, 1]), sizes).tolist() == [1.0, 0.0, 0.0]
+    timing = Timing("slow", 1, 1, 32, 0.7, 0.7)
+    seen = estimator(observe(profiles, timing), new)
+    goodput = seen.goodput("slow", np.array([1, 1, 1]), sizes)
+    assert (goodput[:2] > 0).all()
+    assert goodput[2] == 0
+    assert seen.goodput("fast", np.array([1, 1, 1]), sizes) == pytest.approx(4 * goodput)
+
+
+@pytest.mark.parametrize("policy", MIXED)
+def test_a_workload_is_replayed_to_its_end_the_same_each_time(
+    measured: tuple[Profiles, TableKnowledge], folder: Path, policy: str
+) -> None:
+    workload = make_workload([(60.0 * at, "toy", 1, 64) for at in range(8)])
+    rules = Rules(
+        restart_s_by_application={"toy": 50.0},
+        slowdown_by_application={"toy": 1.5},
+        restarts_on_move=False,
+    )
+
+    def replay() -> tuple[dict[str, float], float]:
+        contestant = make_mixed_contestant(policy, folder, ["toy"], NODES, {"toy": 1.5})
+        outcome = simulate(
+            workload,
+            measured[0],
+            NODES,
+            contestant.policy,
+            rules=contestant.bend(rules),
+            estimator=contestant.estimator,
+        )
+        return outcome.jct_s, outcome.restarts_per_job
+
+    times, restarts = replay()
+    assert len(times) == 8
+    assert all(0 < jct_s < 1e5 for jct_s in times.values())
+    assert restarts < 8
+    assert replay() == (times, restarts)
+
+
+SIA = Path(__file__).resolve().parents[5] / "shared" / "evidence" / "sched" / "sia"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SIA.is_dir(), reason="the public workloads of Sia are not beside this tree")
+def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
+    workload = load_workload(SIA / "workloads" / "philly" / "workload-6.csv")
+    names = {job.application for job in workload.jobs}
+    nodes = mixed_nodes()
+    found: dict[str, Outcome] = {}
+    for policy in ("sia", "yunlu"):
+        contestant = make_mixed_contestant(policy, SIA / "profiles", names, nodes, SLOWDOWN)
+        found[policy] = simulate(
+            workload,
+            load_mixed_profiles(SIA / "profiles", names),
+            nodes,
+            contestant.policy,
+            rules=contestant.bend(bend_to_sia(Rules())),
+            estimator=contestant.estimator,
+        )
+    # Sia's own simulator: 0.598 h on average, p99 8.36 h, 4.64 restarts of each job.
+    assert found["sia"].average_s / 3600 == pytest.approx(0.598, rel=0.05)
+    assert found["sia"].percentile_s(99) / 3600 == pytest.approx(8.36, rel=0.05)
+    assert found["sia"].restarts_per_job == pytest.approx(4.64, rel=0.1)
+    assert found["yunlu"].average_s < 0.92 * found["sia"].average_s
+    assert found["yunlu"].percentile_s(99) <= found["sia"].percentile_s(99)

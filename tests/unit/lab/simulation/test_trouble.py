@@ -1,0 +1,91 @@
+"""What goes wrong costs what it must, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
+from yunlu.hardware.fleet import Placement
+from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.outcome import Outcome
+from yunlu.lab.simulation.profiles import Profiles
+from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.seats import find_seats
+from yunlu.lab.simulation.simulator import simulate
+from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.scheduler.policy.values import Decision, PoolState
+
+NODES = parse_cluster("2x4")
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
+    return make_profiles(tmp_path_factory.mktemp("profiles") / "all")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Trouble(crash_share=1.0),
+        Trouble(step_noise=0.1),
+        Trouble(length_error=2.0),
+        Trouble(crash_share=0.3, step_noise=0.1, length_error=2.0, interference=0.25),
+    ],
+)
+def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
+    profiles: Profiles, trouble: Trouble
+) -> None:
+    jobs = [
+        (60.0 * place, "light" if place % 2 else "heavy", 1 + place % 8, 128) for place in range(10)
+    ]
+    workload = make_workload(jobs)
+
+    def run(trouble: Trouble, rules: Rules) -> Outcome:
+        return simulate(
+            workload, profiles, NODES, BASELINES["shortest"](), trouble=trouble, rules=rules
+        )
+
+    for rules in (Rules(), Rules(is_event_driven=True)):
+        outcome = run(trouble, rules)
+        assert outcome.jct_s == run(trouble, rules).jct_s
+        assert all(math.isfinite(job.ended_at) for job in outcome.jobs)
+        assert find_seats(outcome)
+        if trouble.crash_share == 1.0:
+            assert all(job.crashes == 1 for job in outcome.jobs)
+            assert outcome.average_s > run(Trouble(), rules).average_s
+
+
+def test_a_crash_loses_only_what_was_not_saved(profiles: Profiles) -> None:
+    workload = make_workload([(0, "heavy", 1, BASE)])
+
+    def run(trouble: Trouble) -> float:
+        return simulate(workload, profiles, NODES, BASELINES["fifo"](), trouble=trouble).average_s
+
+    sound_s = run(Trouble())
+    lost_s = run(Trouble(crash_share=1.0, checkpoint_s=300)) - sound_s
+    # Since the last checkpoint, the way to the next round, the wait, the restart.
+    assert 0 < lost_s <= 300 + 60 + 30 + 60 + 30 + 60
+    assert run(Trouble(crash_share=1.0, checkpoint_s=1e9)) - sound_s > lost_s
+
+
+def test_neighbours_on_several_nodes_slow_each_other_down(profiles: Profiles) -> None:
+    class Spread:
+        name = "spread"
+
+        def decide(self, state: PoolState) -> Decision:
+            return Decision(
+                placements={job.id: Placement((("node-0", 1), ("node-1", 1))) for job in state.jobs}
+            )
+
+    both = make_workload([(0, "light", 2, 64), (0, "light", 2, 64)])
+    alone = make_workload([(0, "light", 2, 64)])
+    trouble = Trouble(interference=0.5)
+
+    def train_s(outcome: Outcome) -> float:
+        return outcome.jobs[0].ended_at - 90
+
+    calm = simulate(alone, profiles, NODES, Spread(), trouble=trouble)
+    crowded = simulate(both, profiles, NODES, Spread(), trouble=trouble)
+    assert train_s(crowded) == pytest.approx(2 * train_s(calm), abs=2 * EPOCHS)

@@ -1,0 +1,41 @@
+import random
+
+import pytest
+
+from tests.unit.scheduler.world import Even, Fair, World
+from yunlu.scheduler.clock import SteadyClock
+from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.steward import Steward
+
+
+@pytest.fixture
+def make_world(own_home):
+    def make(machines=None, *, seed=0, **options):
+        own_home.mkdir(exist_ok=True)
+        return World(own_home, machines or {"here": 4}, chance=random.Random(seed), **options)
+
+    return make
+
+
+@pytest.fixture
+def make_steward():
+    count = 0
+
+    def make(world, policy=None, make_estimator=None, scaler=None, **settings):
+        nonlocal count
+        count += 1
+        journal = Journal(world.home)
+        journal.path.mkdir(exist_ok=True)
+        return Steward(
+            world.home,
+            world,
+            policy or Fair(),
+            make_estimator or (lambda *_: Even()),
+            settings=PoolSettings(**settings),
+            journal=journal,
+            clock=SteadyClock(lambda: world.wall, lambda: world.steady),
+            scaler=scaler,
+            name=f"service-{count}",
+        )
+
+    return make

@@ -1,0 +1,95 @@
+"""What is read from a run's logs."""
+
+import pytest
+
+from yunlu.core.files import append_lines
+from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.scheduler.monitor import Course
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+def crew(run, generation, workers, **more):
+    ranks = [{"rank": rank, "host": "here"} for rank in range(workers)]
+    run.emit(EventKind.CREW, generation=generation, ranks=ranks, **more)
+
+
+def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
+    append_lines(
+        run.metrics,
+        [
+            {"step": step, "at": 1000.0 + step, "life": 1, "generation": generation,
+             "compute_s": step_s - wait_s, "communication_s": wait_s, **more}
+            for step in range(first, first + count)
+        ],
+    )  # fmt: skip
+
+
+def test_step_times_are_told_for_each_number_of_workers(run):
+    run.emit(EventKind.LIFE, number=1)
+    run.emit(EventKind.PLAN, batch=64, micro_batch=16, steps=100)
+    course = Course(run)
+    steps(run, 1, 6, 1, step_s=0.4)
+    assert course.take()
+    assert course.seen("cpu") == ()  # nobody has said yet how many made them
+    crew(run, 1, 2)
+    steps(run, 7, 4, 1, step_s=0.4)
+    course.take()
+    crew(run, 2, 4, lost_s=1.5)
+    steps(run, 11, 6, 2, step_s=0.25, wait_s=0.05)
+    course.take()
+    two, four = course.seen("cpu")
+    assert (two.devices, two.nodes, two.local_batch) == (2, 1, 16)
+    assert two.accumulate_s == pytest.approx(0.2)
+    assert two.step_s == pytest.approx(0.2)
+    assert (four.devices, four.local_batch) == (4, 16)
+    assert four.accumulate_s == pytest.approx(0.2)
+    assert four.step_s == pytest.approx(0.25)
+    assert (course.step, course.steps, course.resizes_s) == (16, 100, [1.5])
+    assert course.pace_s(4) == pytest.approx(0.25)
+    assert not course.take()
+
+
+def test_plain_worker_counts_as_one(run):
+    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=10)
+    records = [{"step": n, "at": 1.0, "compute_s": 0.1} for n in range(1, 7)]
+    append_lines(run.metrics, records)
+    course = Course(run)
+    course.take()
+    (seen,) = course.seen("cpu")
+    assert (seen.devices, seen.step_s) == (1, pytest.approx(0.1))
+
+
+def test_a_start_counts_from_the_beginning_of_the_process(run):
+    run.emit(EventKind.LIFE, number=1, began_at=990.0)
+    steps(run, 1, 1, None, step_s=0.1)
+    course = Course(run)
+    course.take()
+    assert course.startup_s == pytest.approx(11.0)
+
+
+def test_noise_is_per_base_batch(run):
+    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=10)
+    append_lines(run.metrics, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}])
+    course = Course(run)
+    course.take()
+    assert course.noise == (2.0, 3.0)
+
+
+def test_torn_and_strange_lines_are_passed_over(run):
+    run.metrics.write_text('{"step": 1, "at": 1}\n{"step": \n[1]\n{"loss": 2}\n{"step": 2')
+    course = Course(run)
+    course.take()
+    assert course.step == 1
+
+
+def test_batch_that_follows_the_workers_is_followed(run):
+    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=100)
+    run.emit(EventKind.BATCH, step=5, batch=16, steps=60)
+    course = Course(run)
+    course.take()
+    assert (course.base_batch, course.batch, course.steps) == (8, 16, 60)

@@ -1,0 +1,106 @@
+"""Devices are given only when they are free."""
+
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yunlu.hardware.fleet import NOTHING, Node, Placement
+from yunlu.runs.states import RunState
+from yunlu.scheduler.moves import free_devices, plan_moves
+from yunlu.scheduler.needs import Needs
+from yunlu.scheduler.notes import Intention, Notes
+from yunlu.scheduler.queue import Entry
+from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.stand import Phase, Stand, find_held
+
+NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
+
+
+def stand(name, shares=(), *, phase=None, intention=None):
+    notes = Notes(shares=shares, intention=intention)
+    phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
+    return Stand(
+        run_dir=SimpleNamespace(id=name),
+        entry=Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1)),
+        notes=notes,
+        sight=Sight(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
+        course=None,
+        phase=phase,
+    )
+
+
+def on(**shares):
+    return Placement(tuple(shares.items()))
+
+
+def gist(moves):
+    return [(move.run_id, move.kind, dict(move.placement.shares)) for move in moves]
+
+
+def test_what_frees_devices_comes_first_and_what_needs_them_waits():
+    stands = [stand("new"), stand("old", (("a", 4),))]
+    wanted = {"new": on(a=2), "old": on(a=2)}
+    assert gist(plan_moves(stands, wanted, NODES)) == [("old", "resize", {"a": 2})]
+    stands[1] = stand("old", (("a", 2),))
+    assert gist(plan_moves(stands, wanted, NODES)) == [("new", "start", {"a": 2})]
+
+
+def test_nobody_makes_room_for_who_cannot_come_yet():
+    there = {"a", "b"}
+    stays = stand("stays", (("a", 1), ("gone", 1)))
+    assert find_held(stays, there) == on(a=1, gone=1)  # it can be moved, and will be
+    leaves = stand("leaves", (("a", 1), ("gone", 1)), phase=Phase.LEAVING)
+    assert find_held(leaves, there) == on(a=1)
+    assert not find_held(stand("lost", (("gone", 2),), phase=Phase.LEAVING), there)
+
+
+def test_who_is_not_named_is_stopped_and_who_changes_is_left_alone():
+    stands = [
+        stand("out", (("a", 1),)),
+        stand("busy", (("a", 1),), phase=Phase.CHANGING, intention=Intention(kind="resize")),
+    ]
+    assert gist(plan_moves(stands, {}, NODES)) == [("out", "stop", {})]
+
+
+def test_starts_go_before_growth():
+    stands = [stand("grows", (("a", 2),)), stand("starts")]
+    moves = plan_moves(stands, {"grows": on(a=4), "starts": on(a=1)}, NODES)
+    assert gist(moves) == [("starts", "start", {"a": 1})]
+
+
+def test_gang_is_started_whole_or_not_at_all():
+    stands = [stand("big"), stand("there", (("b", 1),))]
+    assert not plan_moves(stands, {"big": on(a=4, b=2), "there": on(b=1)}, NODES)
+
+
+counts = st.tuples(st.integers(0, 4), st.integers(0, 2))
+
+
+def shares_of(pair):
+    return tuple((name, count) for name, count in zip("ab", pair, strict=True) if count)
+
+
+@settings(max_examples=60)
+@given(
+    held=st.lists(counts, max_size=5),
+    wanted=st.lists(counts, max_size=5),
+    growing=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_no_device_is_ever_promised_twice(held, wanted, growing):
+    free = {"a": 4, "b": 2}
+    stands = []
+    for number, pair in enumerate(held):
+        shares = shares_of(pair)
+        if all(free[name] >= count for name, count in shares):
+            for name, count in shares:
+                free[name] -= count
+            stands.append(stand(f"{number}", shares))
+    placements = {f"{number}": Placement(shares_of(pair)) for number, pair in enumerate(wanted)}
+    for move in plan_moves(stands, placements, NODES):
+        found = next(each for each in stands if each.id == move.run_id)
+        intention = Intention(kind=move.kind, shares=move.placement.shares)
+        shares = found.notes.shares or intention.shares
+        found.notes = found.notes.model_copy(update={"intention": intention, "shares": shares})
+    assert all(count >= 0 for count in free_devices(stands, NODES).values())
+    assert NOTHING.devices == 0

@@ -11,14 +11,14 @@ from yunlu.training.communication.local import METHODS as LOCAL_METHODS
 from yunlu.training.communication.local import Averaging
 from yunlu.training.communication.powersgd import as_matrix
 from yunlu.training.communication.summation import ThreadedSummation
-from yunlu.training.communication.sums import SUMS
-from yunlu.training.communication.wire import connect
+from yunlu.training.communication.allreduce import SUMS
+from yunlu.training.communication.transport import connect
 
 if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.training.communication.powersgd import Matrix
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 
 def make_sum(seat: Seat, name: str) -> Method:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.comm_parts.meeting import make_parser, meet
-from yunlu.training.communication.sums import SUMS
-from yunlu.training.communication.wire import connect
+from yunlu.training.communication.allreduce import SUMS
+from yunlu.training.communication.transport import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -105,7 +105,7 @@ class Run:
 
     def report(self) -> Path:
         """Write the report, and say where the page is."""
-        from yunlu.jobs.report import write_report  # noqa: PLC0415 (used by few)
+        from yunlu.jobs.report_builder import write_report  # noqa: PLC0415 (used by few)
 
         write_report(self._files)
         return self._files.report_html

@@ -22,7 +22,7 @@ _context.set_forkserver_preload(
     [
         "yunlu.training.engine",
         "yunlu.training.parallel.arrangement",
-        "yunlu.training.elastic.member",
+        "yunlu.training.elastic.worker_agent",
         "torch._dynamo",
     ]
 )

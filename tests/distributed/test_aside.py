@@ -16,7 +16,7 @@ from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import Expected
 from yunlu.training.communication.pace import Pacer
-from yunlu.training.communication.steering import Steering
+from yunlu.training.communication.method_selector import Steering
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed

@@ -14,8 +14,8 @@ from yunlu.planning.communication import switching
 from yunlu.planning.communication.figures import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.training import loop
-from yunlu.training.communication import audition
-from yunlu.training.communication.steering import Steering
+from yunlu.training.communication import timed_comparison
+from yunlu.training.communication.method_selector import Steering
 from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.parallel.world import World, form_world
 

@@ -23,19 +23,19 @@ from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.communication.residual import share_out
-from yunlu.training.communication.steering import Steering
+from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.method_selector import Steering
 from yunlu.training.engine import Engine
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parallel.sockets import tells_of_loss
 from yunlu.training.parallel.world import World, form_world
-from yunlu.training.parts import Parts
+from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.task import Batch, Splits, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.step_sync import Ask
 
 pytestmark = pytest.mark.distributed
 

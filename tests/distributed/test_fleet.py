@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.ranks import run_ranks
 from yunlu.core.errors import DataError, YunluError
 from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.asynchronous.fleet import Fleet, Place
+from yunlu.training.asynchronous.process_group_supervisor import Fleet, Place
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.distributed.ranks import run_ranks
 from yunlu.training.communication.local import Averaging, LocalRules
-from yunlu.training.communication.wire import LinkLostError, Wire, connect
+from yunlu.training.communication.transport import LinkLostError, Wire, connect
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import yunlu.training.noise as noises
+import yunlu.training.gradient_noise as noises
 from tests.distributed.parity import Recorder
 from tests.distributed.parity import make_plan as make_usual_plan
 from tests.distributed.ranks import run_world
@@ -33,9 +33,9 @@ from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.data.order import digest_of, permute
 from yunlu.training.engine import Engine
-from yunlu.training.noise import NoiseScale
+from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.parallel.world import World
-from yunlu.training.parts import Parts
+from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.objects import ObjectTask
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.parallel.boxes import join_groups
 from yunlu.training.parallel.exchange import exchange, gather_specs
 from yunlu.training.parallel.world import World, form_world
-from yunlu.training.parts import Parts
+from yunlu.training.training_inputs import Parts
 
 pytestmark = pytest.mark.distributed
 

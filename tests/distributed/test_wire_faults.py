@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
-from yunlu.training.communication.sums import SUMS
-from yunlu.training.communication.wire import LinkLostError, Wire, connect
+from yunlu.training.communication.allreduce import SUMS
+from yunlu.training.communication.transport import LinkLostError, Wire, connect
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.elastic.member import Member
+from yunlu.training.elastic.worker_agent import Member
 from yunlu.training.elastic.messages import Assignment
 from yunlu.training.elastic.node import run_node
 

@@ -11,7 +11,7 @@ import pytest
 from tests.integration import test_asynchronous as near
 from tests.integration.conftest import Yunlu
 from yunlu.jobs import service
-from yunlu.jobs.report import build_report
+from yunlu.jobs.report_builder import build_report
 from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.runs.worker_group import read_crew
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
 from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.data.made_text import make_reviews
+from yunlu.training.data.synthetic_text import make_reviews
 
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

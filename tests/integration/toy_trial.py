@@ -20,7 +20,7 @@ import psutil
 
 from yunlu.core.files import append_lines, write_atomically
 from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.trial_gate import open_gate
+from yunlu.training.trial_control import open_gate
 
 STEP_S = 0.004
 STEPS_PER_RUNG = 5

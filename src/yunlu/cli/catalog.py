@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 from rich.text import Text
 
-from yunlu.cli.catalog_tables import (
+from yunlu.hardware.catalog import CatalogError
+from yunlu.hardware.ownership import compare_rent
+from yunlu.hardware.skypilot import SPOT_FLOOR
+from yunlu.jobs import catalog_store
+from yunlu.render.terminal.catalog_tables import (
     device_page,
     devices_table,
     offers_table,
     ownership_page,
     summary_table,
 )
-from yunlu.cli.page import indented, make_console, to_json
-from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.ownership import compare_rent
-from yunlu.hardware.skypilot import SPOT_FLOOR
-from yunlu.jobs import catalog_store
+from yunlu.render.terminal.page import indented, make_console, to_json
 
 if TYPE_CHECKING:
     from yunlu.hardware.catalog import Catalog

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.page import ACCENT, make_console
 from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.client import finetuning_job, source_of
 from yunlu.jobs import service
 from yunlu.jobs.launch import find_launch
+from yunlu.render.terminal.page import ACCENT, make_console
 
 if TYPE_CHECKING:
     from yunlu.runs.run_dir import RunDir

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.page import make_console
 from yunlu.core.errors import StoreError
 from yunlu.executors.worker_group import find_run, run_node
+from yunlu.render.terminal.page import make_console
 from yunlu.runs.worker_group import LOCAL, read_crew
 
 

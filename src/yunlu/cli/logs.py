@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from yunlu.cli.display import Course, step_line
-from yunlu.cli.lines import (
+from yunlu.core.errors import StoreError
+from yunlu.core.units import show_bytes
+from yunlu.jobs import service
+from yunlu.jobs.crew import newest_crew
+from yunlu.jobs.follow import Metric, end_of, follow
+from yunlu.jobs.run import log_tail
+from yunlu.planning.plan import Plan
+from yunlu.render.terminal.event_lines import (
     communication_line,
     crew_line,
     data_line,
@@ -20,14 +26,8 @@ from yunlu.cli.lines import (
     prediction_line,
     straggler_line,
 )
-from yunlu.cli.page import make_console, state_text
-from yunlu.core.errors import StoreError
-from yunlu.core.units import show_bytes
-from yunlu.jobs import service
-from yunlu.jobs.crew import newest_crew
-from yunlu.jobs.follow import Metric, end_of, follow
-from yunlu.jobs.run import log_tail
-from yunlu.planning.plan import Plan
+from yunlu.render.terminal.page import make_console, state_text
+from yunlu.render.terminal.run_display import Course, step_line
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from yunlu.jobs.findings import CrewChange
+    from yunlu.jobs.report_model import CrewChange
     from yunlu.runs.run_dir import Event, RunDir
 
 _STEP_EVERY_S = 2.0

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.display import Course
-from yunlu.cli.lines import describe, plan_block
-from yunlu.cli.options import comparison_table, notes_block, options_table
-from yunlu.cli.page import make_console, to_json
 from yunlu.client import validate
 from yunlu.core.errors import JobError
 from yunlu.jobs import service
+from yunlu.render.terminal.event_lines import describe, plan_block
+from yunlu.render.terminal.page import make_console, to_json
+from yunlu.render.terminal.plan_options import comparison_table, notes_block, options_table
+from yunlu.render.terminal.run_display import Course
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
 
 
 def _predict(files: tuple[str, ...], *, json: bool) -> int:
-    from yunlu.cli.rows import rows_table  # noqa: PLC0415
     from yunlu.jobs.outlook_rows import foretell_file  # noqa: PLC0415
+    from yunlu.render.terminal.predicted_rows import rows_table  # noqa: PLC0415
 
     if len(files) != 1:
         raise JobError(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 from rich.live import Live
 
-from yunlu.cli.page import indented, make_console, to_json
-from yunlu.cli.pool_tables import pool_page, terms_line, why_page
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.settings import read_settings
 from yunlu.jobs import service
+from yunlu.render.terminal.page import indented, make_console, to_json
+from yunlu.render.terminal.pool_tables import pool_page, terms_line, why_page
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.explanation import explain

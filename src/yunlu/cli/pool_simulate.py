@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from yunlu.cli.page import ACCENT, indented, make_console, plain_table, to_json
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.contestants import CONTESTANTS, make_contestant
@@ -25,6 +24,7 @@ from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.lab.simulation.workload import load_workloads
+from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

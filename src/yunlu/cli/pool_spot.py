@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from yunlu.cli.page import indented, make_console, plain_table, to_json
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_duration
+from yunlu.render.terminal.page import indented, make_console, plain_table, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,13 +13,13 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from yunlu.cli.page import ACCENT, indented, make_console, plain_table
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import worker_environment
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.executors.worker_process import require_training
 from yunlu.jobs import calibration as known
 from yunlu.planning.probed import Probed
+from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,18 +9,25 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.core.units import show_duration, show_number
 from yunlu.jobs import service
 from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.run import remaining_s
+from yunlu.render.terminal.page import (
+    ACCENT,
+    indented,
+    make_console,
+    plain_table,
+    state_text,
+    to_json,
+)
 from yunlu.runs.run_dir import RunDir
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from yunlu.jobs.findings import CrewChange
+    from yunlu.jobs.report_model import CrewChange
     from yunlu.jobs.run import RunRecord
 
 _FEW = 20

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.jobs.report import write_report
+from yunlu.jobs.report_builder import write_report
 from yunlu.jobs.service import find
-from yunlu.jobs.summary import print_summary
+from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.run_dir import RunDir
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize as ask_to_resize
+from yunlu.render.terminal.page import make_console
 
 
 def resize(run: str = "last", /, *, devices: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.cli.page import make_console, to_json
 from yunlu.cli.train import leave, watch, watch_launched
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of
 from yunlu.jobs.launch import find_launch
+from yunlu.render.terminal.page import make_console, to_json
 from yunlu.scheduler.control import is_queued_again
 
 if TYPE_CHECKING:

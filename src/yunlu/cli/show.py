@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.cli.lines import communication_line, fault_line, plan_block
-from yunlu.cli.page import ACCENT, indented, make_console, plain_table, state_text, to_json
 from yunlu.client import Run
 from yunlu.core.files import read_last
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service
 from yunlu.jobs.crew import read_change
 from yunlu.jobs.run import remaining_s
+from yunlu.render.terminal.event_lines import communication_line, fault_line, plan_block
+from yunlu.render.terminal.page import (
+    ACCENT,
+    indented,
+    make_console,
+    plain_table,
+    state_text,
+    to_json,
+)
 from yunlu.runs.run_dir import Event, EventKind
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from yunlu.jobs.findings import CrewChange
+    from yunlu.jobs.report_model import CrewChange
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_dir import RunDir
 

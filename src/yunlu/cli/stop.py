@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from yunlu.cli.page import make_console, state_text, to_json
 from yunlu.jobs import service
+from yunlu.render.terminal.page import make_console, state_text, to_json
 from yunlu.scheduler.queue import withdraw
 
 

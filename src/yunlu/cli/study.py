@@ -7,15 +7,15 @@ from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
-from yunlu.cli.page import make_console, to_json
-from yunlu.cli.study_tables import (
+from yunlu.core.errors import StoreError
+from yunlu.render.terminal.page import make_console, to_json
+from yunlu.render.terminal.study_tables import (
     answer_block,
     failure_lines,
     print_block,
     studies_table,
     study_page,
 )
-from yunlu.core.errors import StoreError
 from yunlu.tuning.showing.dump import dump_best, dump_study
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
 from yunlu.tuning.values import TrialState

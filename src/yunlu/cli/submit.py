@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
 from yunlu.core.errors import StoreError, nearest
 from yunlu.jobs import service
+from yunlu.render.terminal.page import ACCENT, make_console, to_json
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.queue import enqueue, read_asked, read_entry

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from yunlu.cli.display import Display, JsonDisplay, LiveDisplay, PlainDisplay
-from yunlu.cli.page import ACCENT, make_console, to_json
 from yunlu.client import source_of, validate
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.jobs import launch, service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.launch import find_launch
 from yunlu.jobs.run import error_of, log_tail
+from yunlu.render.terminal.page import ACCENT, make_console, to_json
+from yunlu.render.terminal.run_display import Display, JsonDisplay, LiveDisplay, PlainDisplay
 from yunlu.runs.run_dir import RunDir
 from yunlu.runs.states import RunState
 
@@ -160,8 +160,8 @@ def _conclude(run_dir: RunDir, console: Console | None) -> int:
 
 
 def _write_report(run_dir: RunDir, console: Console | None) -> None:
-    from yunlu.jobs.report import write_report  # noqa: PLC0415 (needed only at the end)
-    from yunlu.jobs.summary import print_summary  # noqa: PLC0415
+    from yunlu.jobs.report_builder import write_report  # noqa: PLC0415 (needed only at the end)
+    from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
 
     try:
         report = write_report(run_dir)

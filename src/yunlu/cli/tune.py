@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from yunlu.cli.page import ACCENT, make_console, to_json
-from yunlu.cli.study_live import LiveStudy, PlainStudy, QuietStudy
-from yunlu.cli.study_tables import answer_block, failure_lines, forecast_block, print_block
 from yunlu.client import source_of, validate
 from yunlu.core.errors import JobError, YunluError
+from yunlu.render.terminal.page import ACCENT, make_console, to_json
+from yunlu.render.terminal.study_display import LiveStudy, PlainStudy, QuietStudy
+from yunlu.render.terminal.study_tables import (
+    answer_block,
+    failure_lines,
+    forecast_block,
+    print_block,
+)
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from yunlu.cli.study_live import Watch
+    from yunlu.render.terminal.study_display import Watch
     from yunlu.spec.job import Job
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.study import Study

@@ -31,7 +31,7 @@ WORKER = (sys.executable, "-m", "yunlu.training.worker")
 """The worker is started by name: nothing here imports the training room."""
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 """Who answers for several workers."""
-ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.program")
+ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.supervisor")
 """Who answers for workers that do not wait for each other."""
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.

@@ -9,17 +9,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import read_lines
-from yunlu.jobs.charts import thin
-from yunlu.jobs.findings import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
+from yunlu.render.drawing.charts import thin
+from yunlu.jobs.report_model import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
 from yunlu.jobs.recorded import held_up_s, number, step_s
-from yunlu.jobs.words import both
+from yunlu.render.i18n.texts import both
 from yunlu.planning.layout import AXES, parse_layout
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.jobs.charts import Point
+    from yunlu.render.drawing.charts import Point
     from yunlu.jobs.recorded import Record, Recorded
     from yunlu.runs.run_dir import Event, RunDir
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.units import show_count, show_duration
-from yunlu.jobs.findings import Finding, Incident, Padding, TracedSteps
+from yunlu.jobs.report_model import Finding, Incident, Padding, TracedSteps
 from yunlu.jobs.recorded import number, points, samples_of_steps
-from yunlu.jobs.words import in_english
+from yunlu.render.i18n.texts import in_english
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from yunlu.jobs.charts import Point
-    from yunlu.jobs.findings import Crew
+    from yunlu.render.drawing.charts import Point
+    from yunlu.jobs.report_model import Crew
     from yunlu.jobs.recorded import Record, Recorded
     from yunlu.planning.plan import Plan
 

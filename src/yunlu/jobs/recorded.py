@@ -16,7 +16,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yunlu.jobs.charts import Point
+    from yunlu.render.drawing.charts import Point
     from yunlu.runs.run_dir import RunDir
 
 Record = dict[str, float]

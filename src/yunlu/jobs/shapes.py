@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from yunlu.planning.models.own_models import Own
     from yunlu.spec.job import Job
 
-_MEASURE = (sys.executable, "-m", "yunlu.training.measure_shape")
+_MEASURE = (sys.executable, "-m", "yunlu.training.model_profiler")
 """Started by name: nothing here imports the training room."""
 _PREFIX = "hf:"
 _BYTE_TOKENS = 259

@@ -21,8 +21,8 @@ from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
 from yunlu.training.parallel.exchange import broadcast_json, gather_json
 from yunlu.training.tasks.task import Evaluation
-from yunlu.training.trial_gate import Ruling
-from yunlu.training.watch import StopRequest, TrainingWatch
+from yunlu.training.trial_control import Ruling
+from yunlu.training.callbacks import StopRequest, TrainingWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_dir import RunDir
     from yunlu.training.checkpoint.crew import Crew
-    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
     from yunlu.training.trackers.open import TrackerThread

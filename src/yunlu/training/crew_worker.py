@@ -27,7 +27,7 @@ from yunlu.training.copies import Copy, Keeper, describe, make_blank
 from yunlu.training.crew_watch import CrewLog, CrewWatch
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finish import finish
+from yunlu.training.finalize import finish
 from yunlu.training.memory.shortage import cap_of_worker, is_out_of_memory, memory_capped, smaller
 from yunlu.training.parallel.arrangement import blank_like
 from yunlu.training.parallel.boxes import join_groups
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
     from yunlu.planning.layout import Layout
     from yunlu.spec.job import Job
-    from yunlu.training.elastic.member import Member
+    from yunlu.training.elastic.worker_agent import Member
     from yunlu.training.elastic.messages import Assignment, Seat
     from yunlu.training.parallel.boxes import Piece
     from yunlu.training.parallel.world import World
-    from yunlu.training.parts import Parts
+    from yunlu.training.training_inputs import Parts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from yunlu.core.errors import DataError
 from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.assembly import (
+from yunlu.training.engine_builders import (
     arrange,
     level,
     make_average,
@@ -23,14 +23,14 @@ from yunlu.training.assembly import (
     seed_step,
 )
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
-from yunlu.training.communication.company import Company
+from yunlu.training.communication.engine_communication import Company
 from yunlu.training.compiler import (
     compile_model,
     compiled_call,
     set_compiled_call,
     xla_device,
 )
-from yunlu.training.course import Course
+from yunlu.training.batch_schedule import Course
 from yunlu.training.data.batches import Share, step_batches
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_state import EngineState
@@ -43,7 +43,7 @@ from yunlu.training.memory.shortage import (
     let_go,
     smaller,
 )
-from yunlu.training.noise import NoiseScale
+from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.optim.frozen import hold_moments
 from yunlu.training.optim.schedule import Plateau
 from yunlu.training.parallel.boxes import find_aliases
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.communication.agreement import Agreed, Ask
+    from yunlu.training.communication.step_sync import Agreed, Ask
     from yunlu.training.data.growth import RunOrder
-    from yunlu.training.parts import Parts
+    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from yunlu.training.elastic.becoming import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 
 if TYPE_CHECKING:
     from yunlu.runs.run_dir import RunDir

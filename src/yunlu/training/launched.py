@@ -36,10 +36,10 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finish import finish
+from yunlu.training.finalize import finish
 from yunlu.training.giving_way import give_way
 from yunlu.training.launched_crew import LaunchedCrew
-from yunlu.training.life import RunBusyError, begin_life, move, only_worker, signals_as_stop
+from yunlu.training.attempt import RunBusyError, begin_life, move, only_worker, signals_as_stop
 from yunlu.training.memory.shortage import cap_of_worker, memory_capped
 from yunlu.training.muster import Muster, assemble, describe_failure
 from yunlu.training.parallel.arrangement import pattern_of
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
     from yunlu.training.crew_watch import CrewWatch
     from yunlu.training.parallel.world import World
-    from yunlu.training.parts import Parts
-    from yunlu.training.watch import StopRequest
+    from yunlu.training.training_inputs import Parts
+    from yunlu.training.callbacks import StopRequest
 
 _FAREWELL_S = 5.0
 """How long the leader waits for those who stand aside to hear of the end: they look all the time."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.training.engine import Engine
     from yunlu.training.muster import Muster
     from yunlu.training.trackers.open import TrackerThread
-    from yunlu.training.watch import StopRequest
+    from yunlu.training.callbacks import StopRequest
 
 
 class LaunchedCrew:

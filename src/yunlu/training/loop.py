@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.training.course import adapt
+from yunlu.training.batch_schedule import adapt
 from yunlu.training.guard import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.engine import Engine
     from yunlu.training.tasks.task import Batch
 

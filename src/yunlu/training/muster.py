@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from yunlu.core.errors import TrainingError
 from yunlu.core.settings import launch_variables, use_network_interface
 from yunlu.training.elastic.sockets import interface_of
-from yunlu.training.life import as_user_error
+from yunlu.training.attempt import as_user_error
 from yunlu.training.parallel.sockets import tells_of_loss
 
 if TYPE_CHECKING:

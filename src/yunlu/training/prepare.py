@@ -17,11 +17,11 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.weights import begin_from
-from yunlu.training.parts import Parts
+from yunlu.training.training_inputs import Parts
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
-from yunlu.training.probing.known import known_probe
-from yunlu.training.probing.stored import load_of_others, recall_calibration
+from yunlu.training.probing.machine_profile import known_probe
+from yunlu.training.probing.profile_store import load_of_others, recall_calibration
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
 from yunlu.training.tasks.open import open_task

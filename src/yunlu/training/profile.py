@@ -28,10 +28,10 @@ from yunlu.training.checkpoint.state import copy_random, restore_random
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.memory.shortage import is_out_of_memory, memory_capped
 from yunlu.training.precision import Precision
-from yunlu.training.startup.fit import fit
-from yunlu.training.startup.levers import start_settings
-from yunlu.training.startup.meter import ModelMeter
-from yunlu.training.startup.tune import tune
+from yunlu.training.autotune.memory_fit import fit
+from yunlu.training.autotune.knobs import start_settings
+from yunlu.training.autotune.timer import ModelMeter
+from yunlu.training.autotune.tune import tune
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Settings
     from yunlu.planning.predict.local import Work
     from yunlu.spec.job import Job
-    from yunlu.training.parts import Parts
+    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch, Task
 
 _TIMED_S = 0.3
@@ -122,7 +122,7 @@ def _count(
     job: Job, parts: Parts, meter: ModelMeter, settings: Settings, *, sample_s: float
 ) -> Work | None:
     """The operators of a step, on as few samples as tell those of all."""
-    from yunlu.training.probing.counting import count_step  # noqa: PLC0415 - only for a new plan
+    from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan
 
     plain = settings.model_copy(update={"compile": "none"})
     meter.switch(plain)

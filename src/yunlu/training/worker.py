@@ -28,8 +28,8 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finish import finish
-from yunlu.training.life import (
+from yunlu.training.finalize import finish
+from yunlu.training.attempt import (
     RunBusyError,
     as_user_error,
     begin_life,
@@ -41,13 +41,13 @@ from yunlu.training.memory.shortage import memory_capped
 from yunlu.training.prepare import prepare, settle_plan
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.open import TrackerThread, open_trackers
-from yunlu.training.watch import TrainingWatch
+from yunlu.training.callbacks import TrainingWatch
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from yunlu.training.tasks.task import Task
-    from yunlu.training.watch import StopRequest
+    from yunlu.training.callbacks import StopRequest
 
 
 def main() -> int:

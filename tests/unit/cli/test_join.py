@@ -10,7 +10,7 @@ import pytest
 
 from yunlu.cli.join import join
 from yunlu.core.errors import StoreError
-from yunlu.training.elastic.links import Links
+from yunlu.training.elastic.control_server import Links
 
 
 @pytest.mark.parametrize(

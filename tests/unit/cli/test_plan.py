@@ -16,7 +16,7 @@ from rich.console import Console
 
 import yunlu
 from yunlu.cli.main import main
-from yunlu.cli.options import _spans, comparison_table, options_table
+from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table
 from yunlu.planning.layout import Layout
 from yunlu.planning.search.options import Interval, Options
 

@@ -20,9 +20,9 @@ from tests.unit.tuning.made_studies import (
     with_trials,
 )
 from yunlu.cli.main import main
-from yunlu.cli.page import to_json
-from yunlu.cli.study_live import LiveStudy, PlainStudy
-from yunlu.cli.study_tables import (
+from yunlu.render.terminal.page import to_json
+from yunlu.render.terminal.study_display import LiveStudy, PlainStudy
+from yunlu.render.terminal.study_tables import (
     answer_block,
     choose_rows,
     comparison_block,

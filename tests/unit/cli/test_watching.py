@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from yunlu.cli.display import Course, JsonDisplay, LiveDisplay, PlainDisplay, step_line
+from yunlu.render.terminal.run_display import Course, JsonDisplay, LiveDisplay, PlainDisplay, step_line
 from yunlu.cli.main import main
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from yunlu.cli.display import LiveDisplay, PlainDisplay
+from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.cli.main import main
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric

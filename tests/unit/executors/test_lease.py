@@ -73,7 +73,7 @@ def test_even_a_run_on_one_device_has_a_supervisor(run: RunDir) -> None:
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--spares", "2")
     run.job.write_text('{"communication": {"method": "asynchronous"}}')
-    assert "yunlu.training.asynchronous.program" in lead_program(run, 1)
+    assert "yunlu.training.asynchronous.supervisor" in lead_program(run, 1)
 
 
 def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunDir) -> None:
@@ -84,4 +84,4 @@ def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunDir
     run.servers.mkdir()  # its crew has chosen so
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--shares", "4")
-    assert "yunlu.training.asynchronous.program" in words
+    assert "yunlu.training.asynchronous.supervisor" in words

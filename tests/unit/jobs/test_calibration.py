@@ -17,7 +17,7 @@ from tests.unit.planning.test_probed import pace, planned, probe
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import calibration as known
-from yunlu.jobs.report import build_report, write_report
+from yunlu.jobs.report_builder import build_report, write_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.plan import Measured

@@ -15,9 +15,9 @@ from rich.console import Console
 from yunlu.cli.main import main
 from yunlu.core.files import append_lines
 from yunlu.jobs.communication import Communication, communication_lines
-from yunlu.jobs.page import render_page
-from yunlu.jobs.report import Report, build_report, write_report
-from yunlu.jobs.summary import print_summary
+from yunlu.render.run_report.page import render_page
+from yunlu.jobs.report_builder import Report, build_report, write_report
+from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.runs.states import RunState
 

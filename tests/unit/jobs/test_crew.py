@@ -15,11 +15,11 @@ from rich.console import Console
 
 from yunlu.core.files import append_lines
 from yunlu.jobs.crew import newest_crew, read_crew, read_samples
-from yunlu.jobs.page import render_page
-from yunlu.jobs.picture import picture_layout
+from yunlu.render.run_report.page import render_page
+from yunlu.render.run_report.workers import picture_layout
 from yunlu.jobs.recorded import Recorded
-from yunlu.jobs.report import Report, build_report, write_report
-from yunlu.jobs.summary import print_summary
+from yunlu.jobs.report_builder import Report, build_report, write_report
+from yunlu.render.terminal.report_summary import print_summary
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.runs.run_dir import Event, EventKind, RunDir
 from yunlu.runs.states import RunState

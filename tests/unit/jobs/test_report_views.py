@@ -14,15 +14,15 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
-from yunlu.jobs.page import render_page
-from yunlu.jobs.report import build_report, write_report
-from yunlu.jobs.summary import print_summary, sparkline
+from yunlu.render.run_report.page import render_page
+from yunlu.jobs.report_builder import build_report, write_report
+from yunlu.render.terminal.report_summary import print_summary, sparkline
 from yunlu.runs.run_dir import EventKind, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.jobs.report import Report
+    from yunlu.jobs.report_builder import Report
 
 # The same runs as in the tests of the value, written by the same hand.
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
@@ -250,6 +250,6 @@ def test_a_full_disk_is_said_in_words(finished: RunDir, monkeypatch: pytest.Monk
     def refuse(path: Path, content: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("yunlu.jobs.report.write_atomically", refuse)
+    monkeypatch.setattr("yunlu.jobs.report_builder.write_atomically", refuse)
     with pytest.raises(StoreError, match="No space left on device"):
         write_report(finished)

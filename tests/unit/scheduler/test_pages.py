@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from tests.unit.scheduler.clouds import CALM, Cluster
-from yunlu.cli.pool_tables import pool_page, why_page
+from yunlu.render.terminal.pool_tables import pool_page, why_page
 from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.scaling import Scaler

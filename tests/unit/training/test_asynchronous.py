@@ -22,7 +22,7 @@ from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.averages import settle_averages
-from yunlu.training.asynchronous.chief import Chief, Progress
+from yunlu.training.asynchronous.coordinator import Chief, Progress
 from yunlu.training.asynchronous.rules import make_rules, refuse_job
 from yunlu.training.asynchronous.worker import ServedEngine, work
 from yunlu.training.communication.servers.flat import FlatWeights
@@ -30,10 +30,10 @@ from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.engine import Engine
-from yunlu.training.life import begin_life
-from yunlu.training.parts import Parts
+from yunlu.training.attempt import begin_life
+from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.task import Batch
-from yunlu.training.watch import StopRequest
+from yunlu.training.callbacks import StopRequest
 
 
 def job(**train: Any) -> Job:

@@ -15,9 +15,9 @@ from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
-from yunlu.training.asynchronous import door as door_module
-from yunlu.training.asynchronous.door import Door
-from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE
+from yunlu.training.asynchronous import join_server as door_module
+from yunlu.training.asynchronous.join_server import Door
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
 from yunlu.training.elastic.messages import (
     Exited,
     Failed,

@@ -17,12 +17,15 @@ from tests.unit.planning.test_probed import pace, probe
 from yunlu.planning.probed import parse_probes
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import counting, known, links, measure, stored
-from yunlu.training.probing.counting import count_operators
+from yunlu.training.probing import links, measure
+from yunlu.training.probing import profile_store
+from yunlu.training.probing import machine_profile
+from yunlu.training.probing import operator_counts
+from yunlu.training.probing.operator_counts import count_operators
 from yunlu.training.probing.disk import measure_disk
-from yunlu.training.probing.known import known_probe
-from yunlu.training.probing.models import measure_call, measure_mixed
-from yunlu.training.probing.paces import (
+from yunlu.training.probing.machine_profile import known_probe
+from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
+from yunlu.training.probing.microbenchmarks import (
     Bench,
     attention_size,
     bench_for,
@@ -183,7 +186,7 @@ def test_a_quick_look_is_taken_once_and_kept(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = probe_machine()
-    assert stored.recall_probe(machine) is None
+    assert profile_store.recall_probe(machine) is None
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -266,19 +269,19 @@ def test_a_run_on_a_machine_never_probed_notes_start_up_after_the_look(
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cache: Path) -> None:
     own_cache.write_text("a file where the folder should be")
-    stored.keep_probe(probe())
-    assert stored.recall_probe(probe_machine()) is None
-    assert stored.recall_calibration().figures == ()
+    profile_store.keep_probe(probe())
+    assert profile_store.recall_probe(probe_machine()) is None
+    assert profile_store.recall_calibration().figures == ()
 
 
 def test_figures_of_one_machine_are_kept_side_by_side_whatever_its_name(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored.keep_probe(probe(torch="1"))
-    stored.keep_probe(probe(torch="2"))
+    profile_store.keep_probe(probe(torch="1"))
+    profile_store.keep_probe(probe(torch="2"))
     (file,) = (own_cache / "probe").glob("*.json")
     monkeypatch.setattr("socket.gethostname", lambda: "another-container")
-    assert stored.probe_files()[0] == file
+    assert profile_store.probe_files()[0] == file
     kept = parse_probes(file.read_bytes())
     assert [each.torch for each in kept] == ["1", "2"]
 
@@ -287,5 +290,5 @@ def test_a_gpu_belongs_to_its_run_alone() -> None:
     machine = probe_machine()
     gpu = machine.devices[0].model_copy(update={"kind": "cuda"})
     alone = machine.model_copy(update={"devices": (*machine.devices, gpu)})
-    assert stored.load_of_others(alone) == 0.0
-    assert stored.load_of_others(machine) >= 0.0
+    assert profile_store.load_of_others(alone) == 0.0
+    assert profile_store.load_of_others(machine) >= 0.0

@@ -27,11 +27,11 @@ from yunlu.planning.plan import Plan
 from yunlu.runs.run_dir import RunDir
 from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
 from yunlu.spec.job import Job
-from yunlu.training.asynchronous.fleet import Fleet, Place, describe
+from yunlu.training.asynchronous.process_group_supervisor import Fleet, Place, describe
 from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.determinism import set_deterministic
-from yunlu.training.elastic.becoming import hear_asks
-from yunlu.training.elastic.contact import Contact, LostError
+from yunlu.training.elastic.exec_module import hear_asks
+from yunlu.training.elastic.control_client import Contact, LostError
 from yunlu.training.elastic.messages import (
     Answer,
     Exited,
@@ -42,14 +42,14 @@ from yunlu.training.elastic.messages import (
     Prepared,
     Tick,
 )
-from yunlu.training.life import signals_as_stop
+from yunlu.training.attempt import signals_as_stop
 from yunlu.training.prepare import prepare
 
 if TYPE_CHECKING:
     from yunlu.core.value import Value
     from yunlu.training.elastic.messages import Message
-    from yunlu.training.parts import Parts
-    from yunlu.training.watch import StopRequest
+    from yunlu.training.training_inputs import Parts
+    from yunlu.training.callbacks import StopRequest
 
 _TICK_S = 0.25
 _QUIET_S = 5.0

@@ -13,7 +13,7 @@ import torch
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.run_dir import EventKind
 from yunlu.training import loop
-from yunlu.training.assembly import seed_step
+from yunlu.training.engine_builders import seed_step
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_dir import RunDir
     from yunlu.spec.job import Job
-    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.communication.servers.rules import Ticket
     from yunlu.training.loop import Step
-    from yunlu.training.parts import Parts
+    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch
 
 

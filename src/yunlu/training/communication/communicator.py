@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from yunlu.core.errors import TrainingError
-from yunlu.training.communication.agreement import Agreed, agree, read_ask, tell_ask
-from yunlu.training.communication.residual import share_out
+from yunlu.training.communication.step_sync import Agreed, agree, read_ask, tell_ask
+from yunlu.training.communication.error_feedback import share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from yunlu.training.communication.agreement import Ask
+    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.communication.local.averaging import Averaging
     from yunlu.training.communication.local.sites import Site
     from yunlu.training.communication.summation import Pending, Summation
-    from yunlu.training.communication.wire import Traffic
+    from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 

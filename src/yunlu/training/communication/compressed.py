@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.powersgd import PowerSgdSum
-from yunlu.training.communication.residual import (
+from yunlu.training.communication.error_feedback import (
     Place,
     Residual,
     clip_share,
@@ -21,15 +21,15 @@ from yunlu.training.communication.residual import (
     unpack_state,
 )
 from yunlu.training.communication.summation import ThreadedSummation
-from yunlu.training.communication.sums import direct_sum
+from yunlu.training.communication.allreduce import direct_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.training.communication.codecs.codec import Codec
-    from yunlu.training.communication.flow import Flow
+    from yunlu.training.communication.transport_session import Flow
     from yunlu.training.communication.powersgd import Matrix
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _ALIGNED = 512
 """Parts begin at multiples of it: of all blocks, only the tensor's last is short."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 FIRST_BYTES, LARGEST_BYTES = 16 << 10, 8 << 20
 TURNS = 12

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from yunlu.planning.communication.figures import CodecCost
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _LATENCY_SHARE, _PAIR_SHARE, _RING_SHARE, _ALL_SHARE, _BOTH_SHARE = 0.1, 0.3, 0.2, 0.25, 0.15
 _ROUNDS = 3

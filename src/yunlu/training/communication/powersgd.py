@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yunlu.training.communication.residual import (
+from yunlu.training.communication.error_feedback import (
     Residual,
     clip_share,
     pack_state,
     unpack_state,
 )
-from yunlu.training.communication.sums import direct_sum
+from yunlu.training.communication.allreduce import direct_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.training.communication.sums import SumFunction
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.allreduce import SumFunction
+    from yunlu.training.communication.transport import Wire
 
 _FACTOR = "factor/"
 _SEED = 20190531

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from yunlu.training.communication.wire import LinkLostError, Traffic, Wire
+from yunlu.training.communication.transport import LinkLostError, Traffic, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

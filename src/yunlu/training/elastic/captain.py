@@ -36,7 +36,7 @@ from yunlu.training.elastic.messages import (
     Tick,
     Where,
 )
-from yunlu.training.elastic.roster import (
+from yunlu.training.elastic.membership import (
     LOCAL,
     MemberRecord,
     NodeRecord,
@@ -44,7 +44,7 @@ from yunlu.training.elastic.roster import (
 )
 
 if TYPE_CHECKING:
-    from yunlu.training.elastic.links import Link
+    from yunlu.training.elastic.control_server import Link
     from yunlu.training.elastic.watchdog import Verdict
 
 _START_S = 300.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.decide import Decision, decide
+from yunlu.training.elastic.generations import Decision, decide
 from yunlu.training.elastic.messages import (
     Assignment,
     Failed,
@@ -19,7 +19,7 @@ from yunlu.training.elastic.messages import (
     Seat,
     Stop,
 )
-from yunlu.training.elastic.roster import (
+from yunlu.training.elastic.membership import (
     LOCAL,
     MemberRecord,
     NodeRecord,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
     from yunlu.planning.layout import Layout
-    from yunlu.training.elastic.links import Links
-    from yunlu.training.elastic.logbook import Logbook
+    from yunlu.training.elastic.control_server import Links
+    from yunlu.training.elastic.event_reporter import Logbook
 
 ADOPT_S = 8.0
 """How long a new supervisor waits for the workers of the old one to report."""

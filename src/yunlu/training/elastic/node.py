@@ -23,9 +23,9 @@ import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by ev
 from yunlu.core.errors import TrainingError
 from yunlu.runs.run_dir import RunDir
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
-from yunlu.training.elastic.becoming import ASYNCHRONOUS_NODE, become
-from yunlu.training.elastic.contact import GIVE_UP_S, Contact, LostError
-from yunlu.training.elastic.member import Member, run_member
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, become
+from yunlu.training.elastic.control_client import GIVE_UP_S, Contact, LostError
+from yunlu.training.elastic.worker_agent import Member, run_member
 from yunlu.training.elastic.messages import (
     Answer,
     Exited,

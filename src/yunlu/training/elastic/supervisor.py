@@ -30,14 +30,14 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
-from yunlu.training.elastic.becoming import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.captain import Captain
-from yunlu.training.elastic.contact import run_is_over
+from yunlu.training.elastic.control_client import run_is_over
 from yunlu.training.elastic.helm import Outcome
-from yunlu.training.elastic.links import Links
-from yunlu.training.elastic.logbook import Logbook
+from yunlu.training.elastic.control_server import Links
+from yunlu.training.elastic.event_reporter import Logbook
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
-from yunlu.training.elastic.roster import LOCAL, MemberRecord, NodeRecord, is_alive, kill
+from yunlu.training.elastic.membership import LOCAL, MemberRecord, NodeRecord, is_alive, kill
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.training.communication.buckets import split, starts_of
-from yunlu.training.noise import choose_places
+from yunlu.training.gradient_noise import choose_places
 from yunlu.training.parallel.boxes import is_spread, local_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.planning.layout import AXES, Layout, Place
-from yunlu.training.communication.sums.doubling import doubling_sum
-from yunlu.training.communication.wire import connect
+from yunlu.training.communication.allreduce.doubling import doubling_sum
+from yunlu.training.communication.transport import connect
 from yunlu.training.parallel.boxes import piece_of
 from yunlu.training.parallel.exchange import exchange, gather_json, gather_specs
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 NEVER_S = 24 * 3600.0
 """Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""

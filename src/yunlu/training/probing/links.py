@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.planning.probed import LinkFigures, StartFigures, fit_message_time
-from yunlu.training.probing.parent import end_with_parent, started
+from yunlu.training.probing.child_process import end_with_parent, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

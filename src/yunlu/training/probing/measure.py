@@ -18,8 +18,8 @@ import torch
 from yunlu.core.settings import read_settings
 from yunlu.planning.probed import Probed, no_slower
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing.models import measure_call, measure_mixed
-from yunlu.training.probing.paces import (
+from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
+from yunlu.training.probing.microbenchmarks import (
     ATTENTIONS,
     CONVOLUTIONS,
     GPU_PRODUCT_SIDES,
@@ -33,15 +33,15 @@ from yunlu.training.probing.paces import (
     measure_products,
     with_threads,
 )
-from yunlu.training.probing.parent import end_with_parent
-from yunlu.training.probing.stored import keep_probe
+from yunlu.training.probing.child_process import end_with_parent
+from yunlu.training.probing.profile_store import keep_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from yunlu.hardware.machine import Machine
     from yunlu.planning.probed import Kind, Pace
-    from yunlu.training.probing.paces import Bench
+    from yunlu.training.probing.microbenchmarks import Bench
 
     Part = tuple[str, Callable[[], dict[str, Any]]]
     Told = Callable[[str, int, int], None]

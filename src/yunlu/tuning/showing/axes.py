@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.units import show_duration
-from yunlu.jobs.charts import Tick
+from yunlu.render.drawing.charts import Tick
 from yunlu.tuning.showing.importance import place_on
 from yunlu.tuning.showing.telling import show_dollars, show_param
 

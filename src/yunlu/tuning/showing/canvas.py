@@ -10,7 +10,7 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from yunlu.jobs.charts import Tick
+    from yunlu.render.drawing.charts import Tick
     from yunlu.tuning.showing.axes import Axis
     from yunlu.tuning.view import StudyView, TrialFacts
 

@@ -33,7 +33,7 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.jobs.charts import Tick
+    from yunlu.render.drawing.charts import Tick
     from yunlu.tuning.showing.axes import Axis
     from yunlu.tuning.showing.canvas import Shades
     from yunlu.tuning.values import Dimension

@@ -17,7 +17,7 @@ from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
-from yunlu.jobs.words import TEMPLATES as RUN_TEMPLATES
+from yunlu.render.i18n.texts import TEMPLATES as RUN_TEMPLATES
 from yunlu.runs.run_dir import RunDir
 from yunlu.tuning.showing.axes import value_axis
 from yunlu.tuning.showing.canvas import Shades
@@ -73,7 +73,7 @@ def write_report(view: StudyView, path: Path | None = None) -> Path:
 
 def write_run_reports(view: StudyView) -> None:
     """Write the reports of the trials' runs that rest and have none of their own yet."""
-    from yunlu.jobs.report import write_report as write_run_report  # noqa: PLC0415 (used by few)
+    from yunlu.jobs.report_builder import write_report as write_run_report  # noqa: PLC0415 (used by few)
 
     for facts in view.trials:
         path = run_path(view, facts)

@@ -9,7 +9,7 @@ from tests.unit.training.communication.wired import in_threads, make_wires
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 Found = TypeVar("Found")
 

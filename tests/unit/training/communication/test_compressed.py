@@ -14,12 +14,12 @@ from yunlu.training.communication.compressed import (
     CompressedSummation,
     compressed_summation,
 )
-from yunlu.training.communication.residual import fold, share_out
+from yunlu.training.communication.error_feedback import fold, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _LENGTH = 3 * 512 + 77
 _LOSSY = [name for name in CODECS if name not in {"none", "fp16", "bf16"}]

@@ -24,7 +24,7 @@ from yunlu.training.optim.fused import FusedAdam
 
 if TYPE_CHECKING:
     from yunlu.training.communication.compressed import KeptSum
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _WORKERS, _STEPS, _WARM_UP, _BATCH = 4, 100, 20, 16
 _DIGITS: Any = load_digits(return_X_y=True)

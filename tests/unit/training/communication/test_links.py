@@ -13,7 +13,7 @@ from yunlu.planning.communication.figures import CodecCost, Work
 from yunlu.training.communication.codecs.make import CODECS, make_codec
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.links import measure_links
-from yunlu.training.communication.wire import LinkLostError, Wire
+from yunlu.training.communication.transport import LinkLostError, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
 from yunlu.training.communication.local.following import Following
-from yunlu.training.communication.wire import LinkLostError, Wire, connect
+from yunlu.training.communication.transport import LinkLostError, Wire, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

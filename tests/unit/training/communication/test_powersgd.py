@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from tests.unit.training.communication.crowd import run_workers
 from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
-from yunlu.training.communication.residual import share_out
-from yunlu.training.communication.sums import ring_sum
-from yunlu.training.communication.wire import Wire
+from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.allreduce import ring_sum
+from yunlu.training.communication.transport import Wire
 
 _MATRICES = [Matrix(5, 40, 60), Matrix(2405, 30, 50)]
 _LENGTH = 2405 + 1500 + 7

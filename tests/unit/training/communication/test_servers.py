@@ -26,7 +26,7 @@ from tests.unit.training.communication.served import (
 )
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec
-from yunlu.training.communication.flow import Traffic
+from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights

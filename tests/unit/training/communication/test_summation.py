@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.unit.training.communication.wired import in_threads, make_wires
 from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
-from yunlu.training.communication.sums import ring_sum
-from yunlu.training.communication.wire import LinkLostError, Wire
+from yunlu.training.communication.allreduce import ring_sum
+from yunlu.training.communication.transport import LinkLostError, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
-from yunlu.training.communication.flow import _HEADER  # pyright: ignore[reportPrivateUsage]
-from yunlu.training.communication.sums import SUMS, served_sum
-from yunlu.training.communication.sums.hierarchical import group_by_host
-from yunlu.training.communication.sums.team import cut, segments
-from yunlu.training.communication.sums.trees import Place, place_in_heap, places_in_twins
-from yunlu.training.communication.wire import LinkLostError
+from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
+from yunlu.training.communication.allreduce import SUMS, served_sum
+from yunlu.training.communication.allreduce.hierarchical import group_by_host
+from yunlu.training.communication.allreduce.rank_group import cut, segments
+from yunlu.training.communication.allreduce.trees import Place, place_in_heap, places_in_twins
+from yunlu.training.communication.transport import LinkLostError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torch import Tensor
 
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 SIZES = (2, 3, 4, 5, 6)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from yunlu.training.communication.wire import Wire, connect
+from yunlu.training.communication.transport import Wire, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ import pytest
 
 from yunlu.core.errors import DataError
 from yunlu.spec.job import DataSpec
-from yunlu.training.data.made import MADE, made
+from yunlu.training.data.synthetic import MADE, made
 from yunlu.training.data.sources import Tables, load_tables, read_text
 from yunlu.training.data.table import Table
 

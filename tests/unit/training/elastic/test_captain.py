@@ -15,8 +15,8 @@ from yunlu.runs.run_dir import EventKind, RunDir
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.helm import STILLBORN
-from yunlu.training.elastic.links import Link, Links
-from yunlu.training.elastic.logbook import Logbook
+from yunlu.training.elastic.control_server import Link, Links
+from yunlu.training.elastic.event_reporter import Logbook
 from yunlu.training.elastic.messages import (
     Beat,
     Done,
@@ -27,7 +27,7 @@ from yunlu.training.elastic.messages import (
     Prepared,
     Settled,
 )
-from yunlu.training.elastic.roster import FIRST_ASIDE_S, LOCAL
+from yunlu.training.elastic.membership import FIRST_ASIDE_S, LOCAL
 
 
 class Ship:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import sequential_batches
-from yunlu.training.data.made import make
+from yunlu.training.data.synthetic import make
 from yunlu.training.data.table import Table
 from yunlu.training.models.factors import Factors
 from yunlu.training.tasks.recommendation import TEST_NEGATIVES, RankScorer, Recommendation

@@ -22,7 +22,7 @@ import xxhash
 
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.flow import Traffic
+from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.communication.local.mean import Meeting, share_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.codecs.codec import Codec
     from yunlu.training.communication.local.rules import LocalRules
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _TAGS = 1 << 32
 

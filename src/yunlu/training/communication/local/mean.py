@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.training.communication.wire import RefusedError
+from yunlu.training.communication.transport import RefusedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.codecs.codec import Codec
-    from yunlu.training.communication.wire import Wire
+    from yunlu.training.communication.transport import Wire
 
 _HEADER = struct.Struct("<dQ")
 _TAGS = 1 << 32

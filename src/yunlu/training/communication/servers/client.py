@@ -9,8 +9,8 @@ import torch
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.flow import Traffic
-from yunlu.training.communication.residual import Residual
+from yunlu.training.communication.transport_session import Traffic
+from yunlu.training.communication.error_feedback import Residual
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.link import ServerLink
 from yunlu.training.communication.servers.messages import (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from yunlu.core.value import Value
-    from yunlu.training.communication.flow import Traffic
+    from yunlu.training.communication.transport_session import Traffic
     from yunlu.training.communication.servers.frames import Frame
     from yunlu.training.communication.servers.messages import Answer
     from yunlu.training.communication.servers.rules import Ticket

@@ -1,0 +1,321 @@
+"""The charts of the page: which curves stand together, how they are drawn, what hovering reads out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from yunlu.jobs.recorded import PARTS
+from yunlu.render.drawing.charts import (
+    Band,
+    Drawing,
+    Mark,
+    Series,
+    draw_course,
+    draw_lines,
+    draw_stack,
+    metric_unit,
+)
+from yunlu.render.i18n.texts import both, known_word, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from yunlu.jobs.report_model import Crew, CrewChange, Curve, Report
+    from yunlu.render.drawing.charts import Style, Unit
+
+_MOST_DOTS = 60
+_MOST_MARKS = 200
+_MOST_WORKERS = 8
+COLOURS = 8
+"""How many grounds and parts the page can tell apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One chart of the page: drawn once, or twice where a logarithmic scale helps."""
+
+    id: str
+    title: Markup
+    unit: Unit
+    legend: tuple[tuple[Markup, str], ...]
+    """Names with the class of their key."""
+    drawings: dict[str, Drawing]
+    """By scale: ``linear``, ``log``."""
+    points: dict[str, Any]
+    """What hovering reads out."""
+    scale: str = "linear"
+    """The one shown first."""
+    wide: bool = False
+    axis: str = "step"
+    """The word for what runs from left to right."""
+
+
+def figures_of(report: Report) -> Iterator[Figure]:
+    """Every chart that the run has curves for."""
+    yield from _figure(
+        report,
+        words("curve.loss"),
+        {"train_loss": "faint", "train_loss_smoothed": "line", "validation_loss": "dots"},
+        marks=_marks(report),
+        wide=True,
+        log=True,
+    )
+    for curve in report.curves:
+        prefix, _, name = curve.key.partition("/")
+        if prefix == "validation" and name:
+            title = known_word("metric", name)
+            unit = metric_unit(name, curve.values)
+            yield from _figure(report, title, {curve.key: "dots"}, unit=unit)
+    yield from _figure(report, words("curve.lr"), {"lr": "line"})
+    noisy: dict[str, Unit] = {
+        "grad_norm": "number",
+        "samples_per_s": "rate",
+        "items_per_s": "rate",
+        "tokens_per_s": "rate",
+        "padding_share": "percent",
+    }
+    for key, unit in noisy.items():
+        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
+        title = words(f"curve.{key}")
+        yield from _figure(report, title, styles, unit=unit, log=key == "grad_norm")
+    yield from _figure(report, words("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
+    noise: dict[str, Style] = {"noise_scale": "faint", "noise_scale_smoothed": "line"}
+    # The batch may be a thousandth of the scale: on a linear axis it would lie on the floor.
+    yield from _figure(
+        report, words("curve.noise"), {**noise, "batch": "line"}, log=True, scale="log"
+    )
+    yield from _figure(report, words("curve.low_share"), {"low_share": "line"}, unit="percent")
+    yield from _figure(
+        report, words("curve.loss_scale"), {"loss_scale": "line"}, log=True, scale="log"
+    )
+
+
+def communication_figures(report: Report) -> Iterator[Figure]:
+    """What exchanges took, sent and left out, over the steps."""
+    units: dict[str, Unit] = {
+        "exchange_s": "duration",
+        "sent_bytes": "bytes",
+        "compression_error": "percent",
+    }
+    for key, unit in units.items():
+        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
+        yield from _figure(report, words(f"curve.{key}"), styles, unit=unit)
+
+
+def _marks(report: Report) -> list[Mark]:
+    """Where the loss was interfered with. Overflows are part of finding the loss scale: no marks."""
+    steps: dict[str, set[int]] = {kind: set() for kind in ("skip", "rollback", "out_of_memory")}
+    for each in report.incidents:
+        if each.kind in steps and each.data.get("reason") != "overflow":
+            steps[each.kind].add(each.step)
+    crew = report.crew
+    if crew is not None:
+        steps["fault"] = {fault.step for fault in crew.faults if fault.step is not None}
+        steps["crew"] = {change.from_step for change in crew.changes[1:]} - steps["fault"]
+    return [
+        Mark(kind=kind, steps=sorted(found)[:_MOST_MARKS]) for kind, found in steps.items() if found
+    ]
+
+
+def _figure(
+    report: Report,
+    title: Markup,
+    styles: dict[str, Style],
+    *,
+    unit: Unit = "number",
+    marks: Sequence[Mark] = (),
+    wide: bool = False,
+    log: bool = False,
+    scale: str = "linear",
+) -> Iterator[Figure]:
+    """The chart of these curves, if the run has any of them."""
+    found = [curve for key in styles if (curve := report.curve(key)) is not None]
+    if not found:
+        return
+    lines = [
+        Series(
+            key=curve.key,
+            points=list(zip(curve.steps, curve.values, strict=True)),
+            colour=list(styles).index(curve.key) + 1,
+            style=_style(curve, styles[curve.key], alone=len(found) == 1),
+        )
+        for curve in found
+    ]
+    scales = ["linear", "log"] if log and _fits_log(found) else ["linear"]
+    legend = [(known_word("series", line.key), f"c{line.colour}") for line in lines]
+    legend = legend if len(lines) > 1 else []
+    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    yield Figure(
+        id=found[0].key.replace("/", "-"),
+        title=title,
+        unit=unit,
+        legend=tuple(legend),
+        drawings={
+            each: draw_lines(lines, unit=unit, log=each == "log", marks=marks) for each in scales
+        },
+        points={
+            "unit": unit,
+            "series": [_read_out(curve) for curve in found],
+            "marks": [
+                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
+            ],
+        },
+        scale=scale if scale in scales else "linear",
+        wide=wide,
+    )
+
+
+def _style(curve: Curve, wanted: Style, *, alone: bool) -> Style:
+    """Dots that would touch become a line; so does a raw curve with no smoothed one over it."""
+    dense = wanted == "dots" and len(curve.steps) > _MOST_DOTS
+    return "line" if dense or (wanted == "faint" and alone) else wanted
+
+
+def _fits_log(curves: Sequence[Curve]) -> bool:
+    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0
+
+
+def _read_out(curve: Curve) -> dict[str, Any]:
+    values = [float(f"{v:.6g}") if math.isfinite(v) else str(v) for v in curve.values]
+    name = both(f"series.{curve.key}", curve.key.removeprefix("validation/"))
+    return {"name": name, "x": curve.steps, "y": values}
+
+
+def time_figure(report: Report) -> Figure | None:
+    """Where the time went, over the steps."""
+    time = report.time
+    if time is None or not time.steps:
+        return None
+    drawing = draw_stack(time.steps, [time.shares[part] for part in PARTS])
+    series = [
+        {
+            "name": both(f"part.{part}", part),
+            "x": time.steps,
+            "y": [round(share, 5) for share in time.shares[part]],
+        }
+        for part in PARTS
+    ]
+    return Figure(
+        id="time",
+        title=words("time.over_steps"),
+        unit="percent",
+        legend=(),
+        drawings={"linear": drawing},
+        points={"unit": "percent", "series": series, "marks": []},
+    )
+
+
+def layout_colours(crew: Crew) -> dict[str, int]:
+    """The same colour for the same layout, however often the run came back to it."""
+    layouts = dict.fromkeys(change.layout for change in crew.changes)
+    return {layout: place % COLOURS + 1 for place, layout in enumerate(layouts)}
+
+
+def course_figure(crew: Crew) -> Figure | None:
+    """How far the run was when, on the ground of its layouts."""
+    if len(crew.elapsed_s) < 2:
+        return None
+    colours, times = layout_colours(crew), [round(each * 1000) for each in crew.elapsed_s]
+    starts = [max(0, round(crew.elapsed_at(each.at) * 1000)) for each in crew.changes]
+    starts[0] = 0
+    bands = [
+        Band(start=start, end=end, colour=colours[change.layout], label=change.layout)
+        for change, start, end in zip(crew.changes, starts, [*starts[1:], times[-1]], strict=True)
+    ]
+    marks = _moments(crew)
+    names: list[tuple[tuple[str, str], Sequence[int | str]]] = [
+        (both("crew.course", "step"), crew.done_steps)
+    ]
+    # Each time with the layout it fell into: hovering reads it out.
+    layouts = [next((b.label for b in reversed(bands) if b.start <= at), "") for at in times]
+    names.append((both("crew.layout", "layout"), layouts))
+    legend = [(Markup("{}").format(name), f"fill w{colour}") for name, colour in colours.items()]
+    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    line = Series(
+        key="course", points=list(zip(times, crew.done_steps, strict=True)), colour=1, style="line"
+    )
+    return Figure(
+        id="course",
+        title=words("crew.course_title"),
+        unit="number",
+        legend=tuple(legend),
+        drawings={"linear": draw_course(line, bands=bands, marks=marks)},
+        points={
+            "unit": "number",
+            "axis": "time",
+            "series": [{"name": name, "x": times, "y": values} for name, values in names],
+            "marks": [
+                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
+            ],
+        },
+        wide=True,
+        axis="crew.time",
+    )
+
+
+def _moments(crew: Crew) -> list[Mark]:
+    """Faults, stragglers and changes that nobody was lost for, in milliseconds."""
+    found = {
+        "fault": [each.at for each in crew.faults],
+        "straggler": [each.at for each in crew.stragglers],
+        "crew": [each.at for each in _unforced(crew)],
+    }
+    return [
+        Mark(kind=kind, steps=sorted(round(crew.elapsed_at(at) * 1000) for at in ats)[:_MOST_MARKS])
+        for kind, ats in found.items()
+        if ats
+    ]
+
+
+def _unforced(crew: Crew) -> Iterator[CrewChange]:
+    for before, change in pairwise(crew.changes):
+        if not any(before.at <= fault.at <= change.at for fault in crew.faults):
+            yield change
+
+
+def workers_figure(crew: Crew) -> Figure | None:
+    """What each worker's step takes without the waiting: one that is slow stands out."""
+    found = [member for member in crew.members if len(member.steps) > 1]
+    # The slowest are what people look for.
+    found = sorted(found, key=lambda each: -median(each.compute_s))[:_MOST_WORKERS]
+    found.sort(key=lambda each: list(crew.members).index(each))
+    if not found:
+        return None
+    lines = [
+        Series(
+            key=f"worker-{member.member}",
+            points=list(zip(member.steps, member.compute_s, strict=True)),
+            colour=place,
+        )
+        for place, member in enumerate(found, 1)
+    ]
+    names = [
+        tuple(text.format(member=each.member) for text in both("crew.worker", "")) for each in found
+    ]
+    drawing = draw_lines(lines, unit="duration")
+    return Figure(
+        id="workers",
+        title=words("crew.step_time"),
+        unit="duration",
+        legend=tuple(
+            (words("crew.worker", member=each.member), f"w{place}")
+            for place, each in enumerate(found, 1)
+        ),
+        drawings={"linear": drawing},
+        points={
+            "unit": "duration",
+            "series": [
+                {"name": name, "x": each.steps, "y": [float(f"{v:.4g}") for v in each.compute_s]}
+                for name, each in zip(names, found, strict=True)
+            ],
+            "marks": [],
+        },
+        wide=True,
+    )

@@ -1,0 +1,183 @@
+"""Options as tables."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.units import show_bytes, show_count, show_duration
+from yunlu.render.terminal.page import ACCENT, indented, plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+
+    from yunlu.planning.search.options import Interval, Option, Options
+
+
+_GIB = 2**30
+_MANY_DOLLARS = 1e7
+_MANY = 1e6
+_UNITS = (
+    *(("s", 1.0, 90), ("min", 60.0, 90), ("h", 3600.0, 48), ("d", 86400.0, 1000)),
+    ("years", 365.25 * 86400.0, math.inf),
+)
+"""A unit, its seconds, and up to how many of them it is used."""
+
+
+def options_table(options: Options) -> RenderableType:
+    """One option a row: what is expected, and below it the interval; then why each won or lost."""
+    table = plain_table()
+    table.add_column("")
+    for title in ("hardware", "layout"):
+        table.add_column(title, overflow="fold")
+    for title in ("memory", "pace", "time", "cost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for place, option in enumerate(options, start=1):
+        number = Text(f"{place}", style=f"bold {ACCENT}" if place == 1 else "dim")
+        table.add_row(number, *_cells(option))
+    why = Table.grid(padding=(0, 3, 0, 0))
+    for place, option in enumerate(options, start=1):
+        style = f"bold {ACCENT}" if place == 1 else "dim"
+        why.add_row(Text(f"{place}", style=style), Text(option.reason))
+    return Group(indented(table), Text(""), indented(why))
+
+
+def notes_block(options: Options, *, took_s: float) -> RenderableType:
+    """What does not fit, what was assumed, and how much was looked at."""
+    lines = [Text(f" {problem}", style="red") for problem in options.problems]
+    lines += [Text(f" note: {note}", style="dim") for note in options.notes]
+    best = options.best
+    if best.lr_factor != 1.0:
+        words = (
+            f" note: the learning rate is multiplied by {best.lr_factor:.3g} ({best.lr_scaling})"
+        )
+        lines.append(Text(words, style="dim"))
+    count = f" {options.layouts:,} layouts in {took_s:.2f} s of computing; below each figure, its 10 to 90 % interval"
+    return Group(Text(""), *lines, Text(count, style="dim"))
+
+
+def comparison_table(names: Sequence[str], options: Sequence[Option]) -> RenderableType:
+    """Two jobs' best options beside each other."""
+    table = plain_table()
+    for title in ("", *names, "second / first"):
+        table.add_column(title, overflow="fold")
+    first, second = options
+    for label, show in _TEXTS.items():
+        table.add_row(Text(label, style="dim"), show(first), show(second), "")
+    for label, (figure, show) in _FIGURES.items():
+        one, other = figure(first), figure(second)
+        table.add_row(Text(label, style="dim"), *(_both(each, show) for each in (one, other)),
+                      _ratio(one, other))  # fmt: skip
+    return indented(table)
+
+
+def show_dollars(dollars: float) -> str:
+    """Cents where they matter; beyond ten million, no more digits than are known."""
+    if dollars >= _MANY_DOLLARS:
+        return f"${show_count(dollars)}"
+    return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
+
+
+def share_out(option: Option) -> str:
+    """A batch as replicas x micro-batch x passes, and what the last pass has where it is not full."""
+    batch, each = option.batch, option.layout.replicas * option.micro_batch
+    full, left = divmod(batch, each)
+    share = f"{option.layout.replicas} x {option.micro_batch}"
+    if not full:
+        return f"{batch} < {share}"
+    return f"{batch} = {share} x {full}" + (f" + {left}" if left else "")
+
+
+_TEXTS: dict[str, Callable[[Option], str]] = {
+    "hardware": lambda option: (
+        f"{option.hardware} ({option.hardware.devices} x {option.hardware.device})"
+    ),
+    "layout": lambda option: str(option.layout),
+    "batch": share_out,
+    "recompute": lambda option: option.recompute,
+    "precision": lambda option: option.precision,
+    "steps": lambda option: f"{option.steps:,}",
+}
+_FIGURES: dict[str, tuple[Callable[[Option], Interval | None], Callable[[float], str]]] = {
+    "memory of a device": (lambda option: option.memory_bytes, show_bytes),
+    "a step": (lambda option: option.step_s, show_duration),
+    "samples/s": (lambda option: option.samples_per_s, show_count),
+    "tokens/s": (lambda option: option.tokens_per_s, show_count),
+    "time": (lambda option: option.total_s, show_duration),
+    "cost": (lambda option: option.dollars, show_dollars),
+}
+
+
+def _cells(option: Option) -> list[Text]:
+    memory, room = option.memory_bytes, option.hardware.memory_bytes
+    pace, unit = option.samples_per_s, "samples/s"
+    if option.tokens_per_s is not None:
+        pace, unit = option.tokens_per_s, "tokens/s"
+    scale, name = (_GIB, "GiB") if room >= _GIB else (2**20, "MiB")
+    value, most, high = (_digits(size / scale) for size in (memory.value, room, memory.high))
+    cost = ("unknown", "")
+    if option.dollars is not None:
+        cost = show_dollars(option.dollars.value), _range(option.dollars, show_dollars)
+    return [
+        _two(str(option.hardware), "\n".join(_about(option))),
+        _two(*_how(option)),
+        _two(f"{value} of {most} {name}", f"≤ {high}, {max(option.headroom, 0):.0%} free"),
+        _two(f"{show_count(pace.value)} {unit}", _range(pace, show_count)),
+        _two(*_spans(option.total_s)),
+        _two(*cost),
+    ]
+
+
+def _about(option: Option) -> list[str]:
+    """Devices, price and region of the hardware."""
+    hardware = option.hardware
+    hourly = hardware.dollars_per_hour
+    price = "price unknown" if hourly is None else f"{show_dollars(hourly)}/h"
+    where = f" · {hardware.region}" if hardware.region not in {"", hardware.cloud} else ""
+    return [f"{hardware.devices} x {hardware.device}", f"{price}{where}"]
+
+
+def _how(option: Option) -> tuple[str, str]:
+    layout = str(option.layout) + (", zero1" if option.layout.zero1 else "")
+    again = "" if option.recompute == "none" else f", recompute {option.recompute}"
+    return layout, f"batch {share_out(option)}\n{option.precision}{again}"
+
+
+def _spans(interval: Interval) -> tuple[str, str]:
+    """A time and its interval, in the unit that suits it."""
+    chosen = next((each for each in _UNITS if interval.value < each[2] * each[1]), _UNITS[-1])
+    unit, size, _ = chosen
+    bounds = (interval.value, interval.low, interval.high)
+    value, low, high = (_digits(bound / size) for bound in bounds)
+    return f"{value} {unit}", f"{low}–{high} {unit}"
+
+
+def _digits(figure: float) -> str:
+    """Three digits, or all before the point."""
+    if figure >= _MANY:
+        return show_count(figure)
+    return f"{figure:.3g}" if figure < 100 else f"{figure:,.0f}"
+
+
+def _two(above: str, below: str) -> Text:
+    return Text.assemble((above, "bold"), "\n", (below, "dim"))
+
+
+def _range(interval: Interval, show: Callable[[float], str]) -> str:
+    return f"{show(interval.low)}–{show(interval.high)}"
+
+
+def _both(interval: Interval | None, show: Callable[[float], str]) -> str:
+    return "–" if interval is None else f"{show(interval.value)} ({_range(interval, show)})"
+
+
+def _ratio(one: Interval | None, other: Interval | None) -> str:
+    if one is None or other is None or one.value <= 0:
+        return ""
+    return f"x {other.value / one.value:.2f}"

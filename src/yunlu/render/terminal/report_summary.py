@@ -1,0 +1,362 @@
+"""The report on a terminal: what happened, on one screen."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.jobs.communication import communication_lines
+from yunlu.jobs.crew import name_worker, say_fault
+from yunlu.render.drawing.charts import show_metric, show_quantity
+from yunlu.runs.states import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console, RenderableType
+
+    from yunlu.jobs.communication import Communication
+    from yunlu.jobs.report_model import (
+        Comparison,
+        ConfusionMatrix,
+        Crew,
+        CrewChange,
+        EvaluationRow,
+        Report,
+        TracedSteps,
+    )
+
+_COLOURS = {
+    RunState.FINISHED: "green",
+    RunState.FAILED: "red",
+    RunState.LOST: "red",
+    RunState.STOPPED: "yellow",
+    RunState.STOPPING: "yellow",
+}
+_QUANTITIES = {
+    "memory_bytes": "peak memory",
+    "step_s": "step time",
+    "samples_per_s": "samples per second",
+    "total_s": "total time",
+    "dollars": "cost",
+}
+_PARTS = {
+    "data": "yellow",
+    "compute": "blue",
+    "communication": "green",
+    "checkpoint": "magenta",
+    "evaluation": "cyan",
+    "other": "bright_black",
+}
+_MOST_CLASSES = 12
+_MOST_EVALUATIONS = 8
+_MOST_OPERATORS = 15
+_MOST_CHANGES = 12
+_MOST_MEMBERS = 16
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """State, scores, confusion, loss, predicted beside measured, time and paths."""
+    console.print(_heading(report))
+    if report.failure is not None:
+        first = f"{report.failure.worker}: " if report.failure.worker else ""
+        console.print(Text(f"  {_clean(first + report.failure.message)}", "red"))
+        if report.failure.hint:
+            console.print(Text(f"  → {_clean(report.failure.hint)}"))
+    for warning in report.warnings:
+        console.print(Text(f"  ! {_clean(warning)}", "yellow"))
+    for finding in report.findings:
+        console.print(Text(f"  · {_clean(finding.text)}"))
+    if (loss := report.curve("train_loss")) is not None:
+        console.print(_loss_line(loss.values))
+    if report.evaluations:
+        console.print(_evaluation_table(report.evaluations))
+    matrix = report.confusion
+    if matrix is not None and len(matrix.labels) <= _MOST_CLASSES:
+        console.print(_confusion_table(matrix))
+    if any(each.is_known for each in report.comparisons):
+        console.print(_comparison_table(report))
+    if report.time is not None:
+        console.print(_time_line(report.time.totals))
+    if report.crew is not None:
+        console.print(_crew_block(report.crew))
+    if report.communication is not None:
+        console.print(_communication_block(report.communication))
+    if report.trace is not None:
+        console.print(_trace_table(report.trace))
+    console.print(_paths(report), soft_wrap=True)  # a path is to be copied whole
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """The curve in one line of text; ``×`` where a value is not finite."""
+    width = min(width, len(values))
+    groups = [
+        values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
+    ]
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    drawn: list[str] = []
+    for group in groups:
+        if not all(math.isfinite(value) for value in group):
+            drawn.append("×")
+            continue
+        mean = math.fsum(value / len(group) for value in group)
+        share = (mean - low) / (high - low) if high > low else 0.0
+        drawn.append(_BARS[min(int(share * len(_BARS)), len(_BARS) - 1)])
+    return "".join(drawn)
+
+
+def _clean(text: str) -> str:
+    """Labels and messages may carry anything, even codes that would steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
+
+
+def _heading(report: Report) -> Text:
+    colour = _COLOURS.get(report.state, "blue")
+    text = Text.assemble(
+        (_clean(report.name), "bold"), "  ", (report.state.value, f"bold {colour}")
+    )
+    if report.headline is not None:
+        value = show_metric(report.headline.metric, report.headline.value)
+        quoted = f"{_clean(report.headline.split)} {_clean(report.headline.metric)}"
+        text.append_text(Text.assemble("  ", quoted, " ", (value, "bold")))
+    facts = [report.task, report.model]
+    if report.parameters:
+        facts.append(f"{show_count(report.parameters)} parameters")
+    if report.step:
+        of = f" of {report.plan.steps:,}" if report.plan else ""
+        facts.append(f"step {report.step:,}{of}")
+    if report.lives > 1:
+        facts.append(f"resumed {report.lives - 1} ×")
+    if report.reason:
+        facts.append(report.reason)
+    known = " · ".join(_clean(fact) for fact in facts if fact)
+    return text.append(f"\n  {known}", "dim") if known else text
+
+
+def _loss_line(values: Sequence[float]) -> Text:
+    span = f"  {show_number(values[0])} → {show_number(values[-1])}"
+    return Text.assemble("\n  loss  ", (sparkline(values), "blue"), (span, "dim"))
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"  {title}",
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+
+
+def _evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
+    table = _table("Evaluation")
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    table.add_column("split")
+    for name in ("step", "loss", *names):
+        table.add_column(_clean(name), justify="right")
+    shown = [
+        row for row in rows if row.best or row.split == "test" or row in rows[-_MOST_EVALUATIONS:]
+    ]
+    for row in shown:
+        star = " ★" if row.best else ""
+        table.add_row(
+            Text(_clean(row.split) + star),
+            f"{row.step:,}",
+            show_metric("loss", row.loss),
+            *(show_metric(name, row.metrics.get(name)) for name in names),
+            style="bold" if row.split == "test" else "green" if row.best else None,
+        )
+    if len(shown) < len(rows):
+        table.caption = f"  {len(rows) - len(shown)} earlier evaluations are in the report"
+    return table
+
+
+def _confusion_table(matrix: ConfusionMatrix) -> Table:
+    table = _table(f"Confusion ({matrix.split}; rows are true labels)")
+    table.add_column("", no_wrap=True, max_width=20)
+    for label in matrix.labels:
+        table.add_column(Text(_clean(label)), justify="right", no_wrap=True, max_width=9)
+    for i, (label, row) in enumerate(zip(matrix.labels, matrix.counts, strict=True)):
+        cells = [
+            Text(str(count), "dim" if not count else "bold green" if i == j else "red")
+            for j, count in enumerate(row)
+        ]
+        table.add_row(Text(_clean(label)), *cells)
+    return table
+
+
+def _comparison_table(report: Report) -> Table:
+    known = [each for each in report.comparisons if each.is_known]
+    is_foretold = any(each.foretold is not None for each in known)
+    table = _table("Predicted beside measured")
+    table.add_column("")
+    for name in (*(("foretold", "10–90 %") if is_foretold else ()), "predicted", "measured"):
+        table.add_column(name, justify="right")
+    table.add_column("ratio", justify="right")
+    for each in known:
+        ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
+        shown = [show_quantity(each.quantity, each.predicted)]
+        if is_foretold:
+            shown = [show_quantity(each.quantity, each.foretold), _interval(each), *shown]
+        style = {True: "green", False: "yellow", None: ""}[each.inside]
+        table.add_row(
+            _QUANTITIES[each.quantity],
+            *shown,
+            Text(show_quantity(each.quantity, each.measured), style=style),
+            "so far" if each.so_far and each.measured is not None else ratio,
+        )
+    if is_foretold:
+        table.caption = "  foretold: by arithmetic; predicted: after timing some passes"
+    return table
+
+
+def _interval(each: Comparison) -> str:
+    if each.interval is None:
+        return ""
+    low, high = (show_quantity(each.quantity, value) for value in each.interval)
+    sign = {True: " ✓", False: " ✗", None: ""}[each.inside]
+    return f"{low} – {high}{sign}"
+
+
+def _time_line(totals: dict[str, float], width: int = 48) -> Text:
+    whole = sum(totals.values())
+    text = Text("  time  ")
+    spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
+    for part, seconds in spent.items():
+        text.append("█" * max(1, round(width * seconds / whole)), _PARTS[part])
+    legend = Text("\n        ")
+    for part, seconds in spent.items():
+        legend.append("■ ", _PARTS[part])
+        legend.append(f"{part} {show_duration(seconds)} ({seconds / whole:.0%})  ")
+    return text.append_text(legend)
+
+
+def _crew_block(crew: Crew) -> Group:
+    """Lost time in a line, then what happened, each worker, and who holds what."""
+    newest = crew.newest
+    line = Text.assemble("\n  workers  ", (f"{len(newest.ranks)} as {newest.layout}", "bold"))
+    if crew.effective is not None:
+        line.append(f"  effective training time {crew.effective:.1%}", "bold")
+        line.append(f"  ({show_duration(crew.lost_s)} of {show_duration(crew.wall_s)} lost)", "dim")
+    blocks: list[RenderableType] = [_member_table(crew), _layout_table(newest)]
+    if len(crew.changes) > 1 or crew.faults:
+        blocks.insert(0, _happened_table(crew))
+    return Group(line, *blocks)
+
+
+def _communication_block(communication: Communication) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for place, line in enumerate(communication_lines(communication)):
+        label, style = ("", "dim") if place else ("  exchange", "bold")
+        grid.add_row(label, Text(_clean(line), style))
+    return grid
+
+
+def _happened_table(crew: Crew) -> Table:
+    table = _table("What happened to the workers")
+    for name in ("time", "step", "what", "lost", "again"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    rows: list[tuple[float, str, str, str, str, str | None]] = []
+    for fault in crew.faults:
+        step = "" if fault.step is None else f"{fault.step:,}"
+        rows.append((fault.at, step, f"{name_worker(fault)} {say_fault(fault)}", "", "", "red"))
+    for before, change in pairwise(crew.changes):
+        lost = "" if change.lost_s is None else show_duration(change.lost_s)
+        what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"
+        what += f": {change.reason}" if change.reason else ""
+        step, again = f"{change.from_step:,}", f"{change.redone_steps:,}"
+        rows.append((change.at, step, what, lost, again, None))
+    for at, step, what, lost, again, style in sorted(rows, key=lambda row: row[0])[-_MOST_CHANGES:]:
+        since = show_duration(max(crew.elapsed_at(at), 0.0))
+        table.add_row(since, step, Text(_clean(what)), lost, again, style=style)
+    if len(rows) > _MOST_CHANGES:
+        table.caption = f"  {len(rows) - _MOST_CHANGES} earlier ones are in the report"
+    return table
+
+
+def _member_table(crew: Crew) -> Table:
+    table = _table("Each worker")
+    table.add_column("worker")
+    table.add_column("rank", justify="right")
+    table.add_column("host")
+    for name in ("step", "waiting", "memory"):
+        table.add_column(name, justify="right")
+    shown = [each for each in crew.members if each.rank is not None][:_MOST_MEMBERS]
+    slow = {each.member: each.ratio for each in crew.stragglers}
+    for each in shown:
+        tag = f"  {slow[each.member]:.1f} × slower" if each.member in slow else ""
+        share = each.wait_share
+        table.add_row(
+            Text(_clean(each.member + tag)),
+            str(each.rank),
+            Text(_clean(each.host)),
+            "–" if each.step_s is None else show_duration(each.step_s),
+            "–" if share is None else f"{share:.1%}",
+            "–" if each.memory_bytes is None else show_bytes(each.memory_bytes),
+            style="yellow" if tag else None,
+        )
+    if len(shown) < len(crew.members):
+        table.caption = f"  {len(crew.members) - len(shown)} more are in the report"
+    return table
+
+
+def _layout_table(change: CrewChange) -> Group:
+    """Stages from left to right, replicas downwards; in a cell, a line for each shard."""
+    table = _table("Which rank holds what")
+    table.add_column("")
+    stages = max((each.pp for each in change.ranks), default=0) + 1
+    for pp in range(stages):
+        held = " + ".join(change.stages[pp::stages])
+        title = f"stage {pp + 1}" if stages > 1 else "all layers"
+        table.add_column(Text(_clean(title + (f": {held}" if held else ""))))
+    for dp in sorted({each.dp for each in change.ranks}):
+        cells: list[Text] = []
+        for pp in range(stages):
+            here = [each for each in change.ranks if (each.dp, each.pp) == (dp, pp)]
+            lines = [
+                " ".join(
+                    f"{r.rank}@{r.host}" if r.host else str(r.rank) for r in here if r.fsdp == fsdp
+                )
+                for fsdp in sorted({each.fsdp for each in here})
+            ]
+            cells.append(Text(_clean("\n".join(lines))))
+        table.add_row(f"replica {dp + 1}", *cells)
+    cut = any(each.tp for each in change.ranks), any(each.fsdp for each in change.ranks)
+    said = ("side by side: cuts of one matrix", "below each other: shards")
+    notes = "; ".join(note for note, is_so in zip(said, cut, strict=True) if is_so)
+    return Group(table, Text(f"  {notes}", "dim")) if notes else Group(table)
+
+
+def _trace_table(traced: TracedSteps) -> Group:
+    """By phase in a line, by operator in a table. The profiler slows steps: shares are what counts."""
+    phases = Text("  phases  ")
+    for each in traced.phases:
+        if each.share >= 5e-4:
+            phases.append(f"{_clean(each.name)} ").append(f"{each.share:.0%}  ", "bold")
+    table = _table(f"Where {traced.steps} traced steps spent their time")
+    table.add_column("operator", max_width=60, no_wrap=True)
+    for name in ("own time", "share", "calls"):
+        table.add_column(name, justify="right")
+    for row in traced.table[:_MOST_OPERATORS]:
+        own = show_duration(row.self_s)
+        table.add_row(Text(_clean(row.name)), own, f"{row.share:.1%}", f"{row.calls:,}")
+    return Group("", table, phases)
+
+
+def _paths(report: Report) -> Text:
+    text = Text()
+    if report.trace is not None and report.trace.path:
+        text.append(f"\n  trace   {report.path}/{report.trace.path}  ")
+        text.append("(opens in ui.perfetto.dev)", "dim")
+    if report.exported is not None:
+        text.append(f"\n  model   {report.path}/{report.exported.path}")
+    return text.append(f"\n  report  {report.path}/report.html")

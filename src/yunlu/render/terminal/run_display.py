@@ -1,0 +1,280 @@
+"""How a run looks while it lives: moving on a terminal, plain lines elsewhere, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.jobs.crew import read_change
+from yunlu.jobs.follow import Happening, Metric
+from yunlu.render.terminal.event_lines import describe, event_row, figures_text
+from yunlu.render.terminal.page import ACCENT, indented, to_json
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.states import RunState
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from rich.console import Console, RenderableType
+
+    from yunlu.jobs.report_model import CrewChange
+    from yunlu.runs.run_dir import RunDir
+
+_LINE_EVERY_S = 5.0
+_PACE_S = 10.0
+
+
+class Display(Protocol):
+    """Shows what happens in a run, one happening at a time."""
+
+    def show(self, happening: Happening) -> None:
+        """Take one event or metric record."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Say something that is not the run's own."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        ...
+
+
+class Course:
+    """What a display remembers of a run: its plan, its newest step, its pace."""
+
+    def __init__(self) -> None:
+        self.plan: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
+        self.saved_step: int | None = None
+        self.skipped = 0
+        self.crew: CrewChange | None = None
+        self.crew_before: CrewChange | None = None
+        self._recent: deque[tuple[float, int, float]] = deque()
+
+    def take(self, happening: Happening) -> None:
+        """Remember what matters later."""
+        if isinstance(happening, Metric):
+            self._take_record(happening.record)
+        elif happening.kind is EventKind.PLAN:
+            self.plan = happening.data
+        elif happening.kind is EventKind.CHECKPOINT:
+            self.saved_step = happening.data.get("step")
+        elif happening.kind is EventKind.SKIP:
+            self.skipped += 1
+        elif happening.kind is EventKind.CREW:
+            self.crew_before, self.crew = self.crew, read_change(happening.data) or self.crew
+        elif happening.kind is EventKind.LIFE:
+            self.crew = None
+
+    @property
+    def steps(self) -> int:
+        """Steps planned; 0 while there is no plan."""
+        return self.plan.get("steps") or 0
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over the last seconds, evaluations included."""
+        if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
+            return None
+        (began_at, _, before), (at, _, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (at - began_at)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """At the pace of the last seconds."""
+        if len(self._recent) < 2 or self.steps <= self.record["step"]:
+            return None
+        (began_at, first, _), (at, last, _) = self._recent[0], self._recent[-1]
+        return (self.steps - last) * (at - began_at) / (last - first) if last > first else None
+
+    def where(self) -> str:
+        """``step 420/1000  epoch 4.2/10``."""
+        text = f"step {self.record['step']}"
+        text += f"/{self.steps}" if self.steps else ""
+        planned = self.plan.get("epochs") or self.epochs_at(self.steps)
+        epochs = f"/{planned:.4g}" if planned else ""
+        return f"{text}  epoch {float(self.record.get('epoch') or 0):.1f}{epochs}"
+
+    def workers(self) -> str | None:
+        """``dp2 x tp2 · 4 workers``; None where one plain worker trains alone."""
+        if self.crew is None:
+            return None
+        count = len(self.crew.ranks)
+        return f"{self.crew.layout} · {count} worker" + ("s" if count != 1 else "")
+
+    def figures(self) -> list[tuple[str, str]]:
+        """What the newest step measured, as name and text."""
+        record = self.record
+        pairs = [
+            ("loss", show_number(float(record["loss"])) if "loss" in record else None),
+            ("lr", f"{float(record['lr']):.2e}" if "lr" in record else None),
+            ("samples/s", show_count(self.samples_per_s) if self.samples_per_s else None),
+            ("memory", show_bytes(record["memory_bytes"]) if "memory_bytes" in record else None),
+            ("saved", f"step {self.saved_step}" if self.saved_step else None),
+            ("skipped", str(self.skipped) if self.skipped else None),
+        ]
+        return [(name, text) for name, text in pairs if text is not None]
+
+    def epochs_at(self, step: int) -> float | None:
+        """Epochs that a step completes."""
+        if self.record and self.record["step"] == step:
+            return self.record.get("epoch")
+        each = self.plan.get("steps_per_epoch")
+        return step / each if each and step else None
+
+    def _take_record(self, record: dict[str, Any]) -> None:
+        if self.record and record["step"] <= self.record["step"]:  # a later life did it again
+            self._recent.clear()
+        self.record = record
+        self._recent.append((record["at"], record["step"], record.get("samples") or 0))
+        while len(self._recent) > 2 and record["at"] - self._recent[0][0] > _PACE_S:
+            self._recent.popleft()
+
+
+class LiveDisplay:
+    """For a terminal: what happened stays above, what is happening moves below."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._course = Course()
+        self._spinner = Spinner("dots", style=ACCENT)
+        self._phase: str | None = "starting the worker"
+        self._live = Live(
+            console=console, get_renderable=self._moving, transient=True, refresh_per_second=8
+        )
+        self._live.start()
+
+    def show(self, happening: Happening) -> None:
+        """Print what stays; keep what moves."""
+        self._course.take(happening)
+        if isinstance(happening, Metric):
+            self._phase = None
+            return
+        if happening.kind is EventKind.PROGRESS:
+            self._phase = happening.data.get("phase")
+        elif happening.kind is EventKind.STATE:
+            state = happening.data.get("state")
+            self._phase = "stopping: saving a checkpoint" if state == RunState.STOPPING else None
+        block = describe(happening, self._course)
+        if block is not None:
+            self._console.print(block)
+
+    def note(self, message: str) -> None:
+        """A yellow line."""
+        self._console.print(event_row("", Text(message, style="yellow")))
+
+    def close(self) -> None:
+        """Stop moving."""
+        self._live.stop()
+
+    def _moving(self) -> RenderableType:
+        course = self._course
+        lines: list[RenderableType] = []
+        if course.record and course.steps:
+            left = course.remaining_s
+            share = f"{course.record['step'] / course.steps:4.0%}"
+            where = course.where() + (f"  ETA {show_duration(left)}" if left is not None else "")
+            where += f"  {workers}" if (workers := course.workers()) else ""
+            room = self._console.width - len(share + where) - 8
+            bar = ProgressBar(
+                total=course.steps,
+                completed=course.record["step"],
+                width=max(8, min(48, room)),
+                complete_style=ACCENT,
+                finished_style="green",
+            )
+            grid = Table.grid(padding=(0, 1))
+            text = Text(where, no_wrap=True, overflow="ellipsis")
+            grid.add_row(" ", bar, Text(share, style="bold"), text)
+            lines.append(grid)
+        phase = self._phase or ("" if lines else "working")
+        text = Text(phase, style="dim") if phase else figures_text(course.figures())
+        text.no_wrap, text.overflow = True, "ellipsis"
+        # Not padded to the far edge: the ^C a terminal echoes there would begin a new line.
+        line = Table.grid(padding=(0, 1))
+        line.add_row(self._spinner, text)
+        lines.append(indented(line))
+        return Group(*lines)
+
+
+class PlainDisplay:
+    """For a file or a pipe: a line for each event, and one for the steps every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._course = Course()
+        self._shown_at = 0.0
+
+    def show(self, happening: Happening) -> None:
+        """Print the event; print a step only when the last line is old enough."""
+        course = self._course
+        course.take(happening)
+        if isinstance(happening, Metric):
+            last = course.steps and course.record["step"] >= course.steps
+            if happening.at - self._shown_at >= _LINE_EVERY_S or last:
+                self._shown_at = happening.at
+                self._print(event_row("train", Text(step_line(course))))
+            return
+        if happening.kind is EventKind.PROGRESS:
+            self._print(event_row("", Text(f"{happening.data.get('phase')} ...")))
+        block = describe(happening, course)
+        if block is not None:
+            self._print(block)
+
+    def note(self, message: str) -> None:
+        """A line."""
+        self._print(event_row("", Text(message)))
+
+    def close(self) -> None:
+        """Nothing moves here."""
+
+    def _print(self, block: RenderableType) -> None:
+        with self._console.capture() as text:
+            self._console.print(block)
+        # Tables are padded to the width of the page: of no use in a file.
+        lines = [line.rstrip() for line in text.get().splitlines()]
+        self._console.file.write("\n".join(lines) + "\n")
+        self._console.file.flush()
+
+
+class JsonDisplay:
+    """For programs: every event and metric record is one JSON line."""
+
+    def __init__(self, run_dir: RunDir, out: TextIO | None = None) -> None:
+        self._run_id = run_dir.id
+        self._out = out or sys.stdout
+
+    def show(self, happening: Happening) -> None:
+        """Write one line."""
+        if isinstance(happening, Metric):
+            line = {"event": "metrics", "run": self._run_id, **happening.record}
+        else:
+            line = {"event": happening.kind.value, "run": self._run_id, "at": happening.at}
+            line |= happening.data
+        self._out.write(to_json(line) + "\n")
+        self._out.flush()
+
+    def note(self, message: str) -> None:
+        """For the person who watches: not on standard output."""
+        sys.stderr.write(f"{message}\n")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def step_line(course: Course) -> str:
+    """One line about the newest step."""
+    parts = [course.where(), *(f"{name} {text}" for name, text in course.figures())]
+    parts += [workers] if (workers := course.workers()) else []
+    left = course.remaining_s
+    return "  ".join(parts) + (f"  ETA {show_duration(left)}" if left is not None else "")

@@ -1,0 +1,177 @@
+"""How a study looks while it goes on: a table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.units import show_duration
+from yunlu.render.terminal.page import ACCENT, indented
+from yunlu.render.terminal.study_tables import progress_line, study_page, trial_words
+from yunlu.tuning.showing.naming import shorten
+from yunlu.tuning.showing.telling import show_param, show_value
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console, RenderableType
+
+    from yunlu.tuning.view import StudyView, TrialFacts
+
+_FRAME = 12
+"""Lines of the screen that are not rows of the table."""
+_LINE_EVERY_S = 30.0
+
+
+class Watch(Protocol):
+    """Shows a study as it goes on."""
+
+    def show(self, view: StudyView) -> None:
+        """Take how it stands now."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Say something that is not the study's own."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        ...
+
+
+class LiveStudy:
+    """For a terminal: the table of trials, kept up to date."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._view: StudyView | None = None
+        self._note = ""
+        self._spinner = Spinner("dots", style=ACCENT)
+        self._live = Live(
+            console=console, get_renderable=self.page, refresh_per_second=4, transient=False
+        )
+        self._live.start()
+        self._is_open = True
+
+    def show(self, view: StudyView) -> None:
+        """Drawn at the next refresh."""
+        self._view = view
+
+    def note(self, message: str) -> None:
+        """A yellow line below."""
+        self._note = message
+
+    def close(self) -> None:
+        """Leave the table as it stands."""
+        if self._is_open:
+            self._is_open, self._note = False, ""
+            self._live.stop()
+
+    def page(self) -> RenderableType:
+        """What stands on the screen now."""
+        view = self._view
+        if view is None:
+            line = Table.grid(padding=(0, 1))
+            line.add_row(self._spinner, Text("starting the first trials", style="dim"))
+            return indented(line)
+        rows = max(3, self._console.height - _FRAME)
+        page = study_page(view, now=time.time(), width=self._console.width - 2, rows=rows)
+        more = [Text(self._note, style="yellow")] if self._note else []
+        return indented(Group(page, *more))
+
+
+class PlainStudy:
+    """For a file or a pipe: a line for whatever happens to a trial."""
+
+    def __init__(self, console: Console, known: Iterable[TrialFacts] = ()) -> None:
+        """``known``: trials of which it was told before."""
+        self._console = console
+        self._known = {facts.number: facts for facts in known}
+        self._told_at = time.monotonic()
+
+    def show(self, view: StudyView) -> None:
+        """Print what is new."""
+        for facts in view.trials:
+            before = self._known.get(facts.number)
+            for words in _news(view, before, facts):
+                self._print(Text(f" trial {facts.number:<4} {words}"))
+            self._known[facts.number] = facts
+        if time.monotonic() - self._told_at > _LINE_EVERY_S:
+            self._told_at = time.monotonic()
+            self._print(indented(progress_line(view, now=time.time(), bar=False)))
+
+    def note(self, message: str) -> None:
+        """A line."""
+        self._print(Text(f" {message}"))
+
+    def close(self) -> None:
+        """Nothing moves here."""
+
+    def _print(self, block: RenderableType) -> None:
+        self._console.print(block, soft_wrap=True)
+        self._console.file.flush()
+
+
+class QuietStudy:
+    """For programs, which read the document at the end."""
+
+    def show(self, view: StudyView) -> None:
+        """Nothing yet."""
+
+    def note(self, message: str) -> None:
+        """For the person who watches: not on standard output."""
+        sys.stderr.write(f"{message}\n")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list[str]:
+    """What happened to a trial since it was last looked at."""
+    news: list[str] = []
+    if before is None:
+        short = shorten(each.name for each in view.dimensions)
+        setting = (
+            f"{short.get(key, key)}={show_param(value)}" for key, value in facts.params.items()
+        )
+        source, rung = facts.trial.copied_from or (None, 0)
+        origin = f"  from trial {source} at rung {rung}" if rung else ""
+        news.append(f"begins      {'  '.join(setting)}{origin}")
+    if before is not None and before.state is TrialState.HELD is not facts.state:
+        news.append(f"goes on     from rung {before.trial.rung}")
+    known = len(before.points) if before is not None else 0
+    of = f"/{view.rungs}" if view.rungs else ""
+    best_at = next((rung for rung, values in facts.curve if values[0] == facts.value), None)
+    for rung, values in facts.curve[known:]:
+        shown = "  ".join(
+            f"{metric} {show_value(metric, value)}"
+            for metric, value in zip(view.metrics, values, strict=True)
+        )
+        best = view.best is not None and view.best.number == facts.number
+        star = "  ★ best so far" if best and rung == best_at else ""
+        news.append(f"rung {rung}{of}    {shown}{star}")
+    if before is not None and before.devices != facts.devices and facts.devices and before.devices:
+        news.append(f"devices     {before.devices} → {facts.devices}")
+    changed = before is None or before.state is not facts.state
+    if changed and facts.state not in {TrialState.RUNNING, TrialState.WAITING}:
+        took = f"  ({show_duration(facts.device_seconds)})" if facts.device_seconds else ""
+        news.append(_how_it_rests(view, facts) + took)
+    return news
+
+
+def _how_it_rests(view: StudyView, facts: TrialFacts) -> str:
+    """An error that another trial met before is not told again."""
+    if facts.state is not TrialState.FAILED:
+        return trial_words(facts)
+    alike = [each for each in view.trials if each.error == facts.error and each.ended_at]
+    first = min(alike, key=lambda each: each.ended_at or 0.0, default=facts)
+    is_first = first.number == facts.number
+    return trial_words(facts) if is_first else f"{facts.state.value:<10}  as trial {first.number}"

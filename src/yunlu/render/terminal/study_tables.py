@@ -1,0 +1,396 @@
+"""A study in the terminal: its trials as a table, its progress and its answer as lines."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from yunlu.core.units import show_duration
+from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.report_summary import sparkline
+from yunlu.tuning.showing.naming import model_path, run_path, shorten, train_command
+from yunlu.tuning.showing.telling import (
+    rank_trials,
+    show_amount,
+    show_dollars,
+    show_param,
+    show_value,
+    wall_s,
+)
+from yunlu.tuning.values import TrialState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+
+    from yunlu.tuning.values import Dimension
+    from yunlu.tuning.view import StudyView, TrialFacts
+
+STANDING = {
+    TrialState.WAITING: ("○", "cyan"),
+    TrialState.RUNNING: ("●", "bold green"),
+    TrialState.HELD: ("◑", "yellow"),
+    TrialState.PRUNED: ("×", "dim"),
+    TrialState.DONE: ("✔", "green"),
+    TrialState.FAILED: ("✘", "bold red"),
+}
+STATES = {
+    "running": ("●", "bold green"),
+    "finished": ("✔", "green"),
+    "stopped": ("■", "yellow"),
+    "failed": ("✘", "bold red"),
+}
+_CURVE = 12
+_LONG = 66
+"""Characters of a command that fit beside its name on most screens."""
+_RULER = Console(width=10_000)
+"""Measures tables; never prints."""
+_QUANTITIES = {"trials": "trials", "seconds": "time", "dollars": "cost"}
+
+
+def print_block(console: Console, block: RenderableType) -> None:
+    """Print it one space from the edge; without the padding of tables, which is of no use in a file."""
+    if console.is_terminal:
+        console.print(indented(block))
+        return
+    with console.capture() as text:
+        console.print(indented(block))
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    console.file.write("\n".join(lines) + "\n")
+    console.file.flush()
+
+
+def study_page(
+    view: StudyView, *, now: float, width: int, rows: int | None = None
+) -> RenderableType:
+    """The study at a glance: its title, its trials, how far it is."""
+    parts: list[RenderableType] = [title_line(view), Text("")]
+    if view.trials:
+        parts += [trials_table(view, width=width, rows=rows), Text("")]
+    else:
+        parts += [Text("no trial has begun", style="dim"), Text("")]
+    parts.append(progress_line(view, now=now))
+    return Group(*parts)
+
+
+def title_line(view: StudyView) -> Text:
+    """Name, state, what is sought and how."""
+    sign, style = STATES[view.state]
+    verbs = {"minimize": "least", "maximize": "most"}
+    sought = ", ".join(
+        f"{verbs[direction]} {metric}"
+        for metric, direction in zip(view.metrics, view.directions, strict=True)
+    )
+    text = Text.assemble((view.name, "bold"), "  ", (f"{sign} {view.state}", style), f"  {sought}")
+    if how := ", ".join(filter(None, (view.method, view.stop_rule))):
+        text.append(f"  {how}", style="dim")
+    if view.reason:
+        text.append(f"  {view.reason}", style="dim")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def trials_table(view: StudyView, *, width: int, rows: int | None = None) -> RenderableType:
+    """A row for each trial, the best first; of more than fit the best, and those that run."""
+    shown = choose_rows(view, rows)
+    short = shorten(each.name for each in view.dimensions)
+    fields = list(view.dimensions)
+    table = _build_table(view, shown, fields, short)
+    while len(fields) > 1 and _RULER.measure(table).maximum > width:
+        fields.pop()
+        table = _build_table(view, shown, fields, short)
+    left = len(view.trials) - len(shown)
+    notes = [f"{left} more: yunlu study show {view.name} --all"] if left else []
+    if hidden := [short[each.name] for each in view.dimensions if each not in fields]:
+        notes.append(f"not shown: {', '.join(hidden)}")
+    return Group(table, *(Text(note, style="dim") for note in notes))
+
+
+def _build_table(
+    view: StudyView,
+    shown: Sequence[TrialFacts],
+    fields: Sequence[Dimension],
+    short: Mapping[str, str],
+) -> Table:
+    table = plain_table()
+    table.collapse_padding = True
+    table.add_column("", justify="right", no_wrap=True)
+    for each in fields:
+        table.add_column(short[each.name], justify="right", no_wrap=True)
+    table.add_column("curve", no_wrap=True, min_width=min(_CURVE, max(view.rungs, 5)))
+    table.add_column("rung", justify="right", no_wrap=True)
+    for metric in view.metrics:
+        table.add_column(metric, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    running = view.state == "running"
+    if running:
+        table.add_column("dev", justify="right", no_wrap=True)
+    priced = view.spent_dollars is not None
+    table.add_column("cost" if priced else "device time", justify="right", no_wrap=True)
+    for facts in shown:
+        sign, style = STANDING[facts.state]
+        best = view.best is not None and facts.number == view.best.number
+        table.add_row(
+            Text(f"{facts.number}", style=f"bold {ACCENT}" if best else "dim"),
+            *(_param(facts, each) for each in fields),
+            Text(_curve(facts), style=ACCENT if best else "bright_black" if style == "dim" else ""),
+            _rung(view, facts),
+            *_values(view, facts),
+            Text(f"{sign} {facts.state.value}", style=style),
+            *([str(facts.devices or "")] if running else []),
+            _cost(facts, priced=priced),
+            style="dim" if facts.state is TrialState.PRUNED else None,
+        )
+    return table
+
+
+def choose_rows(view: StudyView, rows: int | None) -> list[TrialFacts]:
+    """The best, and whoever runs: up to half of the rows."""
+    ranked = rank_trials(view.trials, best=view.best)
+    if rows is None or len(ranked) <= rows:
+        return ranked
+    rows = max(rows, 2)
+    running = [each for each in ranked if each.state is TrialState.RUNNING][: rows // 2]
+    kept = {each.number for each in running}
+    for each in ranked:
+        if len(kept) < rows:
+            kept.add(each.number)
+    return [each for each in ranked if each.number in kept]
+
+
+def progress_line(view: StudyView, *, now: float, bar: bool = True) -> RenderableType:
+    """Trials, time and money, and the best so far; with a bar while the study runs."""
+    limit = f" of {view.trials_limit}" if view.trials_limit else ""
+    parts = [f"{len(view.trials)}{limit} trials"]
+    if (wall := wall_s(view, now)) is not None:
+        left = view.deadline_at - now if view.deadline_at and view.state == "running" else None
+        of = f" ({show_duration(max(left, 0))} left)" if left is not None else ""
+        parts.append(f"{show_duration(wall)}{of}")
+    if view.spent_dollars is not None:
+        of = f" of {show_dollars(view.dollars_limit)}" if view.dollars_limit else ""
+        parts.append(f"{show_dollars(view.spent_dollars)}{of}")
+    lines = [Text(" · ".join(parts)), _counts(view)]
+    if view.best is not None:
+        value = show_value(view.metric, view.best.value)
+        lines.append(
+            Text.assemble(
+                ("best ", "dim"),
+                (f"{view.metric} {value}", f"bold {ACCENT}"),
+                (f" (trial {view.best.number})", "dim"),
+            )
+        )
+    share = _progress(view, now) if view.state == "running" else None
+    if not bar:
+        return Text("  ").join(lines)
+    if share is None:
+        return Group(*lines)
+    grid = Table.grid(padding=(0, 1))
+    drawn = ProgressBar(
+        total=1, completed=share, width=16, complete_style=ACCENT, finished_style="green"
+    )
+    for place, line in enumerate(lines):
+        grid.add_row("" if place else drawn, line)
+    return grid
+
+
+def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
+    """What the study will take, before it starts."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for quantity, name in _QUANTITIES.items():
+        told = forecast.get(quantity)
+        if told is None:
+            continue
+        value = show_amount(quantity, told["value"])
+        low, high = (show_amount(quantity, told[edge]) for edge in ("low", "high"))
+        between = f"{low} to {high}" if low != high else ""
+        grid.add_row(Text(name, style="dim"), Text(value, style="bold"), Text(between, style="dim"))
+    notes = [Text(f"{note}", style="dim") for note in forecast.get("notes") or ()]
+    return Group(Text("forecast", style=f"bold {ACCENT}"), grid, *notes)
+
+
+def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
+    """What was foretold beside what came."""
+    if not view.forecast:
+        return None
+    came = {
+        "trials": float(len(view.trials)),
+        "seconds": wall_s(view, now),
+        "dollars": view.spent_dollars,
+    }
+    table = plain_table()
+    for title in ("", "foretold", "10 to 90 %", "measured"):
+        table.add_column(title, justify="left" if not title else "right", no_wrap=True)
+    for quantity, name in _QUANTITIES.items():
+        told, measured = view.forecast.get(quantity), came[quantity]
+        if told is None or measured is None:
+            continue
+        inside = told["low"] <= measured <= told["high"]
+        low, high = (show_amount(quantity, told[edge]) for edge in ("low", "high"))
+        table.add_row(
+            Text(name, style="dim"),
+            show_amount(quantity, told["value"]),
+            f"{low} – {high}",
+            Text(show_amount(quantity, measured), style="bold green" if inside else "bold yellow"),
+        )
+    return table if table.row_count else None
+
+
+def answer_block(view: StudyView, *, now: float) -> RenderableType:
+    """The best setting, and what to do with it."""
+    best = view.best
+    if best is None:
+        return Text("no trial has a value yet", style="dim")
+    short = shorten(best.params)
+    head = Text.assemble(
+        ("best  ", f"bold {ACCENT}"),
+        (f"{view.metric} {show_value(view.metric, best.value)}", "bold"),
+        (f"  trial {best.number}", "dim"),
+    )
+    setting = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in best.params.items():
+        row = [Text(short[name]), Text(show_param(value), style="bold")]
+        # An empty column is measured too narrow, and the others pay for it.
+        more = [Text(name, style="dim")] if any(short[each] != each for each in short) else []
+        setting.add_row(*row, *more)
+    parts: list[RenderableType] = [head, indented(setting), Text("")]
+    if len(view.metrics) > 1:
+        parts += [front_table(view), Text("")]
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    rows.add_row(Text("train", style="dim"), Text(_fold(train_command(view, best))))
+    if (model := model_path(view, best)) is not None:
+        rows.add_row(Text("model", style="dim"), Text(str(model)))
+    elif (run := run_path(view, best)) is not None:
+        rows.add_row(Text("run", style="dim"), Text(str(run)))
+        if best.state is TrialState.HELD and view.state != "running":
+            rows.add_row(Text("finish", style="dim"), Text(f"yunlu resume {best.run}"))
+    rows.add_row(Text("report", style="dim"), Text(f"yunlu study report {view.name} --open"))
+    parts.append(rows)
+    compared = comparison_block(view, now=now) if view.state != "running" else None
+    return Group(*parts, *([Text(""), compared] if compared is not None else []))
+
+
+def _fold(command: str) -> str:
+    """A long command over several lines, as a shell takes them: it can be copied as it stands."""
+    return command if len(command) < _LONG else command.replace(" --set ", " \\\n  --set ")
+
+
+def front_table(view: StudyView) -> RenderableType:
+    """Of several objectives: the trials that no other beats in all."""
+    table = plain_table()
+    for title in ("nothing beats", *view.metrics):
+        table.add_column(title, justify="right", no_wrap=True)
+    order = sorted(view.front, key=lambda facts: facts.values or ())
+    for facts in order[:20]:
+        table.add_row(f"trial {facts.number}", *_values(view, facts))
+    return table
+
+
+def failure_lines(view: StudyView) -> list[Text]:
+    """Each error once, and how many trials met it."""
+    met: dict[str, int] = {}
+    for facts in view.trials:
+        if facts.state is TrialState.FAILED:
+            error = (facts.error or facts.reason or "it does not say why").splitlines()[0]
+            met[error] = met.get(error, 0) + 1
+    return [
+        Text(f"{count} trial{'s' if count > 1 else ''} failed: {error}", style="red")
+        for error, count in met.items()
+    ]
+
+
+def trial_words(facts: TrialFacts) -> str:
+    """How a trial ended, and why, in one line."""
+    why = (facts.error or facts.reason).removeprefix(f"{facts.state.value} ").splitlines()
+    told = f"{facts.state.value:<10}"
+    return f"{told}  {why[0]}" if why else told
+
+
+def studies_table(views: Sequence[StudyView], *, now: float) -> Table:
+    """A row for each study."""
+    table = plain_table()
+    table.add_column("study", style="bold", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for title in ("trials", "best", "time", "cost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("began", no_wrap=True)
+    for view in views:
+        sign, style = STATES[view.state]
+        best, wall = view.best, wall_s(view, now)
+        value = "–" if best is None else f"{view.metric} {show_value(view.metric, best.value)}"
+        begun = f"{len(view.trials)}" + (f" of {view.trials_limit}" if view.trials_limit else "")
+        table.add_row(
+            view.name,
+            Text(f"{sign} {view.state}", style=style),
+            begun,
+            value,
+            "–" if wall is None else show_duration(wall),
+            "–" if view.spent_dollars is None else show_dollars(view.spent_dollars),
+            _when(view.began_at),
+        )
+    return table
+
+
+def _param(facts: TrialFacts, dimension: Dimension) -> Text:
+    if dimension.name not in facts.params:
+        return Text("·", style="dim")
+    return Text(show_param(facts.params[dimension.name]))
+
+
+def _curve(facts: TrialFacts) -> str:
+    return sparkline([values[0] for _, values in facts.curve], _CURVE) if facts.points else ""
+
+
+def _rung(view: StudyView, facts: TrialFacts) -> Text:
+    if not view.rungs:
+        return Text(str(facts.trial.rung or "–"))
+    return Text.assemble(str(facts.trial.rung), (f"/{view.rungs}", "dim"))
+
+
+def _values(view: StudyView, facts: TrialFacts) -> list[Text]:
+    values = facts.values or [None] * len(view.metrics)
+    best = view.best is not None and facts.number == view.best.number
+    return [
+        Text(show_value(metric, value), style=f"bold {ACCENT}" if best else "")
+        for metric, value in zip(view.metrics, values, strict=True)
+    ]
+
+
+def _cost(facts: TrialFacts, *, priced: bool) -> str:
+    if priced:
+        return "" if facts.dollars is None else show_dollars(facts.dollars)
+    return show_duration(facts.device_seconds) if facts.device_seconds else ""
+
+
+def _counts(view: StudyView) -> Text:
+    text = Text()
+    for state in TrialState:
+        if count := view.count(state):
+            sign, style = STANDING[state]
+            text.append(" · " if text else "", style="dim")
+            text.append(f"{sign} {count} {state.value}", style=style)
+    return text
+
+
+def _progress(view: StudyView, now: float) -> float | None:
+    """How much of what was asked is used up: the most of trials, money and time."""
+    shares: list[float] = []
+    if view.trials_limit:
+        over = sum(facts.state.is_over or facts.state is TrialState.HELD for facts in view.trials)
+        shares.append(over / view.trials_limit)
+    if view.dollars_limit and view.spent_dollars is not None:
+        shares.append(view.spent_dollars / view.dollars_limit)
+    if view.deadline_at and view.began_at and view.deadline_at > view.began_at:
+        shares.append((now - view.began_at) / (view.deadline_at - view.began_at))
+    return min(1.0, max(shares)) if shares else None
+
+
+def _when(at: float | None) -> str:
+    return "–" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

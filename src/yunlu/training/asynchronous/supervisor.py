@@ -1,0 +1,315 @@
+"""The program of a run whose workers train for servers: it keeps all of its processes alive.
+
+``python -m yunlu.training.asynchronous.supervisor RUN_DIR --devices N`` stands where the supervisor of a crew
+does. It loads everything once and forks the servers, the workers, and the *chief*, which evaluates
+and saves. Whoever dies is forked again; the others do not stop. Other machines may lend workers
+(``node.py``); they come and go as they like. The servers' directory is the truth: it outlives all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.core.settings import bind_address
+from yunlu.planning.layout import Layout
+from yunlu.planning.plan import Plan
+from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
+from yunlu.runs.states import RunState
+from yunlu.spec.job import Job
+from yunlu.training.asynchronous.coordinator import Chief
+from yunlu.training.asynchronous.join_server import Door
+from yunlu.training.asynchronous.process_group_supervisor import STOPPED, Fleet, Place, describe, last_step
+from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
+from yunlu.training.asynchronous.worker import fit, work
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.communication.servers.shard import serve
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.exec_module import hear_asks
+from yunlu.training.elastic.event_reporter import Logbook
+from yunlu.training.environment import describe_environment
+from yunlu.training.attempt import (
+    RunBusyError,
+    begin_life,
+    move,
+    newest_life,
+    only_worker,
+    signals_as_stop,
+)
+from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.probe import probe_machine
+
+if TYPE_CHECKING:
+    from yunlu.training.training_inputs import Parts
+    from yunlu.training.callbacks import StopRequest
+
+_LOOK_S = 0.05
+_LEAVE_S = 10.0
+
+
+def main() -> int:
+    """The command line that the pool uses."""
+    parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.supervisor")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
+    parser.add_argument("--shares", type=int, help="tickets of a step; as many as devices")
+    parser.add_argument("--lock", type=int, help="the run's lock, held by whoever became this")
+    asked = parser.parse_args()
+    state = run(
+        asked.run_dir,
+        devices=asked.devices,
+        here=asked.here,
+        shares=asked.shares,
+        lock=asked.lock,
+    )
+    return 1 if state is RunState.FAILED else 0
+
+
+def run(
+    run_dir: Path,
+    *,
+    devices: int,
+    here: int | None = None,
+    shares: int | None = None,
+    lock: int | None = None,
+) -> RunState:
+    """Live one life of a run, or go on with one; every way it can end is an event.
+
+    Args:
+        run_dir: Of the run.
+        devices: Workers of this program.
+        here: Workers that share this machine, where others do.
+        shares: Tickets of a step, where others than those here take part from the beginning.
+        lock: The run's lock, where a crew has begun this life and leaves the rest of it to us.
+    """
+    directory = RunDir(run_dir)
+    # A fork copies no threads: none may have been started, by torch's kernels least of all.
+    torch.set_num_threads(1)
+    try:
+        with only_worker(directory, held=lock), signals_as_stop() as stop:
+            hear_asks()
+            asked = _Asked(devices, here or devices, shares, goes_on=lock is not None)
+            return _live(directory, stop, asked)
+    except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
+        sys.stderr.write(f"{error}\n")
+    except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+        traceback.print_exc()
+        with suppress(OSError):  # a full disk takes no words either
+            Logbook(directory).tell_failure(describe(error), None)
+            move(directory, RunState.FAILED)
+    return RunState.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the command line says."""
+
+    devices: int
+    here: int
+    shares: int | None
+    goes_on: bool
+    """Whether a crew has begun this life."""
+
+
+def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
+    devices, shares, goes_on = asked.devices, asked.shares, asked.goes_on
+    if goes_on:
+        life, started_at = newest_life(directory)
+    else:
+        life, started_at = begin_life(directory)
+        move(directory, RunState.PLANNING)
+    job = _read_job(directory)
+    refuse_job(job, workers=shares or devices)
+    set_deterministic(job.train.deterministic)
+    directory.is_quiet = goes_on  # all of this is told
+    parts = prepare(directory, job)
+    directory.is_quiet = False
+    gc.collect()
+    gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
+    door = Door(directory)
+    fleet = Fleet(directory, in_child=door.abandon, rest=door.look, is_ending=lambda: stop.is_set)
+
+    def settle() -> None:
+        machine = probe_machine()
+        directory.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+        if machine.best_device.kind == "cuda" and shares:  # each worker has one, wherever it is
+            machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
+        ours = job.model_copy(update={"devices": shares or devices})
+        settle_plan(directory, ours, parts, machine, started_at=started_at)
+
+    try:
+        door.publish(workers=devices, is_open=False)
+        if not goes_on:
+            fleet.complete(Place("planner", settle))
+        if stop.is_set:
+            reason = "asked to stop before the first step"
+            return move(directory, RunState.STOPPED, reason=reason)
+        plan = Plan.model_validate_json(directory.plan.read_bytes())
+        if shares is not None:
+            plan = plan.model_copy(update={"layout": Layout(dp=shares)})
+        refuse_plan(plan)
+        run = _Run(directory, job, plan, parts, life, asked)
+        run.count_on()
+        state = _train(fleet, door, run, stop)
+        # Those who are in the middle of a ticket end it; what is not ended is handed out again.
+        fleet.end(patience_s=_LEAVE_S)
+    finally:
+        fleet.end()
+        door.shut()
+    if state is RunState.FINISHED:
+        shutil.rmtree(directory.servers, ignore_errors=True)
+    return move(directory, state)
+
+
+def _read_job(directory: RunDir) -> Job:
+    """The job, as if it named what its crew has chosen."""
+    job = Job.model_validate_json(directory.job.read_text())
+    spec = job.communication
+    if spec.method == "asynchronous":
+        return job
+    told = [
+        event.data["setting"]
+        for event, _ in directory.read_events()
+        if event.kind is EventKind.COMMUNICATION
+    ]
+    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": told[-1]["codec"]}
+    return job.model_copy(update={"communication": spec.model_copy(update=chosen)})
+
+
+def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
+    chief = Place("chief", run.lead, is_stoppable=True)
+    shards: list[Place] = []
+    workers: list[Place] = []
+    told = 0
+    while not chief.is_over:
+        fleet.keep_alive(chief)
+        if shards := shards or run.make_shards():
+            run.resize(workers, fleet)
+        fleet.keep_alive(*shards, *workers)
+        door.publish(
+            workers=len(workers) or run.asked.devices, is_open=bool(shards), layout=run.plan.layout
+        )
+        if not any(place.is_over for place in workers):
+            run.tell_crew(workers, door.list_workers())
+        if stop.is_set and chief.pid not in {0, told}:
+            told = chief.pid
+            os.kill(chief.pid, signal.SIGTERM)
+        door.look(_LOOK_S)
+        fleet.bury()
+    return RunState.STOPPED if chief.code == STOPPED else RunState.FINISHED
+
+
+@dataclass
+class _Run:
+    """What the forked processes do."""
+
+    directory: RunDir
+    job: Job
+    plan: Plan
+    parts: Parts
+    life: int
+    asked: _Asked
+    _told: tuple[tuple[int | str, str, int], ...] = ()
+    """Member, host and pid of each worker; members on other machines have names."""
+    _generation: int = 0
+
+    def count_on(self) -> None:
+        """In a life that a crew has begun, its generations are counted on."""
+        crews = [e.data for e, _ in self.directory.read_events() if e.kind is EventKind.CREW]
+        if self.asked.goes_on and crews:
+            self._generation = int(crews[-1]["generation"]) + 1
+
+    def make_shards(self) -> list[Place]:
+        """One for each server, when there is what they are to hold."""
+        count = len(list(self.directory.servers.glob("shard-*")))
+        return [self._make_shard(index) for index in range(count)]
+
+    def resize(self, workers: list[Place], fleet: Fleet) -> None:
+        """Have as many workers as are asked for now."""
+        wanted = self._count_wanted()
+        workers += [self._make_worker(number) for number in range(len(workers), wanted)]
+        while len(workers) > wanted:
+            fleet.dismiss(workers.pop())
+
+    def _count_wanted(self) -> int:
+        try:
+            return int((self.directory.servers / WORKERS).read_text())
+        except (OSError, ValueError):
+            return self.asked.devices
+
+    def _make_shard(self, index: int) -> Place:
+        def body() -> None:
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+            serve(self.directory.servers, index, bind_address(), with_parent=True)
+
+        return Place(f"server-{index}", body, is_server=True)
+
+    def _make_worker(self, number: int) -> Place:
+        def body() -> None:
+            plan = fit(self.plan, self.job, slot=number, here=self.asked.here)
+            work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
+
+        return Place(f"worker-{number}", body, number=number)
+
+    def lead(self) -> int:
+        """The chief's whole life."""
+        with signals_as_stop() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            plan = fit(self.plan, self.job, slot=0, here=self.asked.here)
+            seed_everything(self.job.train.seed)
+            chief = Chief(
+                self.directory,
+                self.job,
+                plan,
+                self.parts,
+                stop=stop,
+                life=self.life,
+                goes_on=self.asked.goes_on,
+            )
+            state = chief.lead()
+        return STOPPED if state is RunState.STOPPED else 0
+
+    def tell_crew(self, workers: list[Place], elsewhere: list[dict[str, Any]]) -> None:
+        """Say who the workers are, whenever that has changed."""
+        here: list[dict[str, Any]] = [
+            {"member": number, "host": socket.gethostname(), "pid": place.pid}
+            for number, place in enumerate(workers)
+        ]
+        everyone = [*here, *elsewhere]
+        told = tuple((each["member"], each["host"], each["pid"]) for each in everyone)
+        if told == self._told or not all(place.pid for place in workers):
+            return
+        reason = "a lost worker is replaced" if len(told) == len(self._told) else "as asked"
+        if {each[0] for each in told[len(here) :]} != {
+            each[0] for each in self._told if isinstance(each[0], str)
+        }:
+            reason = "workers on another machine came or went"
+        self.directory.emit(
+            EventKind.CREW,
+            generation=self._generation,
+            layout=str(Layout(dp=len(told))),
+            reason=reason,
+            from_step=last_step(self.directory),
+            redone_steps=0,
+            ranks=[{"rank": rank, **each} for rank, each in enumerate(everyone)],
+        )
+        self._told = told
+        self._generation += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A life of a run: who holds it, since when, how it is asked to stop, and how it failed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+import psutil
+
+from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
+from yunlu.runs.run_dir import EventKind
+from yunlu.training.memory.shortage import is_out_of_memory
+from yunlu.training.callbacks import StopRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.states import RunState
+
+
+class RunBusyError(StoreError):
+    """Another worker holds the run."""
+
+
+def move(directory: RunDir, state: RunState, **data: Any) -> RunState:
+    """Say where the run stands now."""
+    directory.emit(EventKind.STATE, state=state, **data)
+    return state
+
+
+def newest_life(directory: RunDir) -> tuple[int, float]:
+    """The number of the life that the run is in, and when it began."""
+    lives = [event for event, _ in directory.read_events() if event.kind is EventKind.LIFE]
+    return len(lives), lives[-1].data["began_at"]
+
+
+def begin_life(directory: RunDir, *, began_at: float | None = None) -> tuple[int, float]:
+    """Tell who lives, and since when; the process's own start tells it from a later namesake.
+
+    ``began_at`` is given where the run is younger than the process.
+    """
+    lives = sum(event.kind is EventKind.LIFE for event, _ in directory.read_events())
+    process_at = psutil.Process().create_time()
+    began_at = process_at if began_at is None else began_at
+    directory.emit(
+        EventKind.LIFE,
+        number=lives + 1,
+        pid=os.getpid(),
+        process_started_at=process_at,
+        began_at=began_at,
+    )
+    return lives + 1, began_at
+
+
+@contextmanager
+def only_worker(directory: RunDir, *, held: int | None = None) -> Generator[int]:
+    """Hold the run's lock, and give it: two workers on one run would destroy each other's work.
+
+    ``held`` is the lock itself, where this process had it as another program.
+    """
+    path = directory.path / "worker.lock"
+    with path.open("w") if held is None else os.fdopen(held, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunBusyError(
+                f"Run {directory.id} already has a worker.", hint="`yunlu ps` shows it."
+            ) from error
+        _held_locks.append(file)
+        try:
+            yield file.fileno()
+        finally:
+            _held_locks.remove(file)
+
+
+_held_locks: list[IO[str]] = []
+
+
+def _let_go_of_locks() -> None:
+    while _held_locks:
+        _held_locks.pop().close()
+
+
+# Loading processes outlive a killed worker for seconds; a copy of its lock would keep the run busy.
+os.register_at_fork(after_in_child=_let_go_of_locks)
+
+
+@contextmanager
+def signals_as_stop() -> Generator[StopRequest]:
+    """SIGTERM and Ctrl-C ask for a stop at the next step boundary."""
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals belong to the main thread
+        return
+    before = {number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, reaction in before.items():
+            signal.signal(number, reaction)
+
+
+def as_user_error(error: Exception) -> YunluError:
+    """What went wrong, in words for whoever can mend it."""
+    if isinstance(error, YunluError):
+        return error
+    if is_disk_full(error):
+        return TrainingError(
+            f"The disk is full: {error}", hint="Free some space, then `yunlu resume`."
+        )
+    if is_out_of_memory(error):
+        return TrainingError(
+            f"Memory ran out: {error}", hint="Lower train.micro_batch, then `yunlu resume`."
+        )
+    internal = YunluError(
+        f"{type(error).__name__}: {error}", hint="`--debug` shows where; worker.log keeps it."
+    )
+    internal.code = "internal"
+    return internal

@@ -1,0 +1,55 @@
+"""What was found for a shape, kept for the next run of it.
+
+Settings change the rounding of sums, so a choice once made for a job on a machine stays: the same job
+and seed then give the same losses. Of two runs that measure at the same time, the first to write wins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from pydantic import ValidationError
+
+from yunlu.core.settings import read_settings
+from yunlu.training.autotune.search import Found
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def recall(shape: Sequence[Any]) -> Found | None:
+    """What an earlier run of the same shape found."""
+    try:
+        found = Found.model_validate_json(_path(shape).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    trials = tuple(trial.model_copy(update={"remembered": True}) for trial in found.trials)
+    return found.model_copy(update={"trials": trials})
+
+
+def remember(shape: Sequence[Any], found: Found) -> Found:
+    """Keep it, and return what is kept: an earlier entry stays."""
+    path = _path(shape)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(found.model_dump_json())
+        os.link(aside, path)  # fails where there is one already
+    except FileExistsError:
+        return recall(shape) or found
+    except OSError:
+        return found  # without a cache the next run measures again
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    return found
+
+
+def _path(shape: Sequence[Any]) -> Path:
+    text = json.dumps(list(shape), sort_keys=True, default=str)
+    return read_settings().cache / "settings" / f"{xxhash.xxh3_64_hexdigest(text.encode())}.json"

@@ -1,0 +1,215 @@
+"""Times settings on the real model and the run's own first samples."""
+
+from __future__ import annotations
+
+from itertools import islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yunlu.core.errors import ModelError, YunluError
+from yunlu.training.compiler import compile_model, compiled_call, set_compiled_call
+from yunlu.training.data.batches import fetch, micro_indices
+from yunlu.training.data.lengths import lengths_of, longest_samples
+from yunlu.training.data.order import make_order
+from yunlu.training.memory.shortage import is_out_of_memory
+from yunlu.training.optim.build import build_optimizer
+from yunlu.training.precision import Precision
+from yunlu.training.tasks.task import collate_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from yunlu.planning.plan import Kernel, Settings
+    from yunlu.spec.job import Job
+    from yunlu.training.training_inputs import Parts
+    from yunlu.training.tasks.task import Batch
+
+_TIMED_S = 1.0
+_PASSES = 5
+_LONG_PASS_S = 0.3
+"""A pass this long is timed once: it averages over what disturbs it by itself."""
+_LONG_LOOK_S = 1.5
+"""A first pass this long is hardly longer for being the first."""
+_HOPELESS = 3.0
+"""A first pass this many times slower than the settings before is not timed again."""
+_UNLIKE_MICROS = 4
+"""How many micro-batches are timed where samples differ in length."""
+
+
+class ModelMeter:
+    """Runs passes under given settings; the caller puts weights and random numbers back."""
+
+    def __init__(self, job: Job, parts: Parts, device: torch.device, *, batch: int) -> None:
+        self._job, self._parts, self._device, self.batch = job, parts, device, batch
+        self._lengths = lengths_of(parts.splits.train)
+        self._micros: dict[tuple[str, int], list[Batch]] = {}
+        self._sample_s: dict[str, float] = {}
+        self._compiled: Any = None
+        self._looked_s: float | None = None
+        self.load_s_per_sample = 0.0
+
+    def micros(self, settings: Settings) -> list[Batch]:
+        """The first micro-batches of the run, as these settings make them."""
+        key = settings.padding, settings.micro_batch
+        if key not in self._micros:
+            samples, seed = self._parts.splits.train, self._job.train.seed
+            order = make_order(
+                samples=len(samples),
+                batch=self.batch,
+                seed=seed,
+                lengths=self._lengths,
+                padding=settings.padding,
+            )
+            count = 1 if self._lengths is None else _UNLIKE_MICROS
+            lengths = None if settings.padding == "pack" else self._lengths
+            lists = micro_indices(order, settings.micro_batch, 0, count, lengths=lengths)
+            collate = collate_for(self._parts.task, settings.padding)
+            self._micros[key] = [self._fetch(some, collate) for some in islice(lists, count)]
+        return self._micros[key]
+
+    def longest(self, settings: Settings) -> Batch:
+        """The largest micro-batch that can come: what has to fit into memory."""
+        if self._lengths is None:
+            return self.micros(settings)[0]
+        indices = longest_samples(self._lengths, settings.micro_batch)
+        return self._fetch(indices, collate_for(self._parts.task, settings.padding))
+
+    def compare(self, before: Settings, after: Settings) -> tuple[float, float] | None:
+        """Seconds per sample with each, in turns: what else the machine does hits both."""
+        try:
+            first_s = self._first_pass(after)
+        except YunluError:  # no compiler, or one that cannot take this model
+            self.switch(before)
+            return None
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        if first_s > _HOPELESS * self.sample_s(before):
+            return self.sample_s(before), first_s
+        self._first_pass(before)
+        spans: list[tuple[Settings, list[float]]] = [(before, []), (after, [])]
+        began_at = perf_counter()
+        for _ in range(_PASSES):
+            for settings, found in spans:
+                found.append(self._timed_pass(settings))
+            if perf_counter() - began_at > 2 * _TIMED_S:
+                break
+        for settings, found in spans:
+            self._sample_s[_key(settings)] = sorted(found)[len(found) // 2]
+        return self.sample_s(before), self.sample_s(after)
+
+    def comparison_s(self, settings: Settings) -> float:
+        """A pass to warm up and a few to time, each twice."""
+        pass_s = self.sample_s(settings) * sum(micro.samples for micro in self.micros(settings))
+        return 2 * (pass_s + max(min(_PASSES * pass_s, _TIMED_S), pass_s))
+
+    def sample_s(self, settings: Settings) -> float:
+        """Seconds per sample of forward and backward: the median of a few passes."""
+        key = _key(settings)
+        if self._looked_s is not None and not self._sample_s and self._lengths is None:
+            self._sample_s[key] = self._looked_s
+        if key not in self._sample_s:
+            self._first_pass(settings)
+            first_s = self._timed_pass(settings)
+            many = first_s * settings.micro_batch < _LONG_PASS_S
+            self._sample_s[key] = (
+                self._median(lambda: self._timed_pass(settings)) if many else first_s
+            )
+        return self._sample_s[key]
+
+    def update_s(self, kernel: Kernel) -> float:
+        """Seconds of one update that changes nothing: no gradient, no rate, no decay."""
+        for weight in self._parts.model.parameters():
+            if weight.grad is not None:
+                weight.grad.zero_()
+        optimizer = build_optimizer(
+            self._parts.model,
+            self._job.train.optimizer,
+            lr=0.0,
+            weight_decay=0.0,
+            l2=0.0,
+            kernel=kernel,
+        )
+        optimizer.step()
+        return self._median(lambda: self._timed(optimizer.step))
+
+    def switch(self, settings: Settings) -> None:
+        """Make torch and the model as these settings say."""
+        torch.set_num_threads(settings.threads)
+        if settings.compile == "inductor":
+            if self._compiled is None:
+                compile_model(self._parts.model, settings.compile, self._device)
+                self._compiled = compiled_call(self._parts.model)
+            set_compiled_call(self._parts.model, self._compiled)
+        elif self._compiled is not None:
+            set_compiled_call(self._parts.model, None)
+
+    def look(self, settings: Settings, batch: Batch) -> None:
+        """A first pass; a long one is timed by the way, so that it need not be repeated."""
+        seconds = self._timed(lambda: self.backward(settings, batch))
+        if seconds > _LONG_LOOK_S:
+            self._looked_s = seconds / batch.samples
+
+    def backward(self, settings: Settings, batch: Batch) -> None:
+        """One forward and backward pass."""
+        with Precision(settings.precision, self._device).forward():
+            loss, _ = self._parts.task.loss(self._parts.model, batch)
+        if loss.ndim:
+            raise ModelError(
+                f"The loss must be one number; got shape {tuple(loss.shape)}.",
+                hint="Return the sum over the batch.",
+            )
+        if not loss.requires_grad:
+            raise ModelError(
+                "The loss does not depend on any weight that can be trained.",
+                hint="The model needs a parameter with requires_grad, and no detach() on the way.",
+            )
+        (loss / max(batch.items, 1)).backward()
+
+    def _fetch(self, indices: NDArray[np.int64], collate: Callable[..., Batch]) -> Batch:
+        started_at = perf_counter()
+        batch = collate(fetch(self._parts.splits.train, indices))
+        self.load_s_per_sample = (perf_counter() - started_at) / len(indices)
+        return batch.to(self._device)
+
+    def _first_pass(self, settings: Settings) -> float:
+        """Compile, allocate, fill caches; a compiled model's own first pass tells nothing."""
+        first_s = self._timed_pass(settings)
+        return first_s if settings.compile == "none" else self._timed_pass(settings)
+
+    def _timed_pass(self, settings: Settings) -> float:
+        """Seconds per sample of one pass over the micro-batches."""
+        self.switch(settings)
+        micros = self.micros(settings)
+
+        def run() -> None:
+            for micro in micros:
+                self.backward(settings, micro)
+
+        return self._timed(run) / sum(micro.samples for micro in micros)
+
+    def _median(self, once: Callable[[], float]) -> float:
+        spans: list[float] = []
+        began_at = perf_counter()
+        for _ in range(_PASSES):
+            spans.append(once())
+            if perf_counter() - began_at > _TIMED_S:
+                break
+        return sorted(spans)[len(spans) // 2]
+
+    def _timed(self, run: Callable[[], Any]) -> float:
+        started_at = perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter() - started_at
+
+
+def _key(settings: Settings) -> str:
+    return settings.model_dump_json()

@@ -1,0 +1,47 @@
+"""Ways to add up a tensor over all workers: in place, with the same bits on each of them, in any run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from yunlu.training.communication.allreduce.doubling import doubling_sum
+from yunlu.training.communication.allreduce.hierarchical import hierarchical_sum
+from yunlu.training.communication.allreduce.reduce_scatter_gather import direct_sum, served_sum
+from yunlu.training.communication.allreduce.ring import ring_sum
+from yunlu.training.communication.allreduce.trees import double_tree_sum, tree_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yunlu.training.communication.transport import Wire
+
+__all__ = [
+    "SUMS",
+    "SumFunction",
+    "direct_sum",
+    "double_tree_sum",
+    "doubling_sum",
+    "hierarchical_sum",
+    "ring_sum",
+    "served_sum",
+    "tree_sum",
+]
+
+
+class SumFunction(Protocol):
+    """Adds up a flat CPU tensor over the workers of a wire, in place."""
+
+    def __call__(self, wire: Wire, /, flat: Tensor, *, tag: int) -> None:
+        """See the class."""
+        ...
+
+
+SUMS: dict[str, SumFunction] = {
+    "ring": ring_sum,
+    "tree": tree_sum,
+    "double-tree": double_tree_sum,
+    "doubling": doubling_sum,
+    "direct": direct_sum,
+    "server": served_sum,
+    "hierarchical": hierarchical_sum,
+}

@@ -1,0 +1,47 @@
+"""Sums by recursive doubling: everything, to ever more distant partners (Thakur et al. 2005, section 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.training.communication.allreduce.rank_group import Team, add, collective, everyone, values_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yunlu.training.communication.allreduce.rank_group import Values
+    from yunlu.training.communication.transport import Wire
+
+
+@collective
+def doubling_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+    """The fewest steps, log2 of the workers, each with the whole tensor: for small ones."""
+    sum_by_doubling(everyone(wire, tag), values_of(flat))
+
+
+def sum_by_doubling(team: Team, values: Values) -> None:
+    """See ``doubling_sum``. Both of a pair add the same two numbers, so they get the same bits."""
+    if not len(values) or team.size == 1:
+        return
+    wire, position = team.wire, team.position
+    paired = 1 << (team.size.bit_length() - 1)
+    share = np.empty_like(values)
+    if position >= paired:
+        # One too many for pairs: someone else adds for us.
+        deputy = team.ranks[position - paired]
+        wire.exchange({deputy: values}, {deputy: values}, tag=team.tag)
+        return
+    ward = team.ranks[position + paired] if position + paired < team.size else None
+    if ward is not None:
+        wire.receive(ward, share, tag=team.tag)
+        add(values, share)
+    distance = 1
+    while distance < paired:
+        partner = team.ranks[position ^ distance]
+        wire.exchange({partner: values}, {partner: share}, tag=team.tag)
+        add(values, share)
+        distance *= 2
+    if ward is not None:
+        wire.send(ward, values, tag=team.tag)

@@ -1,0 +1,58 @@
+"""Sums round a ring: the fewest bytes, over the most steps (Patarasuk and Yuan 2009)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from yunlu.training.communication.allreduce.rank_group import (
+    Team,
+    add,
+    collective,
+    cut,
+    everyone,
+    segments,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yunlu.training.communication.transport_session import Flow
+    from yunlu.training.communication.allreduce.rank_group import Values
+    from yunlu.training.communication.transport import Wire
+
+
+@collective
+def ring_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+    """Each part goes round once to be added up and once more to be known."""
+    sum_in_ring(everyone(wire, tag), values_of(flat))
+
+
+def sum_in_ring(team: Team, values: Values) -> None:
+    """See ``ring_sum``."""
+    size, position = team.size, team.position
+    parts = [segments(part, values.itemsize) for part in cut(len(values), size)]
+    before, after = team.ranks[position - 1], team.ranks[(position + 1) % size]
+    last = 2 * size - 3
+    with team.flow() as flow:
+        for place in parts[position]:
+            flow.send(after, values[place])
+        for step in range(last + 1):
+            is_partial = step < size - 1
+            for place in parts[(position - step - 1) % size]:
+                mine = values[place]
+                into = np.empty_like(mine) if is_partial else mine
+                share = into if is_partial else None
+                goes_to = after if step < last else None
+                flow.receive(before, into, partial(_go_on, flow, mine, share, goes_to))
+
+
+def _go_on(flow: Flow, mine: Values, share: Values | None, after: int | None) -> None:
+    # What is written here was sent on long ago where it was ever sent: it has come round since.
+    if share is not None:
+        add(mine, share)
+    if after is not None:
+        flow.send(after, mine)

@@ -1,0 +1,179 @@
+"""A communicator, opened by the setting that was chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from yunlu.core.settings import read_site
+from yunlu.planning.communication.forecast import Setting
+from yunlu.planning.communication.methods import one_bit_from
+from yunlu.training.communication.buckets import matrices_of
+from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.communicator import Apart, Together
+from yunlu.training.communication.compressed import compressed_summation
+from yunlu.training.communication.local.averaging import Averaging
+from yunlu.training.communication.local.following import Following
+from yunlu.training.communication.local.rules import METHODS, LocalRules
+from yunlu.training.communication.local.sites import Site, group_by_site
+from yunlu.training.communication.summation import ThreadedSummation, TorchSummation
+from yunlu.training.communication.allreduce import SUMS, served_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from yunlu.spec.communication import CommunicationSpec
+    from yunlu.training.communication.communicator import Communicator, Expected
+    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.allreduce import SumFunction
+    from yunlu.training.communication.transport import Wire
+    from yunlu.training.parallel.world import World
+
+
+def open_communicator(
+    setting: Setting,
+    spec: CommunicationSpec,
+    world: World,
+    model: nn.Module,
+    expected: Callable[[int], Expected],
+    *,
+    is_slow: bool = False,
+    clip_norm: float | None = None,
+) -> Communicator:
+    """Connect the workers of a world by a setting; everyone calls this at the same point.
+
+    Args:
+        setting: What was chosen.
+        spec: What the job says besides.
+        world: Who takes part.
+        model: Whose weights or gradients travel.
+        expected: What a step, counted from 0, holds.
+        is_slow: Whether the links are slow enough to be filled by few connections.
+        clip_norm: What gradients are clipped to: outliers are before they are compressed, too.
+    """
+
+    def open_wire(among: Sequence[int] | None = None) -> Wire:
+        wire = world.open_wire(among=among)
+        if is_slow:
+            # BBR, the default of many systems, leaves a slow link idle between short messages.
+            wire.control_congestion("reno")
+        return wire
+
+    if setting.method in METHODS:
+        sites = _find_sites(spec, world)
+        if len(sites) > 1:
+            return _open_apart(
+                setting, spec, open_wire, model, expected, rank=world.rank, sites=sites
+            )
+        setting = Setting(method="direct", bucket_bytes=setting.bucket_bytes)
+    summation = (
+        TorchSummation(world.group("dp"), world.wait_for)
+        if (setting.method, setting.codec) == ("all-reduce", "none")
+        else _open_summation(setting, spec, open_wire, model, clip_norm)
+    )
+    return Together(
+        world,
+        summation,
+        bucket_bytes=setting.bucket_bytes,
+        holds_moments=setting.codec == "onebit",
+    )
+
+
+def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
+    """Who makes steps together; each worker alone, where the job does not ask for sites."""
+    if spec.together == "worker":
+        return [[rank] for rank in range(world.layout.world)]
+    return group_by_site(world.gather(read_site() or world.host))
+
+
+def _open_apart(
+    setting: Setting,
+    spec: CommunicationSpec,
+    open_wire: Callable[..., Wire],
+    model: nn.Module,
+    expected: Callable[[int], Expected],
+    *,
+    rank: int,
+    sites: list[list[int]],
+) -> Communicator:
+    codec = None if setting.codec == "none" else make_codec(setting.codec, share=spec.keep)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    rules = rules_of(setting, spec)
+    mates = next(ranks for ranks in sites if rank in ranks)
+    notes = ThreadedSummation(open_wire(), _plain(SUMS["doubling"]))
+    if len(mates) == 1 and all(len(ranks) == 1 for ranks in sites):
+        return Apart(Averaging(weights, open_wire(), rules, codec=codec), notes, expected)
+    site = Site(
+        ThreadedSummation(open_wire(mates), _plain(SUMS["direct"])),
+        ThreadedSummation(open_wire(mates), _plain(SUMS["doubling"])),
+    )
+    inside = open_wire(mates)
+    if rank == mates[0]:
+        between = open_wire([ranks[0] for ranks in sites])
+        averaging = Averaging(weights, between, rules, codec=codec, mates=inside)
+    else:
+        averaging = Following(weights, inside, rules)
+    return Apart(averaging, notes, expected, site)
+
+
+def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
+    """When workers on their own meet."""
+    usual = METHODS[setting.method]
+    start = usual.from_step if spec.start == "auto" else spec.start
+    return LocalRules(
+        every=setting.every,
+        from_step=start if setting.method == "post-local" else 0,
+        delay=min(setting.delay_steps, setting.every),
+        parts=min(spec.parts, setting.every),
+        outer_lr=usual.outer_lr if spec.outer_lr == "auto" else spec.outer_lr,
+        outer_momentum=(
+            usual.outer_momentum if spec.outer_momentum == "auto" else spec.outer_momentum
+        ),
+    )
+
+
+def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int, memory_steps: int) -> int:
+    """From which step on a setting is itself: before, workers are together, or send more bits."""
+    if setting.method == "post-local":
+        return rules_of(setting, spec).from_step
+    if setting.codec != "onebit" or setting.method in METHODS:
+        return 0
+    return one_bit_from(steps, memory_steps=memory_steps) if spec.start == "auto" else spec.start
+
+
+def _open_summation(
+    setting: Setting,
+    spec: CommunicationSpec,
+    open_wire: Callable[[], Wire],
+    model: nn.Module,
+    clip_norm: float | None,
+) -> Summation:
+    if setting.codec == "powersgd":
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        return compressed_summation(
+            open_wire(),
+            "powersgd",
+            rank=setting.rank,
+            matrices=matrices_of(weights, setting.bucket_bytes),
+            clip_norm=clip_norm,
+        )
+    if setting.codec != "none":
+        return compressed_summation(
+            open_wire(), setting.codec, share=spec.keep, clip_norm=clip_norm
+        )
+    return ThreadedSummation(open_wire(), _plain(_sum_of(setting, spec)))
+
+
+def _sum_of(setting: Setting, spec: CommunicationSpec) -> SumFunction:
+    if setting.method == "server" and spec.servers != "auto":
+        return partial(served_sum, servers=spec.servers)
+    return SUMS[setting.method]
+
+
+def _plain(add_up: SumFunction) -> Callable[[Wire, Tensor, int, int], None]:
+    def run(wire: Wire, flat: Tensor, _key: int, tag: int) -> None:
+        add_up(wire, flat, tag=tag)
+
+    return run

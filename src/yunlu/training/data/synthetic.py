@@ -1,0 +1,81 @@
+"""Data sets that Yunlu makes itself: ``made:NAME``, the same on every machine, no download."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from yunlu.core.errors import DataError, did_you_mean
+from yunlu.training.data.table import Table
+
+Maker = Callable[[int], Table | Path]
+"""Takes a seed; returns the table, or the file or folder it wrote (below ``Settings.cache``)."""
+
+MADE: dict[str, Maker] = {}
+MADE_SEED = 20250101
+"""Fixed: made data is a data set like any other, so a job's seed never changes it."""
+
+# Where each name is registered; imported only when asked for, since some makers need more packages.
+_MODULES = {
+    "films": __name__,
+    "reviews": "yunlu.training.data.synthetic_text",
+    "dates": "yunlu.training.data.synthetic_text",
+    "python-docs": "yunlu.training.data.synthetic_text",
+    "spoken-words": "yunlu.training.data.synthetic_speech",
+    "spoken-digits": "yunlu.training.data.synthetic_speech",
+}
+
+
+def made(name: str) -> Callable[[Maker], Maker]:
+    """Register a maker under ``made:NAME``."""
+
+    def register(maker: Maker) -> Maker:
+        MADE[name] = maker
+        return maker
+
+    return register
+
+
+def make(name: str) -> Table | Path:
+    """Make the data set of that name."""
+    if name not in MADE and name in _MODULES:
+        importlib.import_module(_MODULES[name])
+    if name not in MADE:
+        raise DataError(
+            f"Yunlu makes no data set named {name!r}",
+            hint=did_you_mean(name, _MODULES.keys() | MADE.keys()),
+        )
+    return MADE[name](MADE_SEED)
+
+
+@made("films")
+def make_films(seed: int) -> Table:
+    """Ratings from 1 to 5 that people with tastes give to films with traits.
+
+    A rating is a mean, what the person gives on average, how good the film is, how well their
+    five-dimensional tastes and traits agree (the largest part), and noise of 0.4 stars. Who rates
+    what is uneven, as in life: some films are seen by many.
+    """
+    users, items, ratings, taste_dims = 400, 240, 16_000, 5
+    rng = np.random.default_rng(seed)
+    taste, trait = rng.normal(size=(users, taste_dims)), rng.normal(size=(items, taste_dims))
+    mood, quality = rng.normal(0, 0.3, users), rng.normal(0, 0.4, items)
+    fame = rng.dirichlet(np.full(items, 2.0))
+    # A person rates a film once: the largest of (fame + Gumbel noise) draws without replacement.
+    keys = np.log(fame)[None, :] + rng.gumbel(size=(users, items))
+    pairs = np.sort(np.argpartition(-keys, ratings // users, axis=1)[:, : ratings // users])
+    user, item = np.repeat(np.arange(users), ratings // users), pairs.reshape(-1)
+    agreement = (taste[user] * trait[item]).sum(axis=1) / np.sqrt(taste_dims)
+    stars = 3.2 + mood[user] + quality[item] + 0.9 * agreement + rng.normal(0, 0.4, len(user))
+    order = rng.permutation(len(user))
+    rating = np.clip(np.round(stars * 2) / 2, 1, 5).astype(np.float32)
+    return Table(
+        {
+            "user": [f"u{number:03d}" for number in user[order].tolist()],
+            "item": [f"film-{number:03d}" for number in item[order].tolist()],
+            "rating": rating[order],
+        }
+    )

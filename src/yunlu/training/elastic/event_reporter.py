@@ -1,0 +1,169 @@
+"""What the supervisor tells of the crew: events, figures, failures; each thing once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.files import append_lines
+from yunlu.runs.run_dir import EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yunlu.planning.layout import Layout
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.training.elastic.messages import Failed
+    from yunlu.training.elastic.membership import MemberRecord, Roster
+    from yunlu.training.elastic.watchdog import Verdict
+
+_CAUSE_S = 0.3
+"""A connection ends a moment before the node knows how the process did."""
+
+
+def count_oom_kills() -> int:
+    """Processes of our control group that the system ended for want of memory, so far."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
+        for folder in (Path("/sys/fs/cgroup") / group.strip("/"), Path("/sys/fs/cgroup")):
+            events = folder / "memory.events"
+            if events.exists():
+                words = events.read_text().split()
+                return int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+    return 0
+
+
+@dataclass
+class Logbook:
+    """Writes to the run's directory."""
+
+    run_dir: RunDir
+    _faults: dict[int, tuple[float, dict[str, Any]]] = field(
+        default_factory=dict[int, tuple[float, dict[str, Any]]]
+    )
+    _oom_kills: int = field(default_factory=count_oom_kills)
+
+    def emit(self, kind: EventKind, **data: Any) -> None:
+        """One event, after the faults that came before it."""
+        self.flush_faults()
+        self.run_dir.emit(kind, **data)
+
+    def tell_fault(self, member: MemberRecord, what: str, detail: str) -> None:
+        """A worker is lost; told as soon as its cause is known."""
+        data = {"what": what, "step": member.step, **_who(member)}
+        if detail:
+            data["detail"] = detail
+            self.emit(EventKind.FAULT, **data)
+        else:
+            self._faults[member.number] = (time.monotonic() + _CAUSE_S, data)
+
+    def explain_exit(self, number: int, code: int) -> str:
+        """The cause of an end, in words; completes a fault that waits for it."""
+        words = _exit_words(code)
+        if code == -signal.SIGKILL and (kills := count_oom_kills()) > self._oom_kills:
+            self._oom_kills = kills
+            words += ": the system ended it because memory ran out"
+        if number in self._faults:
+            self._faults[number] = (0.0, {**self._faults[number][1], "detail": words})
+        return words
+
+    def flush_faults(self, now: float | None = None) -> None:
+        """Tell the faults whose cause is known, or will not be."""
+        due = [n for n, (at, _) in self._faults.items() if now is None or at <= now]
+        for number in due:
+            _, data = self._faults.pop(number)
+            self.run_dir.emit(EventKind.FAULT, **data)
+
+    def tell_crew(
+        self,
+        generation: int,
+        layout: Layout,
+        members: Iterable[MemberRecord],
+        *,
+        reason: str,
+        from_step: int,
+        redone_steps: int,
+        lost_s: float | None,
+    ) -> None:
+        """A new generation works."""
+        ranks = [
+            {**_who(member), "place": layout.place_of(member.rank)._asdict()}
+            for member in sorted(members, key=lambda member: member.rank or 0)
+            if member.rank is not None
+        ]
+        data: dict[str, Any] = {} if lost_s is None else {"lost_s": round(lost_s, 4)}
+        self.emit(
+            EventKind.CREW,
+            generation=generation,
+            layout=str(layout),
+            reason=reason,
+            from_step=from_step,
+            redone_steps=redone_steps,
+            ranks=ranks,
+            **data,
+        )
+
+    def tell_straggler(self, member: MemberRecord, verdict: Verdict) -> None:
+        """A worker computes longer than the others, or does so no more."""
+        ratio, step = round(verdict.ratio, 2), member.step
+        is_over = verdict.what == "recovered"
+        self.emit(EventKind.STRAGGLER, ratio=ratio, step=step, over=is_over, **_who(member))
+
+    def tell_failure(self, failure: Failed, member: MemberRecord | None) -> None:
+        """The first failure of a worker's own, with its traceback."""
+        who = _who(member) if member is not None else {}
+        if member is not None:
+            detail = failure.message
+            self.emit(EventKind.FAULT, what="failed", step=member.step, detail=detail, **who)
+        self.emit(EventKind.ERROR, **failure.model_dump(exclude={"kind"}), **who)
+
+    def tell_hopeless(self, words: str, member: MemberRecord | None) -> None:
+        """It cannot go on, and nobody said why."""
+        log = f"logs/member-{member.number}.log" if member is not None else "worker.log"
+        message = f"{words[:1].upper()}{words[1:]}."
+        hint = f"{self.run_dir.path / log} has its last words."
+        self.emit(EventKind.ERROR, code="training", message=message, hint=hint)
+
+    def write_figures(self, roster: Roster, generation: int) -> None:
+        """How long the last step of each took, about once a second."""
+        ranks = [
+            {
+                "rank": member.rank,
+                "member": member.number,
+                "step_s": round(member.last_step[1], 6),
+                "wait_s": round(member.last_step[2], 6),
+                "memory_bytes": member.beat.memory_bytes,
+                "phase": member.beat.phase,
+            }
+            for member in roster.having("busy")
+            if member.last_step is not None and member.beat is not None and member.rank is not None
+        ]
+        if ranks:
+            step = max(member.step for member in roster.having("busy"))
+            record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
+            with suppress(OSError):  # figures are not worth a run
+                append_lines(self.run_dir.crew_metrics, [record])
+
+
+def _who(member: MemberRecord) -> dict[str, Any]:
+    return {
+        "rank": member.rank,
+        "member": member.number,
+        "host": member.host,
+        "pid": member.pid,
+    }
+
+
+def _exit_words(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"

@@ -1,0 +1,194 @@
+"""Who is there: workers and nodes as the supervisor knows them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+
+from yunlu.runs.worker_group import LOCAL
+from yunlu.training.elastic.generations import Report
+
+if TYPE_CHECKING:
+    from yunlu.training.elastic.control_server import Link
+    from yunlu.training.elastic.messages import Beat, Ending, Holding
+
+# The kernel rounds the instant of boot, on which start times are based, to a second.
+_SAME_START_S = 2.0
+FIRST_ASIDE_S = 300.0
+"""A worker that was too slow for the others is tried again after this; then after twice as long."""
+
+Status = Literal["starting", "idle", "busy", "settled", "gone"]
+"""``idle``: stands by. ``settled``: was in the generation, waits for the next."""
+
+
+@dataclass(eq=False, kw_only=True)
+class MemberRecord:
+    """One worker."""
+
+    number: int
+    node: str
+    host: str = ""
+    pid: int = 0
+    process_started_at: float = 0.0
+    status: Status = "starting"
+    since: float = 0.0
+    """When it came into this status, on the monotonic clock."""
+    rank: int | None = None
+    slot: int = 0
+    link: Link | None = None
+    live: Holding | None = None
+    copies: tuple[Holding, ...] = ()
+    ending: Ending | None = None
+    is_leaving: bool = False
+    is_aside: bool = False
+    """It leaves because the others are faster without it."""
+    beat: Beat | None = None
+    last_step: tuple[int, float, float] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be reckoned with."""
+        return self.status != "gone"
+
+    @property
+    def step(self) -> int:
+        """Steps completed, as last heard."""
+        return self.beat.step if self.beat else 0
+
+    def move(self, status: Status, *, at: float) -> None:
+        """Into another status."""
+        self.status, self.since = status, at
+
+    def report(self, *, may_stay: bool) -> Report:
+        """As ``decide`` needs it."""
+        return Report(
+            member=self.number,
+            rank=self.rank,
+            live=self.live,
+            copies=self.copies,
+            is_leaving=self.is_leaving or not may_stay,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class NodeRecord:
+    """One machine."""
+
+    name: str
+    wanted: int
+    """Workers that shall train there."""
+    aside: int = 0
+    """Of these, how many stand aside for now."""
+    aside_until: float = 0.0
+    """On the monotonic clock."""
+    aside_s: float = FIRST_ASIDE_S
+    """For how long they do; longer each time."""
+    host: str = ""
+    pid: int = 0
+    link: Link | None = None
+    is_ready: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the supervisor's own machine."""
+        return self.name == LOCAL
+
+    @property
+    def seats(self) -> int:
+        """Workers that shall train there now."""
+        return max(0, self.wanted - self.aside)
+
+    def set_aside(self, *, at: float) -> None:
+        """One worker fewer for a while."""
+        self.aside += 1
+        self.aside_until = at + self.aside_s
+
+    def recall(self) -> None:
+        """All of them again; if that was too early, they stand aside for longer."""
+        self.aside = 0
+        self.aside_s *= 2
+
+
+@dataclass
+class Roster:
+    """Everyone."""
+
+    members: dict[int, MemberRecord] = field(default_factory=dict[int, MemberRecord])
+    nodes: dict[str, NodeRecord] = field(default_factory=dict[str, NodeRecord])
+    next_member: int = 0
+
+    @property
+    def target(self) -> int:
+        """Workers wanted in all."""
+        return sum(node.wanted for node in self.nodes.values())
+
+    @property
+    def seats(self) -> int:
+        """Of these, those that shall train now."""
+        return sum(node.seats for node in self.nodes.values())
+
+    def add(self, node: str, *, at: float, number: int | None = None) -> MemberRecord:
+        """A worker that is being started."""
+        number = self.next_member if number is None else number
+        member = MemberRecord(number=number, node=node, since=at)
+        self.members[number] = member
+        self.next_member = max(self.next_member, number + 1)
+        return member
+
+    def having(self, *statuses: Status, node: str | None = None) -> list[MemberRecord]:
+        """Those in one of these statuses, by number."""
+        return [
+            member
+            for member in self.members.values()
+            if member.status in statuses and node in {None, member.node}
+        ]
+
+    def by_link(self, link: Link) -> MemberRecord | NodeRecord | None:
+        """Who is at the other end."""
+        everyone = [*self.members.values(), *self.nodes.values()]
+        return next((each for each in everyone if each.link is link), None)
+
+    def candidates(self) -> tuple[list[MemberRecord], list[MemberRecord]]:
+        """Who may train next, and who may only give: no node has more than are wanted there."""
+        stay: list[MemberRecord] = []
+        give: list[MemberRecord] = []
+        for node in self.nodes.values():
+            here = self.having("busy", "settled", "idle", node=node.name)
+            here.sort(key=lambda m: (m.is_leaving, m.rank is None, m.rank or 0, m.number))
+            able = [member for member in here if not member.is_leaving]
+            stay += able[: node.seats]
+            give += [member for member in here if member not in able[: node.seats]]
+        give += [m for m in self.having("busy", "settled", "idle") if m.node not in self.nodes]
+        return stay, give
+
+
+def is_alive(pid: int, process_started_at: float) -> bool:
+    """Whether this very process runs, on this machine."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - process_started_at) < _SAME_START_S
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the system holds a process stopped (SIGSTOP)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def kill(pid: int, process_started_at: float) -> None:
+    """End this very process at once: one that is stopped would ignore a request."""
+    if pid > 0 and is_alive(pid, process_started_at):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,58 @@
+"""The end of a run: the best weights, scored, exported, and what it all took."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from yunlu.runs.run_dir import EventKind
+from yunlu.training.export import Lineage, export
+from yunlu.training.run_measurement import measure_run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from yunlu.hardware.machine import Machine
+    from yunlu.runs.run_dir import RunDir
+    from yunlu.training.engine import Engine
+    from yunlu.training.callbacks import TrainingWatch
+
+
+def finish(
+    directory: RunDir,
+    engine: Engine,
+    watch: TrainingWatch,
+    environment: dict[str, Any],
+    machine: Machine,
+    *,
+    pattern: nn.Module | None = None,
+) -> dict[str, Any]:
+    """Take the best weights, score them on the test split, export them; all workers call this.
+
+    ``pattern`` is the build of the whole model, where workers hold parts of it.
+    """
+    step, scores = watch.take_best()
+    if engine.splits.test is not None:
+        directory.emit(EventKind.PROGRESS, phase="scoring the test data")
+        scores["test"] = watch.score("test", step=step).metrics
+    directory.emit(EventKind.PROGRESS, phase="exporting the model")
+    model = _put_together(engine, pattern)
+    if model is None:
+        return {}
+    lineage = Lineage(splits=engine.splits, environment=environment, step=step, scores=scores)
+    names = export(directory, engine.job, engine.task, model, lineage)
+    directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)
+    measured = measure_run(directory, samples=watch.samples_done, machine=machine)
+    directory.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
+    return {
+        f"{split}/{name}": value for split, found in scores.items() for name, value in found.items()
+    }
+
+
+def _put_together(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
+    """The whole model, on the leader; others have none to export."""
+    if not engine.arranged.is_cut:
+        return engine.best_view if engine.world.is_leader else None
+    from yunlu.training.parallel.gather import gather_model  # noqa: PLC0415 - only among others
+
+    assert pattern is not None
+    return gather_model(engine, pattern)

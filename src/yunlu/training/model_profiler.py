@@ -1,0 +1,360 @@
+"""The shape of any module: weights, operations and kept activations, counted without computing.
+
+Tensors here are fake: they have sizes but no numbers, so a model larger than this machine is built
+and differentiated in seconds. A model whose course depends on numbers is run for real instead, on
+two samples. ``python -m yunlu.training.model_profiler`` reads a job from its standard input and
+prints what it found as one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from yunlu.core.errors import ModelError, YunluError, missing_part
+from yunlu.core.value import Value
+from yunlu.planning.models.hf_config import shape_from_config
+from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
+from yunlu.planning.models.shape import ModelShape
+from yunlu.spec.job import Job
+from yunlu.training.data.lengths import lengths_of
+from yunlu.training.models.adapter import add_adapter
+from yunlu.training.models.batch_norm import allow_single_samples
+from yunlu.training.models.hf import is_hf
+from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.parallel.stages import why_not_split
+from yunlu.training.parallel.tensor import why_not_tensor
+from yunlu.training.tasks.open import open_task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from yunlu.training.tasks.task import Batch, Samples, Task
+
+_SAMPLES = 2
+_MOST_WAYS = 64
+
+
+class MeasuredShape(Value):
+    """A shape that was measured, and how."""
+
+    shape: ModelShape
+    how: Literal["fake", "real"] = "fake"
+    note: str = ""
+    """Why it was not enough to pretend; empty where it was."""
+    seq: int = 1
+    """Tokens of a measured sample; 1 where samples are no sequences."""
+    train_samples: int = 0
+
+
+def measure_job(job: Job) -> MeasuredShape:
+    """Measure the model of a job on the first samples of its data; no weights are read."""
+    task = open_task(job.task)
+    splits = task.load(job)
+    # Shapes do not depend on what training has found, and weights may be many gigabytes.
+    bare = job.model.model_copy(update={"pretrained": False, "weights": None})
+    blank = job.model_copy(update={"model": bare})
+    batch = task.collate([splits.train[index] for index in _typical_samples(splits.train)])
+    found = measure_model(lambda: _build(blank, task), task, batch, name=job.model.name)
+    if found.shape.kind != "measured":
+        described = found.shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
+        found = found.model_copy(update={"shape": described})
+    return found.model_copy(update={"train_samples": len(splits.train)})
+
+
+def _typical_samples(samples: Samples) -> list[int]:
+    """The first ones; of samples that differ in length, those nearest to the mean."""
+    lengths = lengths_of(samples)
+    if lengths is None:
+        return list(range(min(_SAMPLES, len(samples))))
+    whole = lengths.reshape(len(lengths), -1).sum(axis=1)  # of a source and its target
+    order = abs(whole - whole.mean()).argsort(kind="stable")
+    return [int(index) for index in order[:_SAMPLES]]
+
+
+def _build(job: Job, task: Task) -> nn.Module:
+    model = task.build(job)
+    allow_single_samples(model)
+    if job.model.adapter is None or describe(model) is not None:
+        return model
+    return add_adapter(model, job.model.adapter)
+
+
+def describe(model: nn.Module) -> ModelShape | None:
+    """The shape of a model that says itself what it is made of: ours, or Hugging Face's."""
+    if is_hf(model):
+        config: Any = model.config
+        told = {**config.to_dict(), "architectures": [type(model).__name__]}
+        try:
+            return shape_from_config(told, where=type(model).__name__)
+        except ModelError:
+            return None  # no stack of like blocks: it is measured
+    if not isinstance(model, CausalTransformer | TransformerClassifier | Seq2SeqTransformer):
+        return None
+    embedding = model.embedding
+    blocks = model.encoder if isinstance(model, Seq2SeqTransformer) else model.layers
+    first: Any = blocks[0]
+    width: int = embedding.token.embedding_dim
+    kinds: dict[type[nn.Module], Own] = {
+        CausalTransformer: "causal",
+        TransformerClassifier: "classifier",
+        Seq2SeqTransformer: "seq2seq",
+    }
+    head: Any = getattr(model, "head", None)
+    return own_transformer(
+        kinds[type(model)],
+        vocabulary=embedding.token.num_embeddings,
+        max_length=embedding.max_length,
+        classes=head.out_features if isinstance(model, TransformerClassifier) else 0,
+        width=width,
+        layers=len(blocks),
+        heads=width // first.attention.head_width,
+        tied=head is None,
+        positions="rotary" if embedding.position is None else "learned",
+    )
+
+
+def measure_model(
+    build: Callable[[], nn.Module], task: Task, batch: Batch, *, name: str
+) -> MeasuredShape:
+    """Measure what ``build`` makes on one batch: with fake tensors, or for real where these fail."""
+    try:
+        with FakeTensorMode():
+            faked = replace(batch, inputs=_fake(batch.inputs), targets=_fake(batch.targets))
+            return _measure(build(), task, faked, name=name)
+    except YunluError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's module does with fake numbers
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    found = _measure(build(), task, batch, name=name)
+    note = f"measured by a real pass over {batch.samples} samples: fake tensors failed ({why})"
+    return found.model_copy(update={"how": "real", "note": note})
+
+
+def _fake(value: Any) -> Any:
+    """The same sizes without the numbers; called where tensors are made fake."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: _fake(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_fake(item) for item in value)
+    return value
+
+
+def _measure(model: nn.Module, task: Task, batch: Batch, *, name: str) -> MeasuredShape:
+    seq = _length(batch)
+    described = describe(model)
+    if described is not None:
+        return MeasuredShape(shape=described.model_copy(update={"name": name}), seq=seq)
+    model.train()
+    weights = list(model.parameters())
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+    with _plain_products(), _widths(model) as widths, counter, _kept(model) as kept:
+        loss, _ = task.loss(model, batch)
+        loss.backward()
+    shape = ModelShape(
+        name=name,
+        kind="measured",
+        layers=_stack(model),
+        hidden=_typical(widths),
+        tokens_per_sample=seq,
+        causal=False,
+        measured_parameters=sum(weight.numel() for weight in weights),
+        measured_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+        measured_flops=max(counter.get_total_flops(), 1) / batch.samples,
+        measured_activation_bytes=sum(kept.values()) / batch.samples,
+        measured_ways=_tensor_ways(model),
+        measured_stages=_stages(model),
+    )
+    return MeasuredShape(shape=shape, seq=seq)
+
+
+@contextmanager
+def _plain_products() -> Generator[None]:
+    """Without oneDNN recurrent layers are made of products, which the counter knows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own switch sets other switches it warns of
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Generator[dict[int, int]]:
+    """Bytes that autograd keeps for the backward pass, by storage: each is counted once."""
+    own = {_number(weight) for weight in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    alive: list[Any] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        number = _number(tensor)
+        if number not in own:
+            storage = tensor.untyped_storage()
+            found[number] = storage.nbytes()
+            alive.append(storage)  # its number must not pass to another one
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def _number(tensor: Tensor) -> int:
+    """What tells storages apart: fake ones have no address."""
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
+
+
+@contextmanager
+def _widths(model: nn.Module) -> Generator[list[int]]:
+    """The last axis of what each layer with weights gives, the vocabulary's left out."""
+    found: list[int] = []
+
+    def note(module: nn.Module, given: Any, result: Any) -> None:
+        del module, given
+        tensor = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(tensor, Tensor) and tensor.ndim > 1:
+            is_image = tensor.ndim == 4  # channels come first there
+            found.append(int(tensor.shape[1 if is_image else -1]))
+
+    leaves = [
+        module
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    handles = [module.register_forward_hook(note) for module in leaves]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _typical(widths: Sequence[int]) -> int:
+    """The width that most layers give; of several, the widest."""
+    if not widths:
+        return 1
+    counts = Counter(widths)
+    return max(counts, key=lambda width: (counts[width], width))
+
+
+def _length(batch: Batch) -> int:
+    """Tokens of one sample, where samples are sequences of ids; else a sample is one token."""
+    if batch.tokens:
+        return max(1, batch.tokens // batch.samples)
+    inputs = list(batch.inputs.values() if isinstance(batch.inputs, dict) else batch.inputs)
+    first = inputs[0] if inputs else None
+    is_ids = isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point()
+    return int(first.shape[1]) if is_ids and first is not None else 1
+
+
+def _stack(model: nn.Module) -> int:
+    """Blocks in a row: the longest list of modules of one class, else the layers with weights."""
+    longest = 0
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(
+                type(child) for child in module if next(child.parameters(), None) is not None
+            )
+            longest = max(longest, *kinds.values()) if kinds else longest
+    matrices = sum(weight.ndim > 1 for weight in model.parameters())
+    return longest if longest > 1 else max(1, matrices)
+
+
+def _tensor_ways(model: nn.Module) -> tuple[int, ...]:
+    return (1, *(ways for ways in range(2, _MOST_WAYS + 1) if why_not_tensor(model, ways) is None))
+
+
+def _stages(model: nn.Module) -> int:
+    most = 1
+    while most < _MOST_WAYS and why_not_split(model, most + 1) is None:
+        most += 1
+    return most
+
+
+def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    """Scores and weighted sums; half of them where each token looks back only."""
+    del more
+    pairs = math.prod(query[:-1]) * key[-2]
+    is_causal = len(rest) > 1 and bool(rest[1])
+    return pairs * (query[-1] + value[-1]) * (1 if is_causal else 2)
+
+
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any
+) -> int:
+    """Twice the forward pass; what the kernel computes again is recomputation, and not counted."""
+    del gradient, more
+    return 2 * _attention_forward(query, key, value, *rest[2:])
+
+
+def _grouped_products(first: Any, second: Any, *rest: Any, **more: Any) -> int:
+    """Products of many experts at once: each row meets one of them."""
+    del rest, more
+    both = first[0] if len(first) == len(second) == 3 else 1
+    return 2 * both * first[-2] * first[-1] * second[-1]
+
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# What torch's own counter does not know: the attention of processors, and grouped products.
+_UNCOUNTED: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm: _grouped_products,
+    getattr(torch.ops.aten, _CPU_ATTENTION): _attention_forward,
+    getattr(torch.ops.aten, f"{_CPU_ATTENTION}_backward"): _attention_backward,
+}
+
+
+def fetch_config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a model on the hub, and nothing else of it."""
+    try:
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - optional, and slow to import
+    except ImportError as error:
+        raise missing_part("transformers", "hf", f"The model {name}") from error
+    try:
+        path = hf_hub_download(name, "config.json")
+    except Exception as error:  # the library raises many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"hf:{name}: its config.json cannot be fetched from the hub: {reason}",
+            hint="check the name and the network, or give the path of a downloaded model",
+        ) from error
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the job on the standard input, or fetch a configuration; errors are printed as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m yunlu.training.model_profiler")
+    parser.add_argument("--config", metavar="NAME", help="fetch the config.json of a model instead")
+    name: str | None = parser.parse_args(argv).config
+    # Libraries talk; only the answer may reach whoever reads our output.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer = {"config": fetch_config(name)} if name else _answer()
+        except YunluError as error:
+            told = {"code": error.code, "message": error.message, "hint": error.hint}
+            answer = {"error": told}
+    sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
+    return 0
+
+
+def _answer() -> dict[str, Any]:
+    job = Job.model_validate_json(sys.stdin.buffer.read())
+    return {"found": measure_job(job).model_dump(mode="json")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""What a plan needs to know of this machine, measured now where nobody has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from yunlu.planning.probed import Probed
+from yunlu.training.probing.child_process import started
+from yunlu.training.probing.profile_store import keep_probe, recall_probe
+
+if TYPE_CHECKING:
+    from yunlu.hardware.machine import Machine
+
+_PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
+
+
+def known_probe(machine: Machine) -> Probed:
+    """What is stored, or a quick look that then is."""
+    found = recall_probe(machine)
+    if found is None:
+        found = _look()
+        keep_probe(found)
+    return found
+
+
+def _look() -> Probed:
+    """In a process of its own: arrays that were timed here would count in the run's peak of memory."""
+    with started([*_PROGRAM, "--threads", str(torch.get_num_threads())], quiet=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith('{"probed"'):
+                return Probed.model_validate(json.loads(line)["probed"])
+    from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
+
+    return measure_machine(quick=True)

@@ -1,0 +1,324 @@
+"""Wires: what goes over them, what they refuse, and how waits end."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import tracemalloc
+from contextlib import ExitStack, closing
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.training.communication.wired import close_all, in_threads, make_wires
+from yunlu.training.communication.transport import LinkLostError, RefusedError, Wire, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEADER = struct.Struct("<2sBBIQQ")
+HELLO = struct.Struct("<2sBxI32s")
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Wire]]:
+    """Three workers on two hosts."""
+    wires = make_wires(["127.0.0.1", "127.0.0.2", "127.0.0.1"])
+    yield wires
+    close_all(wires)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, socket.socket, socket.socket]]:
+    """A wire with two others, and their bare ends of it."""
+    with ExitStack() as stack:
+        pairs = [socket.socketpair() for _ in range(2)]
+        for near, far in pairs:
+            stack.enter_context(near)
+            stack.enter_context(far)
+            near.setblocking(False)
+        links = {peer: near for peer, (near, _) in enumerate(pairs, start=1)}
+        wire = Wire(0, ("a", "b", "c"), links, patience_s=20)
+        yield wire, pairs[0][1], pairs[1][1]
+
+
+def _message(
+    body: bytes, *, tag: int = 0, length: int | None = None, **changed: bytes | int
+) -> bytes:
+    return (
+        HEADER.pack(
+            changed.get("magic", b"YW"),
+            changed.get("version", 1),
+            changed.get("channel", 0),
+            tag,
+            len(body) if length is None else length,
+            changed.get("checksum", xxhash.xxh3_64_intdigest(body)),
+        )
+        + body
+    )
+
+
+def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Wire]) -> None:
+    def work(rank: int) -> list[float]:
+        others = [peer for peer in range(3) if peer != rank]
+        mine = np.full(1000, rank, np.float32)
+        heard = {peer: np.empty(1000, np.float32) for peer in others}
+        trio[rank].exchange(dict.fromkeys(others, mine), heard, tag=9)
+        return [float(heard[peer].mean()) for peer in others]
+
+    assert in_threads(work, 3) == [[1, 2], [0, 2], [0, 1]]
+    for wire in trio:
+        assert wire.hosts == ("127.0.0.1", "127.0.0.2", "127.0.0.1")
+        assert wire.traffic.sent_bytes == wire.traffic.received_bytes == 2 * (4000 + HEADER.size)
+        assert wire.traffic.messages == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a connection choose")
+def test_congestion_control_is_chosen_where_the_system_has_it(trio: list[Wire]) -> None:
+    assert trio[0].control_congestion("reno")
+    for link in trio[0].links.values():
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno")
+    assert not trio[0].control_congestion("no such rule")
+
+
+def test_messages_whose_length_only_the_sender_knows(trio: list[Wire]) -> None:
+    def work(rank: int) -> dict[int, bytearray]:
+        others = [peer for peer in range(3) if peer != rank]
+        return trio[rank].gather(dict.fromkeys(others, b"x" * 10 * rank), others, limit_bytes=20)
+
+    assert in_threads(work, 3)[0] == {1: bytearray(b"x" * 10), 2: bytearray(b"x" * 20)}
+
+
+@given(bodies=st.lists(st.binary(max_size=200_000), max_size=5), tag=st.integers(0, 2**33))
+@settings(max_examples=15, deadline=None)
+def test_many_messages_both_ways_arrive_whole_and_in_order(bodies: list[bytes], tag: int) -> None:
+    wires = make_wires(["127.0.0.1"] * 2)
+    found: list[list[bytearray]] = [[], []]
+
+    def work(rank: int) -> list[int]:
+        order: list[int] = []
+        found[rank] = [bytearray(len(body)) for body in bodies]
+        with wires[rank].flow(tag=tag) as flow:
+            for number, body in enumerate(bodies):
+                flow.receive(1 - rank, found[rank][number], lambda n=number: order.append(n))
+                flow.send(1 - rank, body)
+        return order
+
+    try:
+        assert in_threads(work, 2) == [list(range(len(bodies)))] * 2
+    finally:
+        close_all(wires)
+    assert found == [bodies, bodies]
+
+
+def test_channels_keep_their_own_order(trio: list[Wire]) -> None:
+    first, second, third = bytearray(3), bytearray(5), bytearray(3)
+    with trio[0].flow() as flow:
+        flow.send(1, b"late!", channel=1)
+        flow.send(1, b"one", channel=0)
+        flow.send(1, b"two", channel=0)
+    with trio[1].flow() as flow:
+        flow.receive(0, first, channel=0)
+        flow.receive(0, third, channel=0)
+        flow.receive(0, second, channel=1)
+    assert (first, third, second) == (b"one", b"two", b"late!")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _message(b"12345678", magic=b"HT"),
+        _message(b"12345678", version=2),
+        _message(b"12345678", tag=1),
+        _message(b"12345678", channel=1),
+        _message(b"12345678", checksum=1),
+        _message(b"1234567"),
+        _message(b"123456789"),
+        _message(b"12345678", length=2**63),
+        b"GET / HTTP/1.1\r\nHost: yunlu\r\n\r\n",
+    ],
+)
+def test_what_was_not_to_come_is_refused_and_the_others_go_on(
+    ends: tuple[Wire, socket.socket, socket.socket], sent: bytes
+) -> None:
+    wire, bad, good = ends
+    bad.sendall(sent)
+    with pytest.raises(RefusedError) as caught:
+        wire.receive(1, bytearray(8))
+    assert caught.value.peer == 1
+    bad.settimeout(20)
+    assert bad.recv(1) == b""  # it learns that nobody listens any more
+    good.sendall(_message(b"fine"))
+    into = bytearray(4)
+    wire.receive(2, into)
+    assert into == b"fine"
+
+
+def test_every_flipped_bit_is_noticed(ends: tuple[Wire, socket.socket, socket.socket]) -> None:
+    whole = _message(b"gradient")
+    for position in range(len(whole)):
+        with ExitStack() as stack:
+            near, far = socket.socketpair()
+            stack.enter_context(near)
+            stack.enter_context(far)
+            near.setblocking(False)
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << position % 8
+            far.sendall(damaged)
+            with pytest.raises(RefusedError):
+                Wire(0, ("a", "b"), {1: near}).receive(1, bytearray(8))
+
+
+def test_nothing_is_set_aside_for_a_message_that_is_too_long(
+    ends: tuple[Wire, socket.socket, socket.socket],
+) -> None:
+    wire, bad, _ = ends
+    bad.sendall(_message(b"", length=1 << 30))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError):
+            wire.receive_some(1, limit_bytes=(1 << 30) - 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("sent", [b"", _message(b"12345678")[:5], _message(b"12345678")[:-1]])
+def test_a_connection_that_ends_early_is_a_loss(
+    ends: tuple[Wire, socket.socket, socket.socket], sent: bytes
+) -> None:
+    wire, bad, _ = ends
+    bad.sendall(sent)
+    bad.close()
+    with pytest.raises(LinkLostError) as caught:
+        wire.receive(1, bytearray(8))
+    assert not isinstance(caught.value, RefusedError)
+    assert isinstance(caught.value, dist.DistNetworkError)
+
+
+@pytest.mark.parametrize("sent", [b"", _message(b"12345678")[:-1]])
+def test_patience_ends(ends: tuple[Wire, socket.socket, socket.socket], sent: bytes) -> None:
+    wire, silent, _ = ends
+    silent.sendall(sent)
+    wire.patience_s = 0.05
+    with pytest.raises(LinkLostError, match="nothing moved"):
+        wire.receive(1, bytearray(8))
+
+
+def test_patience_ends_for_a_message_that_nobody_takes(
+    ends: tuple[Wire, socket.socket, socket.socket],
+) -> None:
+    wire, _, _ = ends
+    wire.patience_s = 0.05
+    with pytest.raises(LinkLostError, match="nothing moved"):
+        wire.send(1, bytes(64 << 20))
+
+
+def test_abort_ends_waits_now_and_later(ends: tuple[Wire, socket.socket, socket.socket]) -> None:
+    wire, _, _ = ends
+    starting = Event()
+    raised: list[LinkLostError] = []
+
+    def wait() -> None:
+        starting.set()
+        try:
+            wire.receive(1, bytearray(8))
+        except LinkLostError as error:
+            raised.append(error)
+
+    waiting = Thread(target=wait, daemon=True)
+    waiting.start()
+    starting.wait()
+    wire.abort()
+    waiting.join(20)
+    assert "given up" in str(raised[0])
+    with pytest.raises(LinkLostError, match="given up"):
+        wire.receive(2, bytearray(8))
+
+
+def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(trio: list[Wire]) -> None:
+    trio[1].close()
+    with pytest.raises(LinkLostError):
+        trio[0].exchange({}, {1: bytearray(8), 2: bytearray(8)})
+    with pytest.raises(LinkLostError):  # told at once, not after its patience
+        trio[2].receive(0, bytearray(8))
+
+
+def _knock(store: Any, said: bytes) -> socket.socket:
+    port = int(store.get("wire/0").split(b" ")[0])
+    caller = socket.create_connection(("127.0.0.1", port), timeout=20)
+    caller.sendall(said)
+    return caller
+
+
+def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
+    store = dist.HashStore()
+    with ExitStack() as stack:
+        joined: list[Wire] = []
+
+        def join(rank: int) -> None:
+            joined.append(connect(store, rank, 3, "127.0.0.1"))
+
+        first = Thread(target=join, args=[0], daemon=True)
+        first.start()
+        token = bytes.fromhex(store.get("wire/0").split(b" ")[1].decode())
+        turned_away = [
+            stack.enter_context(closing(_knock(store, said)))
+            for said in (
+                HELLO.pack(b"YW", 1, 1, bytes(32)),
+                HELLO.pack(b"YW", 1, 1, token[:-1] + bytes([token[-1] ^ 1])),
+                HELLO.pack(b"HT", 1, 1, token),
+                HELLO.pack(b"YW", 2, 1, token),
+                HELLO.pack(b"YW", 1, 0, token),
+                HELLO.pack(b"YW", 1, 77, token),
+            )
+        ]
+        half = HELLO.pack(b"YW", 1, 1, token)[:-1]
+        silent = [stack.enter_context(closing(_knock(store, said))) for said in [b"", half] * 20]
+        in_threads(lambda rank: join(rank + 1), 2)
+        first.join(20)
+        wires = sorted(joined, key=lambda wire: wire.rank)
+        stack.callback(close_all, wires)
+        into = bytearray(5)
+        wires[1].send(0, b"hello")
+        wires[0].receive(1, into)
+        assert into == b"hello"
+        for caller in (*turned_away, *silent):
+            assert _is_hung_up(caller)
+
+
+def _is_hung_up(caller: socket.socket) -> bool:
+    try:
+        return caller.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("within_s", [0.05, 0.0009])
+def test_nobody_comes(within_s: float) -> None:
+    store = dist.HashStore()
+    with pytest.raises(LinkLostError, match="Lost worker 1: it was not there in time"):
+        connect(store, 0, 2, "127.0.0.1", within_s=within_s)
+    with pytest.raises(ConnectionRefusedError):
+        _knock(store, b"")
+
+
+def test_one_who_came_and_never_called_is_missed() -> None:
+    store = dist.HashStore()
+    store.set("wire/1", f"1 {'00' * 32} 127.0.0.1")
+    with pytest.raises(LinkLostError, match="Lost worker 1: it was not there in time"):
+        connect(store, 0, 2, "127.0.0.1", within_s=0.05)
+
+
+def test_one_whom_nobody_answers_for_is_missed() -> None:
+    store = dist.HashStore()
+    store.set("wire/0", f"1 {'00' * 32} 127.0.0.1")
+    with pytest.raises(LinkLostError, match="Lost worker 0"):
+        connect(store, 1, 2, "127.0.0.1")

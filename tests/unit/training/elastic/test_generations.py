@@ -1,0 +1,232 @@
+"""The next generation, for any crew, layout and loss."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yunlu.planning.layout import Layout, Place
+from yunlu.training.elastic.generations import Report, cut_of, decide, part_at
+from yunlu.training.elastic.messages import Holding
+
+
+def by_dp(devices: int) -> Layout:
+    return Layout(dp=devices)
+
+
+def holding(layout: Layout, rank: int, step: int, generation: int = 1) -> Holding:
+    return Holding(step=step, generation=generation, place=layout.place_of(rank))
+
+
+def survivors(layout: Layout, steps: dict[int, int]) -> list[Report]:
+    """Members are numbered like their ranks."""
+    return [Report(member=r, rank=r, live=holding(layout, r, s)) for r, s in steps.items()]
+
+
+def test_a_spare_takes_the_place_of_the_dead_one_and_the_others_keep_theirs() -> None:
+    layout = Layout(dp=3)
+    reports = [*survivors(layout, {0: 7, 2: 7}), Report(member=9)]
+    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    assert found is not None
+    assert found.seats == (0, 9, 2)
+    assert (found.restore.kind, found.restore.step, found.restore.is_moving) == ("live", 7, True)
+    assert not found.guests
+
+
+def test_whoever_is_a_step_ahead_gives_to_the_rest() -> None:
+    layout = Layout(dp=3)
+    reports = [*survivors(layout, {0: 6, 1: 7}), Report(member=9)]
+    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    assert found is not None
+    assert found.seats == (0, 1, 9)
+    assert found.restore.step == 7
+    assert [giver.meeting_rank for giver in found.restore.givers] == [1]
+
+
+def test_nothing_moves_where_everyone_has_its_part() -> None:
+    layout = Layout(dp=3)
+    reports = survivors(layout, {0: 7, 2: 7})
+    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    assert found is not None
+    assert found.layout == Layout(dp=2)
+    assert not found.restore.is_moving
+
+
+def test_a_lost_shard_comes_back_from_its_buddy() -> None:
+    layout = Layout(fsdp=3)
+    reports = survivors(layout, {0: 12, 2: 12})
+    copies = {0: [0, 2], 2: [2, 1]}  # each keeps its own part and that of the one before it
+    reports = [
+        Report(
+            member=report.member,
+            rank=report.rank,
+            live=report.live,
+            copies=tuple(holding(layout, rank, 10) for rank in copies[report.member]),
+        )
+        for report in reports
+    ]
+    found = decide(
+        reports, layouts={1: layout}, current=1, target=3, replan=lambda n: Layout(fsdp=n)
+    )
+    assert found is not None
+    assert (found.restore.kind, found.restore.step) == ("copies", 10)
+    assert found.before == layout
+    assert {giver.holding.place.fsdp for giver in found.restore.givers} == {0, 1, 2}
+
+
+def test_without_copies_the_disk_decides() -> None:
+    layout = Layout(fsdp=2)
+    reports = survivors(layout, {0: 12})
+    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    assert found is not None
+    assert (found.restore.kind, found.restore.step) == ("checkpoint", None)
+
+
+def test_who_leaves_gives_what_nobody_else_has() -> None:
+    layout = Layout(fsdp=3)
+    reports = survivors(layout, {0: 5, 1: 5, 2: 5})
+    reports[1] = Report(member=1, rank=1, live=reports[1].live, is_leaving=True)
+    found = decide(
+        reports, layouts={1: layout}, current=1, target=2, replan=lambda n: Layout(fsdp=n)
+    )
+    assert found is not None
+    assert found.seats == (0, 2)
+    assert found.guests == (1,)
+    assert {giver.meeting_rank for giver in found.restore.givers} == {0, 1, 2}
+
+
+def test_who_leaves_a_replica_gives_nothing() -> None:
+    layout = Layout(dp=3)
+    reports = survivors(layout, {0: 5, 1: 5, 2: 5})
+    reports[0] = Report(member=0, rank=0, live=reports[0].live, is_leaving=True)
+    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    assert found is not None
+    assert not found.guests
+    assert sorted(found.seats) == [1, 2]
+
+
+def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
+    wide, narrow = Layout(dp=2, fsdp=2), Layout(fsdp=2)
+    reports = [
+        Report(member=0, rank=0, copies=(holding(wide, 0, 4, 1),)),
+        Report(member=1, rank=1, copies=(holding(narrow, 1, 4, 2),)),
+    ]
+    found = decide(
+        reports, layouts={1: wide, 2: narrow}, current=2, target=2, replan=lambda _: narrow
+    )
+    assert found is not None
+    assert (found.restore.kind, found.restore.step) == ("copies", 4)
+
+
+def test_under_zero1_each_replica_is_a_part_of_its_own() -> None:
+    layout = Layout(dp=2, zero1=True)
+    reports = survivors(layout, {0: 3})
+    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    assert found is not None
+    assert found.restore.kind == "checkpoint"
+
+
+LAYOUTS = st.builds(
+    Layout,
+    dp=st.integers(1, 3),
+    fsdp=st.integers(1, 3),
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    zero1=st.booleans(),
+)
+
+
+@st.composite
+def crews(draw: st.DrawFn) -> tuple[Layout, list[Report], int, Layout]:
+    layout, after = draw(LAYOUTS), draw(LAYOUTS)
+    reports: list[Report] = []
+    for rank in range(layout.world):
+        if draw(st.booleans()):
+            live = draw(st.sampled_from([None, 8, 9]))
+            kept = draw(st.lists(st.integers(0, layout.world - 1), max_size=3, unique=True))
+            reports.append(
+                Report(
+                    member=rank,
+                    rank=rank,
+                    live=None if live is None else holding(layout, rank, live),
+                    copies=tuple(
+                        holding(layout, owner, draw(st.sampled_from([5, 7]))) for owner in kept
+                    ),
+                    is_leaving=draw(st.integers(0, 4)) == 0,
+                )
+            )
+    spares = draw(st.integers(0, 3))
+    reports += [Report(member=100 + number) for number in range(spares)]
+    return layout, reports, draw(st.integers(1, 12)), after
+
+
+@given(crews())
+def test_any_decision_is_whole(crew: tuple[Layout, list[Report], int, Layout]) -> None:
+    layout, reports, target, after = crew
+
+    def replan(devices: int) -> Layout:
+        return (
+            after
+            if after.world <= devices
+            else layout
+            if layout.world == devices
+            else by_dp(devices)
+        )
+
+    found = decide(reports, layouts={1: layout}, current=1, target=target, replan=replan)
+    able = {report.member for report in reports if not report.is_leaving}
+    if found is None:
+        assert not able
+        return
+    # Every seat is taken, once, by somebody who stays.
+    assert len(found.seats) == found.layout.world <= min(target, len(able))
+    assert len(set(found.seats)) == len(found.seats)
+    assert set(found.seats) <= able
+    assert not set(found.seats) & set(found.guests)
+    # What is given is held by the giver, all of one step, and the whole state.
+    by_member = {report.member: report for report in reports}
+    meeting = [*found.seats, *found.guests]
+    parts = cut_of(layout).parts()
+    for giver in found.restore.givers:
+        report = by_member[meeting[giver.meeting_rank]]
+        assert giver.holding.step == found.restore.step
+        assert giver.holding in (report.copies if giver.is_copy else (report.live,))
+    given = {part_at(layout, giver.holding.place) for giver in found.restore.givers}
+    assert given in (set(), parts)
+    # There is no newer step that is whole, live or in copies.
+    held: dict[int, set[tuple[int, ...]]] = {}
+    for report in reports:
+        for each in (*((report.live,) if report.live else ()), *report.copies):
+            held.setdefault(each.step, set()).add(part_at(layout, each.place))
+    whole = [step for step, found_parts in held.items() if found_parts == parts]
+    assert found.restore.step == max(whole, default=None)
+    # If nothing moves, everyone has its part already.
+    if found.restore.givers and not found.restore.is_moving:
+        for rank, member in enumerate(found.seats):
+            live = by_member[member].live
+            assert live is not None
+            mine = part_at(layout, live.place)
+            assert mine == part_at(found.layout, found.layout.place_of(rank))
+
+
+@given(LAYOUTS, st.data())
+def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None:
+    lost = data.draw(st.integers(0, layout.world - 1))
+    steps = {rank: 4 for rank in range(layout.world) if rank != lost}
+    copies = tuple(holding(layout, rank, 4) for rank in range(layout.world))
+    reports = [
+        Report(member=r.member, rank=r.rank, live=r.live, copies=copies)
+        for r in survivors(layout, steps)
+    ] + [Report(member=99)]
+    found = decide(
+        reports, layouts={1: layout}, current=1, target=layout.world, replan=lambda _: layout
+    )
+    assert found is not None
+    expected = [99 if rank == lost else rank for rank in range(layout.world)]
+    if layout.world > 1:
+        assert list(found.seats) == expected
+
+
+def test_places_travel_as_json() -> None:
+    sent = Holding(step=3, generation=2, place=Place(pp=1, tp=1))
+    assert Holding.model_validate_json(sent.model_dump_json()) == sent

@@ -1,0 +1,72 @@
+"""A worker between two supervisors loses no word."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yunlu.planning.layout import Layout
+from yunlu.runs.run_dir import RunDir
+from yunlu.training.elastic.worker_agent import Member
+from yunlu.training.elastic.messages import (
+    Assignment,
+    Failed,
+    HelloMember,
+    Leaving,
+    Restore,
+    Seat,
+    Settled,
+)
+
+
+def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None:
+    member = Member(0, node="local", run_dir=RunDir(tmp_path))
+    seats = (Seat(member=0, host="here", pid=1),)
+    member.assignment = Assignment(
+        generation=3,
+        layout=Layout(),
+        rank=0,
+        seats=seats,
+        meeting_rank=0,
+        restore=Restore(kind="start"),
+    )
+    member._post(Settled(generation=2, step=1))
+    member._post(Leaving())
+    outbox = member._outbox
+    ours, theirs = socket.socketpair()
+    hellos: list[HelloMember] = []
+
+    class Line:
+        connection = ours
+
+        def connect(self, hello: HelloMember) -> bool:
+            hellos.append(hello)
+            member.settled(5, live=False)
+            return True
+
+    line: Any = Line()
+    member._contact = line
+    with ours, theirs, member._wake, member._woken, selectors.DefaultSelector() as selector:
+        assert member._reconnect(selector)
+    assert not hellos[0].is_ready
+    assert member._outbox is outbox
+    assert [message.kind for message in outbox] == ["leaving", "settled"]
+    assert outbox[1].step == 5
+
+
+def test_a_worker_out_of_memory_says_so_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = Member(0, node="local", run_dir=RunDir(tmp_path))
+    monkeypatch.setattr("yunlu.training.elastic.worker_agent._LAST_WORDS_S", 0.0)
+    with member._wake, member._woken:
+        member.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    (words,) = member._outbox
+    assert isinstance(words, Failed)
+    assert words.code == "training"
+    assert words.message.startswith("Memory ran out")
+    assert "micro_batch" in str(words.hint)

@@ -1,0 +1,80 @@
+"""The gate of a trial: it waits only at its last rung, and holds by itself when nobody speaks."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from yunlu.core.files import write_atomically
+from yunlu.runs.run_dir import RunDir
+from yunlu.training.trial_control import Ruling, TrialGate, open_gate
+
+HOURS_S = 7200.0
+
+
+def always() -> bool:
+    return True
+
+
+def say(run: RunDir, **verdict: Any) -> None:
+    write_atomically(run.verdict, json.dumps(verdict))
+
+
+def make_gate(run: RunDir, *, patience_s: float = HOURS_S) -> TrialGate:
+    write_atomically(run.trial, "{}")
+    return TrialGate(run, patience_s=patience_s)
+
+
+def test_only_a_trial_has_a_gate(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(steps=1)
+    assert open_gate(run) is None
+    run.trial.write_text(json.dumps({"saves": True}))
+    gate = open_gate(run)
+    assert gate is not None
+    assert gate.saves
+    assert gate.ask(1, is_wanted=always) is None  # without a word it goes to its end
+
+
+def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(steps=1)
+    gate = make_gate(run)
+    say(run, until=3)
+    assert gate.ask(1, is_wanted=always) is None
+    assert gate.ask(2, is_wanted=always) is None
+    say(run, prune="too slow")
+    assert gate.peek(2) == Ruling("prune", "pruned at rung 2: too slow")
+    say(run, hold="")
+    assert gate.ask(2, is_wanted=always) == Ruling("hold", "held at rung 2")
+
+
+def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(steps=1)
+    gate = make_gate(run)
+    say(run, until=1)
+    asked = threading.Event()
+
+    def is_wanted() -> bool:
+        asked.set()
+        return True
+
+    def answer() -> None:
+        asked.wait()
+        say(run, until=2)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert gate.ask(1, is_wanted=is_wanted) is None
+    thread.join()
+    assert asked.is_set()
+
+
+def test_without_a_word_it_holds_and_a_stop_goes_first(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(steps=1)
+    gate = make_gate(run, patience_s=0.02)
+    say(run, until=1)
+    ruling = gate.ask(1, is_wanted=always)
+    assert ruling is not None
+    assert (ruling.kind, ruling.reason) == ("hold", "held at rung 1: nobody said how it goes on")
+    assert make_gate(run).ask(1, is_wanted=lambda: False) is None

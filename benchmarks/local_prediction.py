@@ -31,13 +31,13 @@ from rich.table import Table
 
 from yunlu.core.settings import worker_environment
 from yunlu.jobs.calibration import figures_of
-from yunlu.planning.calibration import Calibration, RunFigure, learn
+from yunlu.planning.calibration import Calibration, RunMeasurement, learn
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.load import load_job
 from yunlu.training import loop, profile, worker
-from yunlu.training.autotune import timer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEFT_OUT = {"finetune"}
@@ -102,7 +102,7 @@ def _measure(
     environment: dict[str, str],
     screen: Console,
 ) -> dict[str, Any] | None:
-    run = RunDir(Path(environment["YUNLU_HOME"]) / f"{name}-{turn}-{clock}")
+    run = open_run(Path(environment["YUNLU_HOME"]) / f"{name}-{turn}-{clock}")
     run.path.mkdir(parents=True)
     job = load_job(EXAMPLES / f"{name}.yaml")
     train = {"steps": asked.steps, "epochs": None, "evaluate": "never", "threads": asked.threads}
@@ -186,7 +186,7 @@ def _print(runs: list[dict[str, Any]], screen: Console, *, clock: str) -> None:
     screen.print(table)
 
 
-def _factor(mine: list[RunFigure], others: list[RunFigure]) -> float:
+def _factor(mine: list[RunMeasurement], others: list[RunMeasurement]) -> float:
     if not mine or not others:
         return 1.0
     path = mine[0].path

@@ -85,17 +85,18 @@ def same_random_numbers() -> None:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Any]:
     """A fresh run directory with a job for objects: ``make_run(steps=5, batch=8, ...)``."""
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.directory_store import open_run
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
     count = 0
 
-    def make(*, trackers: Sequence[str] = (), **train: Any) -> RunDir:
+    def make(*, trackers: Sequence[str] = (), **train: Any) -> RunStore:
         nonlocal count
         count += 1
         path = tmp_path / f"run-{count}"
         path.mkdir()
-        run = RunDir(path)
+        run = open_run(path)
         job = Job.model_validate(
             {
                 "task": "python:objects",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.training.communication.powersgd import Matrix
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 
 def make_sum(seat: Seat, name: str) -> Method:
@@ -112,7 +112,7 @@ def _find_matrices(seat: Seat) -> dict[int, list[Matrix]]:
     return found
 
 
-def _connect(seat: Seat) -> Wire:
+def _connect(seat: Seat) -> Transport:
     return connect(seat.store, seat.rank, seat.size, seat.address, name=f"wire{_next_wire()}")
 
 

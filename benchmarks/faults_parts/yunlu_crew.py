@@ -190,7 +190,7 @@ class RunJournal(Journal):
 
 @lru_cache(maxsize=4096)
 def _samples_of(samples: int, batch: int, step: int) -> list[int]:
-    from yunlu.training.data.order import StepOrder  # noqa: PLC0415 (not for the peers)
+    from yunlu.training.data.sample_order import StepOrder  # noqa: PLC0415 (not for the peers)
 
     order = StepOrder(samples=samples, batch=batch, seed=SEED)
     return next(order.steps_from(step)).tolist()
@@ -199,7 +199,7 @@ def _samples_of(samples: int, batch: int, step: int) -> list[int]:
 def _digest(samples: tuple[int, ...]) -> str:
     import numpy as np  # noqa: PLC0415
 
-    from yunlu.training.data.order import digest_of  # noqa: PLC0415
+    from yunlu.training.data.sample_order import digest_of  # noqa: PLC0415
 
     return f"{digest_of(np.array(samples, dtype=np.int64)):016x}"
 

@@ -72,8 +72,8 @@ def make_data(directory: Path, steps: int) -> None:
 
     from yunlu.spec.job import Job  # noqa: PLC0415
     from yunlu.training.checkpoint.state import seed_everything  # noqa: PLC0415
-    from yunlu.training.data.order import StepOrder  # noqa: PLC0415
-    from yunlu.training.tasks.open import open_task  # noqa: PLC0415
+    from yunlu.training.data.sample_order import StepOrder  # noqa: PLC0415
+    from yunlu.training.tasks.registry import open_task  # noqa: PLC0415
 
     make_text(directory / "text.txt", WORKLOAD)
     job = Job.model_validate(make_job(directory, "dp2", steps))

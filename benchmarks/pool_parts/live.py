@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.pool_parts.queue import Arrival
-    from yunlu.runs.run_dir import Event, RunDir
+    from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 _POLL_S = 0.5
 
@@ -68,7 +69,7 @@ def live_through(
         executor=f"local://?devices={devices}", policy=policy, round_s=round_s, look_s=0.5
     )
     control.bring_up(home, settings)
-    runs: dict[str, RunDir] = {}
+    runs: dict[str, RunStore] = {}
     try:
         began = time.monotonic()
         for arrival in queue:
@@ -89,12 +90,12 @@ def live_through(
     return [_read(run, by_name[name]) for name, run in runs.items()]
 
 
-def _count_over(runs: dict[str, RunDir]) -> int:
+def _count_over(runs: dict[str, RunStore]) -> int:
     over = {RunState.FINISHED, RunState.FAILED}
     return sum(service.read_record(run).state in over for run in runs.values())
 
 
-def _read(run: RunDir, arrival: Arrival) -> Lived:
+def _read(run: RunStore, arrival: Arrival) -> Lived:
     events = [event for event, _ in run.read_events()]
     crews = [event for event in events if event.kind is EventKind.CREW]
     lives = [event for event in events if event.kind is EventKind.LIFE]
@@ -125,7 +126,7 @@ def _lost_s(crews: list[Event]) -> list[float]:
     return [float(event.data["lost_s"]) for event in crews if event.data.get("lost_s") is not None]
 
 
-def _count_lost(run: RunDir, events: list[Event], steps: int) -> int:
+def _count_lost(run: RunStore, events: list[Event], steps: int) -> int:
     """By the ledger, which says of each step how many samples it took."""
     count = next((e.data["train"] for e in events if e.kind is EventKind.DATA), BATCH)
     full, rest = divmod(int(count), BATCH)

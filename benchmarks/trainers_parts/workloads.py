@@ -86,7 +86,7 @@ def make_data(directory: Path, *, quick: bool) -> None:
 def make_arrays(directory: Path, workload: str, *, steps: int) -> None:
     """Inputs, targets, and the samples of each step one after another."""
     # The order is Yunlu's own, so that its run need not be told; the others take it as a sampler.
-    from yunlu.training.data.order import StepOrder  # noqa: PLC0415 (only the maker needs it)
+    from yunlu.training.data.sample_order import StepOrder  # noqa: PLC0415 (only the maker needs it)
 
     about = WORKLOADS[workload]
     order = StepOrder(samples=about.samples, batch=about.batch, seed=SEED).steps_from(0)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.jobs.service import make_plan
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.places import LocalPlaces
 from yunlu.tuning.forecast import StudyForecast, foretell, trial_time_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.tuning.view import StudyView
 
@@ -101,7 +103,7 @@ def live_through(
         ended_at = time.time()
         view = study.view()
     assert view.best is not None
-    runs = {facts.number: RunDir(home / facts.run) for facts in view.trials if facts.run}
+    runs = {facts.number: open_run(home / facts.run) for facts in view.trials if facts.run}
     events = {number: [event for event, _ in run.read_events()] for number, run in runs.items()}
     lives = sum(event.kind is EventKind.LIFE for each in events.values() for event in each)
     return Lived(
@@ -117,7 +119,7 @@ def live_through(
     )
 
 
-def count_lost(run: RunDir, events: list[Event]) -> int:
+def count_lost(run: RunStore, events: list[Event]) -> int:
     """By the log of steps: each once, with all of its samples, however often the crew changed."""
     count = next((int(e.data["train"]) for e in events if e.kind is EventKind.DATA), 0)
     full, rest = divmod(count, BATCH)

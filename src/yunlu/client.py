@@ -19,7 +19,8 @@ from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
 from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import is_queued_again
 from yunlu.scheduler.queue import enqueue, read_asked, withdraw
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.planning.search.options import Options
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.goal import GoalSpec
 
-_LIVE_TASK = "yunlu.training.tasks.objects"
+_LIVE_TASK = "yunlu.training.tasks.python_objects"
 _WORKER = "yunlu.training.worker"
 
 
@@ -105,14 +107,14 @@ class Run:
 
     def report(self) -> Path:
         """Write the report, and say where the page is."""
-        from yunlu.jobs.report_builder import write_report  # noqa: PLC0415 (used by few)
+        from yunlu.render.run_report.write import write_report  # noqa: PLC0415 (used by few)
 
         write_report(self._files)
         return self._files.report_html
 
     @property
-    def _files(self) -> RunDir:
-        return RunDir(self.dir)
+    def _files(self) -> RunStore:
+        return open_run(self.dir)
 
 
 def train(
@@ -162,8 +164,8 @@ def train(
             )
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
         made = _live_job(model, name, train_options)
-        run_dir = service.submit(made)
-        return _train_here(run_dir, live)
+        run = service.submit(made)
+        return _train_here(run, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
     asked = ask_job(job, overrides, train_options, **parts)
     return _train_elsewhere(asked, source_of(job), wait=wait)
@@ -313,10 +315,10 @@ def resume(
     A run of live objects needs the same objects again.
     """
     if model is not None:
-        run_dir = service.find(run_id)
+        run = service.find(run_id)
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
-        service.reopen_here(run_dir)
-        return _train_here(run_dir, live)
+        service.reopen_here(run)
+        return _train_here(run, live)
     if (place := find_launch(waits=wait)) is not None:
         return Run(see_through(service.find(run_id), place).path).wait()
     return Run(service.find(run_id).path).resume(wait=wait)
@@ -353,8 +355,8 @@ def submit(
         deadline=deadline,
         budget_dollars=budget,
     )
-    run_dir = enqueue(validate(job, overrides=overrides), asked, source=source_of(job))
-    return Run(run_dir.path)
+    run = enqueue(validate(job, overrides=overrides), asked, source=source_of(job))
+    return Run(run.path)
 
 
 def source_of(job: str | Path | Job | None) -> Path | None:
@@ -402,17 +404,17 @@ def _live_task(**parts: Any) -> Any:
 def _train_elsewhere(job: Job, source: Path | None, *, wait: bool) -> Run:
     if (place := find_launch(job, waits=wait)) is not None:
         return Run(see_through(job, place, source=source).path).wait()
-    run_dir = service.submit(job, source=source)
-    service.start(run_dir)
-    run = Run(run_dir.path)
+    store = service.submit(job, source=source)
+    service.start(store)
+    run = Run(store.path)
     return run.wait() if wait else run
 
 
-def _train_here(run_dir: RunDir, live: Any) -> Run:
+def _train_here(run: RunStore, live: Any) -> Run:
     try:
-        import_module(_WORKER).run(run_dir.path, task=live)
+        import_module(_WORKER).run(run.path, task=live)
     finally:
-        record = service.read_record(run_dir)
+        record = service.read_record(run)
         if record.state.is_active:  # an interrupt came between two of its own words
-            move(run_dir, record, RunState.STOPPED, reason="interrupted")
-    return Run(run_dir.path).wait()
+            move(run, record, RunState.STOPPED, reason="interrupted")
+    return Run(run.path).wait()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
     Numbers = NDArray[np.float64]
@@ -103,25 +103,23 @@ class _Estimator(BaseEstimator):
     def _fit(self, inputs: Numbers, targets: NDArray[Any], *, outputs: int) -> None:
         """Train on what is standardised already, and keep the module."""
         job = self._make_job(len(inputs))
-        objects, torch = _import("yunlu.training.tasks.objects"), _import("torch")
+        objects, torch = _import("yunlu.training.tasks.python_objects"), _import("torch")
         net = _build(job, inputs=inputs.shape[1], outputs=outputs)
         live = objects.ObjectTask(
             model=net, data=(inputs.astype(np.float32), targets), loss=None, metrics=None
         )
         with _random_as_it_was(torch):
             if self.keep_run:
-                run_dir = service.submit(job)
-                _train(run_dir, live)
-                self.run_dir_: Path | None = run_dir.path
-                self.module_ = _trained(job, run_dir, net, inputs=inputs.shape[1], outputs=outputs)
+                run = service.submit(job)
+                _train(run, live)
+                self.run_dir_: Path | None = run.path
+                self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)
             else:
                 with TemporaryDirectory(prefix="yunlu-") as home:
-                    run_dir = publish(job, None, Path(home))
-                    _train(run_dir, live)
+                    run = publish(job, None, Path(home))
+                    _train(run, live)
                     self.run_dir_ = None
-                    self.module_ = _trained(
-                        job, run_dir, net, inputs=inputs.shape[1], outputs=outputs
-                    )
+                    self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)
 
     def _answer(self, x: ArrayLike) -> Numbers:
         """What the network answers to rows as the user has them."""
@@ -268,26 +266,26 @@ def _build(job: Job, *, inputs: int, outputs: int) -> Any:
         return build(job.model, builtins=builtins, sizes=sizes)
 
 
-def _train(run_dir: RunDir, live: Any) -> None:
+def _train(run: RunStore, live: Any) -> None:
     """Live the run in this process: a grid of small fits should not wait for a process each."""
     state = RunState.FAILED
     try:
-        state = _import("yunlu.training.worker").run(run_dir.path, task=live)
+        state = _import("yunlu.training.worker").run(run.path, task=live)
     finally:
-        record = service.read_record(run_dir)
+        record = service.read_record(run)
         if record.state.is_active:  # an interrupt came between two of its own words
-            move(run_dir, record, RunState.STOPPED, reason="interrupted")
+            move(run, record, RunState.STOPPED, reason="interrupted")
     if state is RunState.STOPPED:
         raise KeyboardInterrupt
     if state is not RunState.FINISHED:
-        events = (event for event, _ in run_dir.read_events())
-        raise error_of(events) or TrainingError(f"the run {run_dir.id} is {state}")
+        events = (event for event, _ in run.read_events())
+        raise error_of(events) or TrainingError(f"the run {run.id} is {state}")
 
 
-def _trained(job: Job, run_dir: RunDir, net: Any, *, inputs: int, outputs: int) -> Any:
+def _trained(job: Job, run: RunStore, net: Any, *, inputs: int, outputs: int) -> Any:
     """A plain module with the weights that the run exported."""
     fresh = _build(job, inputs=inputs, outputs=outputs)
-    exported = run_dir.model / "model.safetensors"
+    exported = run.model / "model.safetensors"
     if exported.exists():
         # Weights that two layers share stand there once.
         weights = _import("safetensors.torch").load_file(exported)

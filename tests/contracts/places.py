@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,15 +12,17 @@ from typing import Any
 
 import psutil
 
+from tests.waiting import wait_until
 from yunlu.executors.executor import Executor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew
 from yunlu.spec.load import load_job
-from yunlu.training.data.order import StepOrder, digest_of
+from yunlu.training.data.sample_order import StepOrder, digest_of
 
-BATCH, PATIENCE_S = 24, 120
+BATCH = 24
 JOB = f"""
 task: language-modeling
 model: {{name: transformer, args: {{width: 32, layers: 2, heads: 4}}}}
@@ -55,11 +56,11 @@ class Place:
     """More: on several nodes, where there are several."""
     starter: str
     """``module:name`` of the function that has really started something when it returns."""
-    kill: Callable[[RunDir], None]
+    kill: Callable[[RunStore], None]
     """End a run's processes, all of them, without a word; the cluster is not asked."""
 
 
-def submit(directory: Path, *, steps: int = FOR_EVER) -> RunDir:
+def submit(directory: Path, *, steps: int = FOR_EVER) -> RunStore:
     """A pending run, submitted from a directory with its data."""
     words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
     lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
@@ -68,32 +69,30 @@ def submit(directory: Path, *, steps: int = FOR_EVER) -> RunDir:
     return service.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
 
 
-def told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def told(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def state(run: RunDir) -> str:
+def state(run: RunStore) -> str:
     return told(run, EventKind.STATE)[-1]["state"]
 
 
-def step(run: RunDir) -> int:
+def step(run: RunStore) -> int:
     return max((record["step"] for record, _ in run.read_metrics()), default=0)
 
 
-def await_(
-    run: RunDir, until: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S
-) -> None:
-    """Until something is so; with the run's own words where it never is."""
-    deadline = time.monotonic() + patience_s
-    while not until():
-        if time.monotonic() > deadline:
-            files = [run.log, *sorted(run.logs.glob("*.log")), run.path / "executor.jsonl"]
-            words = "\n".join(f"--- {f.name}\n{f.read_text()[-2500:]}" for f in files if f.exists())
-            raise AssertionError(f"never: {what}; {told(run, EventKind.STATE)}\n{words}")
-        time.sleep(0.05)
+def await_(run: RunStore, until: Callable[[], bool], what: str) -> None:
+    """Until something is so; with the run's own logs where it never is."""
+
+    def explain() -> str:
+        files = [run.log, *sorted(run.logs.glob("*.log")), run.path / "executor.jsonl"]
+        logs = (f"--- {file.name}\n{file.read_text()[-2500:]}" for file in files if file.exists())
+        return "\n".join([str(told(run, EventKind.STATE)), *logs])
+
+    wait_until(until, what, explain=explain)
 
 
-def await_step(run: RunDir, wanted: int) -> None:
+def await_step(run: RunStore, wanted: int) -> None:
     def is_there() -> bool:
         assert not (errors := told(run, EventKind.ERROR)), errors
         return step(run) >= wanted
@@ -101,7 +100,7 @@ def await_step(run: RunDir, wanted: int) -> None:
     await_(run, is_there, f"step {wanted}")
 
 
-def await_workers(run: RunDir, count: int) -> None:
+def await_workers(run: RunStore, count: int) -> None:
     """Until steps are made by so many."""
 
     def is_there() -> bool:
@@ -112,7 +111,7 @@ def await_workers(run: RunDir, count: int) -> None:
     await_step(run, step(run) + 3)
 
 
-def check_samples(run: RunDir) -> None:
+def check_samples(run: RunStore) -> None:
     """Each step up to the last took exactly its samples, each of them once."""
     records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     committed = {record["step"]: record for record in records}
@@ -125,7 +124,7 @@ def check_samples(run: RunDir) -> None:
         assert committed[number]["samples"] == len(rows)
 
 
-def processes_of(run: RunDir) -> list[psutil.Process]:
+def processes_of(run: RunStore) -> list[psutil.Process]:
     """Everyone who works for the run on this machine."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
@@ -135,20 +134,21 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
     return found
 
 
-def kill_processes(run: RunDir) -> None:
+def kill_processes(run: RunStore) -> None:
     """All at once: nobody is left to start a supervisor again."""
-    deadline = time.monotonic() + PATIENCE_S
-    while processes := processes_of(run):
-        assert time.monotonic() < deadline, processes
+
+    def kill() -> None:
+        processes = processes_of(run)
         for process in processes:
             with suppress(psutil.Error):
                 process.suspend()
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()
-        time.sleep(0.02)
+
+    wait_until(lambda: not processes_of(run), "all processes end", meanwhile=kill)
 
 
-def workers_of(run: RunDir) -> int:
+def workers_of(run: RunStore) -> int:
     crew = read_crew(run)
     return sum(member.rank is not None for member in crew.members) if crew else 0

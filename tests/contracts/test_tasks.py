@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from yunlu.spec.job import Job
 from yunlu.training.tasks.contract import TaskContract
-from yunlu.training.tasks.open import open_task
+from yunlu.training.tasks.registry import open_task
 from yunlu.training.tasks.task import Batch, Evaluation, Splits, call
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from yunlu.core.errors import JobError, MissingPartError
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 from yunlu.training.trackers.contract import Curves, TrackerContract
 from yunlu.training.trackers.mlflow import MlflowTracker
-from yunlu.training.trackers.open import TrackerThread, open_trackers
+from yunlu.training.trackers.registry import TrackerThread, open_trackers
 from yunlu.training.trackers.tensorboard import TensorBoardTracker
 from yunlu.training.trackers.wandb import WandbTracker
 
@@ -35,7 +36,7 @@ class TestTensorBoard(TrackerContract):
     def make_tracker(self) -> TensorBoardTracker:
         return TensorBoardTracker()
 
-    def read_back(self, run: RunDir) -> Curves:
+    def read_back(self, run: RunStore) -> Curves:
         """Through TensorBoard's own reader, which also checks every checksum."""
         events = _accumulate(run)
         return {
@@ -49,7 +50,7 @@ class TestTensorBoard(TrackerContract):
     def test_steps_of_a_crashed_life_that_the_next_did_not_reach_are_gone(
         self, tmp_path: Path, second: range, kept: list[int]
     ) -> None:
-        run = RunDir(tmp_path)
+        run = open_run(tmp_path)
         for steps in (range(1, 10), second):
             tracker = self.make_tracker()
             tracker.start(run, JOB, resumed=steps.start > 1)
@@ -60,7 +61,7 @@ class TestTensorBoard(TrackerContract):
         assert [point.step for point in points] == kept
 
     def test_a_record_is_in_the_file_before_the_tracker_finishes(self, tmp_path: Path) -> None:
-        run, tracker = RunDir(tmp_path), self.make_tracker()
+        run, tracker = open_run(tmp_path), self.make_tracker()
         _log_once(tracker, run)
         assert self.read_back(run) == {"loss": {1: 1.0}}
         tracker.finish(state="finished", summary={})
@@ -71,7 +72,7 @@ class TestTensorBoard(TrackerContract):
             "train": "s3://user:hunter2@bucket/x.csv",
             "options": {"secret": "hunter2", "client_kwargs": {"endpoint_url": "http://host"}},
         }
-        run, tracker = RunDir(tmp_path), self.make_tracker()
+        run, tracker = open_run(tmp_path), self.make_tracker()
         tracker.start(run, Job.model_validate(job), resumed=False)
         tracker.log({"loss": 1.0}, step=1)
         tracker.finish(state="finished", summary={})
@@ -80,7 +81,7 @@ class TestTensorBoard(TrackerContract):
         assert "hunter2" not in text
 
 
-def _accumulate(run: RunDir) -> Any:
+def _accumulate(run: RunStore) -> Any:
     events = EventAccumulator(str(run.tensorboard))
     events.Reload()
     return events
@@ -102,7 +103,7 @@ class TestMlflow(TrackerContract):
     def make_tracker(self) -> MlflowTracker:
         return MlflowTracker()
 
-    def read_back(self, run: RunDir) -> Curves:
+    def read_back(self, run: RunStore) -> Curves:
         client = pytest.importorskip("mlflow").MlflowClient()  # slow to import
         run_id = json.loads((run.path / "mlflow.json").read_text())["run_id"]
         found = client.get_run(run_id)
@@ -122,7 +123,7 @@ class TestWandb(TrackerContract):
     def make_tracker(self) -> WandbTracker:
         return WandbTracker()
 
-    def read_back(self, run: RunDir) -> Curves:
+    def read_back(self, run: RunStore) -> Curves:
         """From the transaction logs of every life, which must all belong to one W&B run."""
         wandb.teardown()  # as at the exit of a process: W&B's service has then written everything
         curves: Curves = {}
@@ -169,7 +170,7 @@ class Recorder:
         self.logged = threading.Semaphore(0)
         self._gate = gate
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         self.calls.append(("start", resumed))
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -217,7 +218,7 @@ def test_the_contract_catches_a_tracker_that_loses_metrics(tmp_path: Path) -> No
 def test_everything_is_delivered_in_order_before_finish_returns(tmp_path: Path) -> None:
     recorder, warnings = Recorder(), []
     thread = TrackerThread([recorder], warnings.append)
-    thread.start(RunDir(tmp_path), JOB, resumed=True)
+    thread.start(open_run(tmp_path), JOB, resumed=True)
     for step in range(1, 2001):
         thread.log({"loss": 1.0}, step=step)
     thread.finish(state="finished", summary={})
@@ -244,7 +245,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_others_go_on(
 ) -> None:
     broken, good, warnings = Broken(), Recorder(), []
     thread = TrackerThread([broken, good], warnings.append)
-    thread.start(RunDir(tmp_path), JOB, resumed=False)
+    thread.start(open_run(tmp_path), JOB, resumed=False)
     for step in (1, 2, 3):
         thread.log({"loss": 1.0}, step=step)
     thread.finish(state="finished", summary={})
@@ -261,12 +262,12 @@ def test_a_slow_tracker_loses_resolution_not_the_loop_nor_its_evaluations() -> N
     slow, quick = Recorder(gate), Recorder()
     thread = TrackerThread([slow, quick], warnings.append, capacity=16)
     thread.log({"loss": 0.0}, step=0)
-    assert slow.entered.wait(60)  # it now holds step 0, so what follows is its backlog
+    assert slow.entered.wait(LIMIT_S)  # it now holds step 0, so what follows is its backlog
     for step in range(1, 101):
         thread.log({"loss": 0.0}, step=step)
         if step == 50:
             thread.log({"accuracy": 1.0}, step=step)
-        assert quick.logged.acquire(timeout=60)  # the quick one keeps up
+        assert quick.logged.acquire(timeout=LIMIT_S)  # the quick one keeps up
     gate.set()
     thread.finish(state="finished", summary={})
     kept = slow.steps
@@ -286,7 +287,7 @@ def test_a_tracker_that_hangs_does_not_keep_a_finished_run() -> None:
     thread = TrackerThread([hanging, good], warnings.append)
     thread.log({"loss": 1.0}, step=1)
     thread.log({"loss": 1.0}, step=2)
-    assert hanging.entered.wait(60)
+    assert hanging.entered.wait(LIMIT_S)
     thread.finish(state="finished", summary={}, timeout_s=0.2)
     assert warnings == ["Recorder did not finish in time; 2 records were not delivered."]
     assert good.calls[-1] == ("finish", "finished")
@@ -334,11 +335,11 @@ def test_a_tracker_without_its_package_names_the_command_that_installs_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPartError, match=f"needs the package {package}") as caught:
-        _log_once(tracker(), RunDir(tmp_path))
+        _log_once(tracker(), open_run(tmp_path))
     assert caught.value.hint is not None
     assert caught.value.hint.startswith('pip install "yunlu[')
 
 
-def _log_once(tracker: Tracker, run: RunDir) -> None:
+def _log_once(tracker: Tracker, run: RunStore) -> None:
     tracker.start(run, JOB, resumed=False)
     tracker.log({"loss": 1.0}, step=1)

@@ -14,14 +14,14 @@ from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.engine import Engine
 from yunlu.training.models.transformer import CausalTransformer
-from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Splits, call, logits_of
+from yunlu.training.training_inputs import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.step_sync import Ask
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.parallel.world import World
 
 VOCABULARY, SAMPLES, BATCH, STEPS = 32, 80, 32, 22
@@ -144,7 +144,7 @@ class Recorder:
     losses: list[float]
     norms: list[float]
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         return ""
 
     def after_step(self, step: loop.Step) -> bool:

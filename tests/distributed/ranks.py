@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.waiting import LIMIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "yunlu.training.engine",
-        "yunlu.training.parallel.arrangement",
+        "yunlu.training.parallel.parallel_model",
         "yunlu.training.elastic.worker_agent",
         "torch._dynamo",
     ]
@@ -29,7 +31,7 @@ _context.set_forkserver_preload(
 
 
 def run_world(
-    function: Callable[..., Any], layout: Layout, *args: Any, timeout_s: float = 120
+    function: Callable[..., Any], layout: Layout, *args: Any, timeout_s: float = LIMIT_S
 ) -> list[Any]:
     """``function(world, *args)`` on every rank of a layout; what each returned, by rank.
 
@@ -43,7 +45,7 @@ def run_world(
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = LIMIT_S
 ) -> list[Any]:
     """``function(rank, *args)`` in ``size`` processes; the first failure is raised here."""
     readers: list[Connection] = []
@@ -61,7 +63,7 @@ def run_ranks(
     finally:
         for process in processes:
             if process.is_alive():
-                process.join(1)
+                process.join(1)  # it has answered, or never will
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
             process.join()

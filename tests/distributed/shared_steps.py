@@ -12,8 +12,8 @@ from torch.nn import functional
 from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.transformer import CausalTransformer
-from yunlu.training.optim.fused import FusedAdam
-from yunlu.training.parallel.batch_norm import uncounted
+from yunlu.training.optim.fused_adam import FusedAdam
+from yunlu.training.parallel.sync_batch_norm import uncounted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -14,9 +14,9 @@ from tests.distributed.ranks import run_ranks
 from yunlu.planning.communication.figures import make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
-from yunlu.training.communication.communicator import Expected
+from yunlu.training.communication.communicator import ExpectedStep
+from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.communication.pace import Pacer
-from yunlu.training.communication.method_selector import Steering
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed
@@ -28,12 +28,12 @@ def _meet_again(rank: int, path: str) -> tuple[int, ...]:
     told = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
     job = Job.model_validate({**told, "train": {"batch": 8}})
     plan = make_plan(layout, job, micro_batch=4, kernel="fused")
-    steering = Steering(job, plan, lambda *_, **__: None, Pacer())
+    steering = MethodSelector(job, plan, lambda *_, **__: None, Pacer())
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
     steering.aside = (1,)
     steering._figures = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)
     world = form_world(layout, rank, dist.FileStore(path, 2), device=torch.device("cpu"))
-    steering.open(world, nn.Linear(4, 4), lambda _: Expected(8, 0), steps_done=3).close()
+    steering.open(world, nn.Linear(4, 4), lambda _: ExpectedStep(8, 0), steps_done=3).close()
     world.close()
     return steering.aside
 

@@ -15,7 +15,7 @@ from yunlu.planning.communication.figures import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.communication import timed_comparison
-from yunlu.training.communication.method_selector import Steering
+from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.parallel.world import World, form_world
 
@@ -63,17 +63,17 @@ def _try(
     def tell(_: Any, *, step: int, setting: dict[str, Any], reason: str, **__: Any) -> None:
         told.append((step, setting["method"], reason))
 
-    def measure(_self: Steering, world: World) -> WireFigures:
+    def measure(_self: MethodSelector, world: World) -> WireFigures:
         return make_even(world.hosts, latency_s=1e-4, bytes_per_s=1e4)
 
     clock = Clock(*seconds[rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steering, "_measure", measure)
+        patch.setattr(MethodSelector, "_measure", measure)
         patch.setattr(switching, "_LEAST_STEPS", 1)
         patch.setattr(switching, "_DOUBT", 1e9)
-        patch.setattr(audition, "STEPS", EACH)
-        patch.setattr(audition, "_COUNTED", EACH - 2)
-        patch.setattr(audition, "perf_counter", clock)
+        patch.setattr(timed_comparison, "STEPS", EACH)
+        patch.setattr(timed_comparison, "_COUNTED", EACH - 2)
+        patch.setattr(timed_comparison, "perf_counter", clock)
         engine = build(world, way, tell=tell)
         clock.engine = engine
         seen = Ways(engine)

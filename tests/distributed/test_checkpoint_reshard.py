@@ -25,26 +25,26 @@ from tests.checkpoints import load, read
 from tests.distributed.ranks import run_world
 from yunlu.planning.layout import AXES, Layout, parse_layout
 from yunlu.training.checkpoint import files, tensor_files
-from yunlu.training.checkpoint.crew import Crew
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.places import LocalPlace
+from yunlu.training.checkpoint.save_group import Crew
+from yunlu.training.checkpoint.storage import LocalPlace
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.optim.fused import FusedAdam
-from yunlu.training.parallel.boxes import fill, join_groups, piece_of, weights_of
-from yunlu.training.parallel.exchange import exchange, gather_specs
-from yunlu.training.parallel.moments import (
+from yunlu.training.optim.fused_adam import FusedAdam
+from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
     leaf_pieces,
     optimizer_pieces,
     wanted_optimizer,
 )
+from yunlu.training.parallel.redistribute import exchange, gather_specs
+from yunlu.training.parallel.tensor_slices import fill, join_groups, piece_of, weights_of
 from yunlu.training.parallel.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.training.parallel.boxes import Piece
+    from yunlu.training.parallel.tensor_slices import Piece
 
 pytestmark = pytest.mark.distributed
 

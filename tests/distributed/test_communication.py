@@ -21,21 +21,21 @@ from yunlu.planning.communication.figures import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.checkpoint.crew import Crew
+from yunlu.training.checkpoint.save_group import Crew
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.communication.error_feedback import share_out
-from yunlu.training.communication.method_selector import Steering
+from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.engine import Engine
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parallel.sockets import tells_of_loss
 from yunlu.training.parallel.world import World, form_world
-from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.task import Batch, Splits, call
+from yunlu.training.training_inputs import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.training.communication.step_sync import Ask
+    from yunlu.training.communication.step_sync import StepRequest
 
 pytestmark = pytest.mark.distributed
 
@@ -134,7 +134,7 @@ class Recorder:
         self.applied: list[bool] = []
         self.ask_at: int | None = None
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         return "" if self.ask_at is None or self.engine.steps_done < self.ask_at else "stop"
 
     def after_step(self, step: loop.Step) -> bool:
@@ -500,20 +500,20 @@ def _relink(
     def tell(_: Any, *, step: int, setting: dict[str, Any], **__: Any) -> None:
         told.append((step, setting["method"]))
 
-    def note(_self: Steering, _exchange_s: float) -> bool:
+    def note(_self: MethodSelector, _exchange_s: float) -> bool:
         return rank == size - 1 and engine.steps_done == 8
 
-    def measure(_self: Steering, world: World) -> WireFigures:
+    def measure(_self: MethodSelector, world: World) -> WireFigures:
         return make_even(world.hosts, **links)
 
     links = FAST
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steering, "_measure", measure)
+        patch.setattr(MethodSelector, "_measure", measure)
         engine = build(world, "auto", tell=tell)
         first = _Ways(engine, until=5)
         loop.run(engine, first)
         links = FAR
-        patch.setattr(Steering, "note", note)
+        patch.setattr(MethodSelector, "note", note)
         rest = _Ways(engine)
         loop.run(engine, rest)
         engine.close()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,20 @@ import psutil
 import pytest
 
 from tests.distributed.toy_crew import BATCH, ENOUGH
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.errors import StoreError
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.worker_group import Crew, ask, read_crew
 
 pytestmark = pytest.mark.distributed
-
-_PATIENCE_S = 90
 
 
 class Voyage:
     """One run of the toy under a supervisor of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.run = RunDir(path)
+        self.run = open_run(path)
         self.process: subprocess.Popen[bytes] | None = None
         self.generations = 1
         self.times: list[str] = []
@@ -67,11 +66,10 @@ class Voyage:
         return self.states()[-1:] in (["finished"], ["stopped"], ["failed"])
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.tell()
+        def check() -> None:
             assert not self.is_resting() or condition(), self.tell()
-            time.sleep(0.02)
+
+        wait_until(condition, "what the test waits for", meanwhile=check, explain=self.tell)
 
     def wait_generation(self, number: int) -> dict[str, Any]:
         self.wait(lambda: len(self.events(EventKind.CREW)) >= number)
@@ -83,10 +81,8 @@ class Voyage:
 
     def rest(self) -> None:
         self.wait(self.is_resting)
-        deadline = time.monotonic() + _PATIENCE_S
-        while left := self.processes():  # the supervisor itself leaves a moment after its last word
-            assert time.monotonic() < deadline, f"{left} stayed behind\n{self.tell()}"
-            time.sleep(0.02)
+        # The supervisor itself leaves a moment after its last word.
+        wait_until(lambda: not self.processes(), "everyone to leave", explain=self.tell)
 
     def check_samples(self) -> None:
         result = json.loads((self.run.path / "result.json").read_text())
@@ -310,13 +306,11 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
         assert voyage.next_crew("a node joins")["layout"] == "dp3"
         nodes[0].send_signal(signal.SIGTERM)
         assert voyage.next_crew("a node leaves")["layout"] == "single"
-        assert nodes[0].wait(_PATIENCE_S) == 0
+        assert nodes[0].wait(LIMIT_S) == 0
         nodes.append(subprocess.Popen(words, env=env))
         assert voyage.next_crew("a node joins again")["layout"] == "dp3"
         far_net("link", "set", f"{name}a", "down")
-        began = time.monotonic()
         assert voyage.next_crew("a node is cut off")["layout"] == "single"
-        voyage.times.append(f"cut off, noticed and over: {time.monotonic() - began:.1f} s")
         told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
         assert told == ["left", "left", "cut off", "cut off"]
         given_up = _children(nodes[1])
@@ -328,7 +322,7 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
         (voyage.run.path / ENOUGH).touch()
         voyage.wait(voyage.is_resting)
         voyage.check_samples()
-        assert nodes[1].wait(_PATIENCE_S) == 0
+        assert nodes[1].wait(LIMIT_S) == 0
     finally:
         for process in voyage.processes():
             process.kill()

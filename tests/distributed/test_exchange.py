@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_world
 from yunlu.planning.layout import Layout
-from yunlu.training.parallel import exchange as exchanges
-from yunlu.training.parallel.boxes import Box, Piece, whole
-from yunlu.training.parallel.exchange import (
+from yunlu.training.parallel import redistribute as exchanges
+from yunlu.training.parallel.redistribute import (
     Uncovered,
     broadcast_json,
     exchange,
     gather_json,
     gather_specs,
 )
+from yunlu.training.parallel.tensor_slices import Box, Piece, whole
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World

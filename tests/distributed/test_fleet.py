@@ -12,15 +12,19 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 from yunlu.core.errors import DataError, YunluError
-from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.asynchronous.process_group_supervisor import Fleet, Place
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.training.asynchronous.process_group_supervisor import (
+    ManagedProcess,
+    ProcessGroupSupervisor,
+)
 
 pytestmark = pytest.mark.distributed
 
 
 def _live(_rank: int, directory: Path, what: str) -> Any:
     """In a process of its own: who forks must not have threads."""
-    fleet = Fleet(RunDir(directory), is_ending=lambda: what == "sent away")
+    fleet = ProcessGroupSupervisor(open_run(directory), is_ending=lambda: what == "sent away")
     tries = directory / "tries"
     tries.touch()
 
@@ -36,7 +40,7 @@ def _live(_rank: int, directory: Path, what: str) -> Any:
         if what == "broken":
             raise RuntimeError(f"try {count}")
 
-    place, idle = Place("worker-0", body, number=0), Place("idle", _wait_for_ever)
+    place, idle = ManagedProcess("worker-0", body, number=0), ManagedProcess("idle", _wait_for_ever)
     try:
         while not place.is_over:
             fleet.keep_alive(place, idle)
@@ -59,7 +63,7 @@ def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
     assert tries == 2
     with pytest.raises(ProcessLookupError):
         os.kill(idle, 0)
-    (fault,) = [event.data for event, _ in RunDir(tmp_path).read_events()]
+    (fault,) = [event.data for event, _ in open_run(tmp_path).read_events()]
     assert (fault["what"], fault["member"]) == ("killed", 0)
     assert fault["detail"] == "ended by SIGKILL"
 
@@ -67,7 +71,7 @@ def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
 def test_who_is_sent_away_with_everyone_is_no_fault(tmp_path: Path):
     ((_, tries),) = run_ranks(_live, 1, tmp_path, "sent away")
     assert tries == 2  # what it had in hand is done
-    assert list(RunDir(tmp_path).read_events()) == []
+    assert list(open_run(tmp_path).read_events()) == []
 
 
 def test_what_the_user_must_mend_is_not_tried_again(tmp_path: Path):
@@ -79,5 +83,7 @@ def test_after_several_quick_deaths_the_first_failure_is_told(tmp_path: Path):
     (answer,) = run_ranks(_live, 1, tmp_path, "broken")
     code, message, _, tries = answer
     assert (code, message, tries) == ("internal", "RuntimeError: try 1", 5)
-    faults = [event for event, _ in RunDir(tmp_path).read_events() if event.kind is EventKind.FAULT]
+    faults = [
+        event for event, _ in open_run(tmp_path).read_events() if event.kind is EventKind.FAULT
+    ]
     assert [fault.data["what"] for fault in faults] == ["failed"] * 5

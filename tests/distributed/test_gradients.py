@@ -24,7 +24,7 @@ from tests.distributed.shared_steps import (
     summation_of,
 )
 from yunlu.planning.layout import Layout
-from yunlu.training.parallel.gradients import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientSum
 from yunlu.training.parallel.world import form_world
 
 if TYPE_CHECKING:

@@ -9,20 +9,22 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.data.order import StepOrder, digest_of
+from tests.waiting import LIMIT_S, wait_until
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
+from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS, BATCH, PATIENCE_S = 24, 12, 90
+STEPS, BATCH = 24, 12
 JOB = f"""
 task: {{task}}
 model: {{{{name: transformer, args: {{{{width: 32, layers: 2, heads: 2}}}}}}}}
@@ -153,10 +155,10 @@ class Bench:
             for rank in range(2)
         ]
 
-    def run(self) -> RunDir:
+    def run(self) -> RunStore:
         """The one run there is."""
         (path,) = (self.directory / "home").glob("*-*")
-        return RunDir(path)
+        return open_run(path)
 
     def left(self) -> list[psutil.Process]:
         """Processes that still work here."""
@@ -194,25 +196,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, out[-2000:] + err[-4000:]
     return out, err
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     """Of each step; of one that was done again, the later."""
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def events(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def states(run: RunDir) -> list[str]:
+def states(run: RunStore) -> list[str]:
     return [data["state"] for data in events(run, EventKind.STATE)]
 
 
-def check_ledger(run: RunDir) -> None:
+def check_ledger(run: RunStore) -> None:
     """Each step took exactly its samples."""
     order = StepOrder(samples=events(run, EventKind.DATA)[0]["train"], batch=BATCH, seed=0)
     steps = order.steps_from(0)
@@ -220,13 +222,6 @@ def check_ledger(run: RunDir) -> None:
     assert {record["step"]: int(record["digest"], 16) for record in records} == {
         step: digest_of(next(steps)) for step in range(1, STEPS + 1)
     }
-
-
-def wait(until: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not until():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.mark.long
@@ -252,7 +247,7 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
     assert (run.model / "model.safetensors").exists()
-    wait(lambda: not bench.left(), "everyone gone")
+    wait_until(lambda: not bench.left(), "everyone gone")
 
 
 @pytest.mark.long
@@ -319,7 +314,7 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     assert "rank 1 cannot count" in shown
     assert (out, err) == ("", "")  # one of them speaks
     assert "ArithmeticError" in (run.logs / "member-1.log").read_text()
-    wait(lambda: not bench.left(), "everyone gone")
+    wait_until(lambda: not bench.left(), "everyone gone")
 
 
 @pytest.mark.long
@@ -327,7 +322,7 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
     bench.write_job("tasks_of_test:Slow")
     marker = bench.directory / "trains"
     tasks = bench.srun("-m", "yunlu.cli.main", "train", "job.yaml")
-    wait(marker.exists, "the first step")
+    wait_until(marker.exists, "the first step")
     tasks[1].send_signal(signal.SIGTERM)
     for task in tasks:
         finish(task)
@@ -340,7 +335,7 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
 
     marker.unlink()
     first, second = bench.srun("-m", "yunlu.cli.main", "resume", run.id)
-    wait(marker.exists, "the next step")
+    wait_until(marker.exists, "the next step")
     second.kill()  # its worker goes with it
     finish(first, code=1)
     assert events(run, EventKind.STATE)[-2]["resumed_from_step"] == done
@@ -348,4 +343,4 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
     (error,) = events(run, EventKind.ERROR)
     assert (error["rank"], error["host"]) == (1, os.uname().nodename)
     assert "vanished" in error["message"]
-    wait(lambda: not bench.left(), "everyone gone")
+    wait_until(lambda: not bench.left(), "everyone gone")

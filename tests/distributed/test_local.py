@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.ranks import run_ranks
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.local import Averaging, LocalRules
-from yunlu.training.communication.transport import LinkLostError, Wire, connect
+from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 pytestmark = pytest.mark.distributed
 
 
-def _meet(rank: int, size: int, store: str) -> Wire:
-    return connect(dist.FileStore(store, size), rank, size, "127.0.0.1", patience_s=60)
+def _meet(rank: int, size: int, store: str) -> Transport:
+    return connect(dist.FileStore(store, size), rank, size, "127.0.0.1", patience_s=LIMIT_S)
 
 
 def _lose_one(rank: int, store: str) -> tuple[int, list[float], str]:

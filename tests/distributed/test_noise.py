@@ -28,15 +28,16 @@ from tests.distributed.test_crews import (
 )
 from yunlu.jobs.resize import resize
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.data.order import digest_of, permute
+from yunlu.training.data.sample_order import digest_of, permute
 from yunlu.training.engine import Engine
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.parallel.world import World
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.training_inputs import Parts
-from yunlu.training.tasks.objects import ObjectTask
 
 pytestmark = pytest.mark.distributed
 
@@ -192,7 +193,7 @@ def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
 
 
-def read_sizes(run: RunDir) -> dict[int, int]:
+def read_sizes(run: RunStore) -> dict[int, int]:
     """How many samples each step took; they are those that follow the ones of the step before."""
     records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     ledger = {record["step"]: record for record in records}

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from tests.distributed.ranks import run_world
+from tests.waiting import LIMIT_S
 from yunlu.planning.layout import Layout
 from yunlu.training.models.transformer import Block, CausalTransformer
 from yunlu.training.parallel.pipeline import Pipeline
-from yunlu.training.parallel.stages import shared_names, split
+from yunlu.training.parallel.pipeline_stages import shared_names, split
 from yunlu.training.tasks.task import Batch, call, logits_of
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def _is_cut(world: World, directory: str, stopped: int) -> str:
 
         if stopped == 1:  # before its last backward; rank 0 never even begins
             threading.Thread(target=_run, args=(pipeline, stop), daemon=True).start()
-            assert reached.wait(60)
+            assert reached.wait(LIMIT_S)
         flag.touch()
         while flag.exists():
             reached.wait(0.01)
@@ -295,7 +296,7 @@ def _is_cut(world: World, directory: str, stopped: int) -> str:
         worker.join(0.01)
         assert worker.is_alive(), outcome
     world.cut()
-    worker.join(30)
+    worker.join(LIMIT_S)
     flag.unlink()
     return "still waits" if worker.is_alive() else outcome[0]
 
@@ -319,7 +320,7 @@ def _run(pipeline: Pipeline, before_last: Any, outcome: list[str] | None = None)
 def test_a_rank_that_waits_for_a_stopped_one_is_freed_by_the_cut(
     tmp_path: Path, stopped: int
 ) -> None:
-    said = run_world(_is_cut, Layout(pp=2), str(tmp_path), stopped, timeout_s=90)
+    said = run_world(_is_cut, Layout(pp=2), str(tmp_path), stopped)
     assert said[stopped] == "stopped"
     assert said[1 - stopped].startswith("failed: ")
 

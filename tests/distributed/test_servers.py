@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.unit.training.communication.served import (
     serving,
     train_alone,
 )
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.files import read_lines
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.client import ServerClient
@@ -66,7 +66,9 @@ class Processes:
         self.running[index] = self._start(index)
 
     def client(self, worker: str, model: torch.nn.Module) -> ServerClient:
-        return ServerClient(self.directory, list(model.parameters()), worker=worker, patience_s=60)
+        return ServerClient(
+            self.directory, list(model.parameters()), worker=worker, patience_s=LIMIT_S
+        )
 
     def weights(self) -> torch.Tensor:
         client = self.client("reader", build())
@@ -83,7 +85,7 @@ def processes(directory: Path, rules: ServerRules) -> Generator[Processes]:
         yield servers
         for each in servers.running:
             os.kill(each.pid, signal.SIGTERM)
-            each.join(20)
+            each.join(LIMIT_S)
             assert each.exitcode == 0
     finally:
         for each in servers.running:
@@ -111,7 +113,7 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
         ]
         for _ in range(6):
             for _ in range(chance.randrange(3, 16)):
-                assert turn.acquire(timeout=60)
+                assert turn.acquire(timeout=LIMIT_S)
             index = chance.randrange(2)
             acknowledged = [ticket for worker in crew for ticket in list(worker.losses)]
             left = servers.kill(index)
@@ -141,7 +143,9 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
 def _work(directory: Path, name: str) -> None:
     class Place:
         def client(self, worker: str, model: torch.nn.Module) -> ServerClient:
-            return ServerClient(directory, list(model.parameters()), worker=worker, patience_s=60)
+            return ServerClient(
+                directory, list(model.parameters()), worker=worker, patience_s=LIMIT_S
+            )
 
     torch.set_num_threads(1)
     Worker(Place(), name).end()
@@ -153,13 +157,16 @@ def _done(directory: Path) -> list[dict[str, Any]]:
 
 def _wait_for(servers: Servers, worker: str, allowed: threading.Semaphore) -> None:
     """Until a worker has done something; only when it is there do the others go on."""
-    deadline = time.monotonic() + 60
-    while not any(line["worker"] == worker for line in _done(servers.directory)):
-        assert time.monotonic() < deadline
+
+    def has_worked() -> bool:
+        return any(line["worker"] == worker for line in _done(servers.directory))
+
+    def let_on() -> None:
         dispatcher = servers.shards[0].dispatcher
         if dispatcher is not None and worker in dispatcher.workers:
             allowed.release()
-        time.sleep(0.05)
+
+    wait_until(has_worked, f"work of {worker}", meanwhile=let_on, pause_s=0.05)
 
 
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])
@@ -174,7 +181,9 @@ def test_workers_are_killed_and_join_and_the_others_go_on(tmp_path: Path, mode: 
     )
     with serving(tmp_path, rules) as servers:
         allowed = threading.Semaphore(0)
-        steady = Worker(servers, "steady", lambda _client, _ticket: allowed.acquire(timeout=120))
+        steady = Worker(
+            servers, "steady", lambda _client, _ticket: allowed.acquire(timeout=LIMIT_S)
+        )
         workers: list[Any] = []
         try:
             for number in range(3):
@@ -187,7 +196,7 @@ def test_workers_are_killed_and_join_and_the_others_go_on(tmp_path: Path, mode: 
                     os.kill(process.pid, signal.SIGKILL)
             allowed.release(1000)
             steady.end()
-            workers[-1].join(60)
+            workers[-1].join(LIMIT_S)
             assert workers[-1].exitcode == 0
         finally:
             for process in workers:

@@ -19,7 +19,7 @@ from tests.distributed.shared_steps import accumulate, adam, alone, build, furth
 from yunlu.planning.layout import Layout
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer
-from yunlu.training.parallel.sharded import (
+from yunlu.training.parallel.fsdp import (
     UsedWeights,
     find_blocks,
     set_sync,

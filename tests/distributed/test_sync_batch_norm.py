@@ -21,8 +21,8 @@ from tests.distributed.shared_steps import (
 )
 from yunlu.planning.layout import Layout
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
-from yunlu.training.parallel.gradients import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientSum
+from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, undo
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World

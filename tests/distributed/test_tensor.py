@@ -17,8 +17,8 @@ from yunlu.planning.layout import Layout
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.sharded import find_blocks, set_sync, shard
-from yunlu.training.parallel.tensor import apply_tensor_parallel, sharded_loss
+from yunlu.training.parallel.fsdp import find_blocks, set_sync, shard
+from yunlu.training.parallel.tensor_parallel import apply_tensor_parallel, sharded_loss
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _compare(
     ids=["plain", "sequence", "sequence and vocabulary"],
 )
 def test_our_transformers_train_as_if_they_were_whole(options: dict[str, bool]) -> None:
-    run_world(_compare, Layout(tp=2), CASES, options, 0.0, timeout_s=170)
+    run_world(_compare, Layout(tp=2), CASES, options, 0.0)
 
 
 @pytest.mark.parametrize("options", [{"sequence": True, "vocabulary": True}], ids=str)
@@ -329,7 +329,7 @@ def test_perceptrons_train_as_if_they_were_whole() -> None:
 
 
 def test_transformers_from_hugging_face_train_as_if_they_were_whole() -> None:
-    run_world(_compare_hf, Layout(tp=2), timeout_s=170)
+    run_world(_compare_hf, Layout(tp=2))
 
 
 def _compare_hf(world: World) -> None:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.allreduce import SUMS
-from yunlu.training.communication.transport import LinkLostError, Wire, connect
+from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
+from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -71,7 +72,7 @@ def _workers(path: Path, method: str, patience_s: float) -> Generator[list[tuple
 
 
 def _hear(ours: Connection) -> str:
-    assert ours.poll(60), "it hangs"
+    assert ours.poll(LIMIT_S), "it hangs"
     return ours.recv()
 
 
@@ -94,7 +95,7 @@ def test_who_is_stopped_in_the_middle_of_a_sum_is_missed_after_a_while(
         assert heard == ["LinkLostError"] * (SIZE - 1)
 
 
-def _add(wire: Wire, flat: Tensor, _key: int, tag: int) -> None:
+def _add(wire: Transport, flat: Tensor, _key: int, tag: int) -> None:
     SUMS["direct"](wire, flat, tag=tag)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, build, furthest, summation_of
 from yunlu.planning.layout import Layout
-from yunlu.training.parallel.gradients import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientSum
 from yunlu.training.parallel.zero import OwnedWeights, choose_owners
 
 if TYPE_CHECKING:

@@ -12,24 +12,25 @@ import torch
 import torch.distributed as dist
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.elastic.worker_agent import Member
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.training.elastic.messages import Assignment
 from yunlu.training.elastic.node import run_node
+from yunlu.training.elastic.worker_agent import WorkerAgent
 
 BATCH = 12
 ENOUGH = "enough"
 """A file of this name in the run's directory ends the training at the next step."""
 
 
-def prepare(run_dir: RunDir) -> dict[str, Any]:
-    job = json.loads(run_dir.job.read_text())
+def prepare(run: RunStore) -> dict[str, Any]:
+    job = json.loads(run.job.read_text())
     if job.get("fail") == "prepare":
         raise ValueError("the data are not there")
     return job
 
 
-def plan(run_dir: RunDir, job: dict[str, Any], devices: int) -> dict[int, Layout]:
+def plan(run: RunStore, job: dict[str, Any], devices: int) -> dict[int, Layout]:
     if job.get("fail") == "plan":
         raise ValueError("no layout fits")
     return {count: Layout(**{job["axis"]: count}) for count in range(1, 9)}
@@ -47,7 +48,7 @@ class State:
         self.counts = {i: n for i, n in self.counts.items() if i % layout.fsdp == place.fsdp}
 
 
-def body(member: Member, job: dict[str, Any]) -> None:
+def body(member: WorkerAgent, job: dict[str, Any]) -> None:
     state = State(job["steps"] * BATCH)
     torch.set_num_threads(1)
     while (assignment := member.wait_assignment()) is not None:
@@ -64,7 +65,7 @@ def body(member: Member, job: dict[str, Any]) -> None:
             state.cut(assignment.layout, assignment.rank)
             member.taken(assignment, state.step)
             if assignment.rank == 0 and assignment.generation == 1:
-                member.run_dir.emit(EventKind.STATE, state="running")
+                member.run.emit(EventKind.STATE, state="running")
             ending = train(member, assignment, state, job)
             if ending is None:
                 member.settled(state.step, live=True)
@@ -72,7 +73,7 @@ def body(member: Member, job: dict[str, Any]) -> None:
             counts = gather(assignment, state)
             if assignment.rank == 0:
                 found = {"step": state.step, "counts": [counts[i] for i in sorted(counts)]}
-                (member.run_dir.path / "result.json").write_text(json.dumps(found))
+                (member.run.path / "result.json").write_text(json.dumps(found))
             world.sum_over_all(torch.zeros(1))
             if job.get("linger") and assignment.rank == 0 and assignment.generation == 1:
                 member.beat(phase="export")
@@ -88,7 +89,7 @@ def body(member: Member, job: dict[str, Any]) -> None:
             member.part()
 
 
-def train(member: Member, assignment: Assignment, state: State, job: dict[str, Any]) -> Any:
+def train(member: WorkerAgent, assignment: Assignment, state: State, job: dict[str, Any]) -> Any:
     layout, rank = assignment.layout, assignment.rank or 0
     while state.step < job["steps"]:
         member.check()
@@ -102,7 +103,7 @@ def train(member: Member, assignment: Assignment, state: State, job: dict[str, A
         used = torch.zeros(BATCH + 3, dtype=torch.int64)
         for sample in mine:
             used[sample - first] += 1
-        enough = (member.run_dir.path / ENOUGH).exists()
+        enough = (member.run.path / ENOUGH).exists()
         used[-3:] = torch.tensor([member.wants_pause, member.wants_stop, enough])
         member.beat(phase="sync")
         waited = time.perf_counter()

@@ -23,7 +23,9 @@ import psutil
 from yunlu.core.files import append_lines, read_last
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew
 
 BATCH = 8
@@ -32,7 +34,7 @@ BATCH = 8
 class LightCrew:
     """One life of a run."""
 
-    def __init__(self, run: RunDir, devices: int) -> None:
+    def __init__(self, run: RunStore, devices: int) -> None:
         self.run, self.target, self.generation = run, devices, 0
         self.job = json.loads(run.job.read_bytes())["model"]["args"]
         self.is_asked = False
@@ -130,7 +132,7 @@ class LightCrew:
 
 
 def main() -> int:
-    run = RunDir(Path(sys.argv[-1]))
+    run = open_run(Path(sys.argv[-1]))
     with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return LightCrew(run, int(sys.argv[sys.argv.index("--devices") + 1])).live()

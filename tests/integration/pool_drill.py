@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,18 +12,20 @@ from typing import Any
 import psutil
 
 from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
 from yunlu.executors.record import RECORD, read_record
 from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import Journal, PoolSettings
 from yunlu.scheduler.notes import NOTES, read_notes
 from yunlu.scheduler.queue import Asked, enqueue, withdraw
 from yunlu.spec.load import load_job
 
-PATIENCE_S = 240.0
+PATIENCE_S = LIMIT_S
 
 
 class Drill:
@@ -32,7 +33,7 @@ class Drill:
 
     def __init__(self, home: Path, place: Path, settings: PoolSettings) -> None:
         self.home, self.place, self.settings = home, place, settings
-        self.runs: list[RunDir] = []
+        self.runs: list[RunStore] = []
         self._doubles: dict[str, frozenset[int]] = {}
         words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
         lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
@@ -48,7 +49,7 @@ class Drill:
         os.kill(found.pid, signal.SIGKILL)
         self.wait(lambda: control.find_service(self.home) is None, "the service is gone")
 
-    def submit(self, name: str, *, steps: int, exchange: str = "auto", **asked: Any) -> RunDir:
+    def submit(self, name: str, *, steps: int, exchange: str = "auto", **asked: Any) -> RunStore:
         source = self.place / f"{name}.yaml"
         job = JOB.replace("STEPS", str(steps)).replace("every: 1000", "every: 50")
         source.write_text(f"name: {name}\ncommunication: {exchange}\n{job}")
@@ -56,22 +57,20 @@ class Drill:
         return self.runs[-1]
 
     def wait(self, until: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + patience_s
-        while not until():
-            assert time.monotonic() < deadline, f"never: {what}\n{self.tell()}"
-            self.judge()
-            time.sleep(0.1)
+        wait_until(
+            until, what, meanwhile=self.judge, explain=self.tell, limit_s=patience_s, pause_s=0.1
+        )
 
-    def await_training(self, *runs: RunDir) -> None:
+    def await_training(self, *runs: RunStore) -> None:
         """Until each of them has made steps that it had not made when this was asked."""
         then = {run.id: step(run) for run in runs}
         words = "all of them train: " + ", ".join(f"{run.id} from {then[run.id]}" for run in runs)
         self.wait(lambda: all(step(run) > then[run.id] + 2 for run in runs), words)
 
-    def await_end(self, *runs: RunDir) -> None:
+    def await_end(self, *runs: RunStore) -> None:
         self.wait(lambda: all(state(run) == "finished" for run in runs), "they are finished")
 
-    def dismiss(self, *runs: RunDir) -> None:
+    def dismiss(self, *runs: RunStore) -> None:
         for run in runs:
             withdraw(run)
             service.stop(run)
@@ -87,12 +86,12 @@ class Drill:
     def view(self) -> dict[str, Any]:
         return Journal(self.home).read_view() or {}
 
-    def phase(self, run: RunDir) -> str:
+    def phase(self, run: RunStore) -> str:
         """What the pool thinks of it."""
         found = [each["phase"] for each in self.view().get("runs", ()) if each["id"] == run.id]
         return found[0] if found else ""
 
-    def is_measured(self, run: RunDir) -> bool:
+    def is_measured(self, run: RunStore) -> bool:
         """Whether the pool shows what it takes, and how busy the machines are that it is on."""
         view, machines = self.view(), nodes_of(run)
         cores = [each["cores"] for each in view.get("runs", ()) if each["id"] == run.id]
@@ -127,7 +126,7 @@ def describe(pid: int) -> str:
         return f"{pid}: {error}"
 
 
-def supervisors_of(run: RunDir) -> list[psutil.Process]:
+def supervisors_of(run: RunStore) -> list[psutil.Process]:
     """Who was started to lead it; who is to take over from one that is gone waits for the run's lock."""
     found: list[psutil.Process] = []
     for process in processes_of(run):
@@ -138,21 +137,21 @@ def supervisors_of(run: RunDir) -> list[psutil.Process]:
     return found
 
 
-def lives_of(run: RunDir) -> int:
+def lives_of(run: RunStore) -> int:
     return len(told(run, EventKind.LIFE))
 
 
-def sizes_of(run: RunDir) -> list[int]:
+def sizes_of(run: RunStore) -> list[int]:
     """Workers of each generation."""
     return [len(crew["ranks"]) for crew in told(run, EventKind.CREW)]
 
 
-def nodes_of(run: RunDir) -> list[str]:
+def nodes_of(run: RunStore) -> list[str]:
     """Where its executor has leases for it, the lead's first."""
     record = read_record(run)
     return [] if record is None else [name for name, _ in record.placement.shares]
 
 
-def held_by(run: RunDir) -> dict[str, int]:
+def held_by(run: RunStore) -> dict[str, int]:
     """What the pool has noted that it holds."""
     return dict(read_notes(run).shares)

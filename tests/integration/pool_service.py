@@ -11,7 +11,7 @@ from yunlu.scheduler import program
 LIGHT_CREW = (sys.executable, str(Path(__file__).with_name("light_crew.py")))
 
 
-def light_program(run_dir: object, devices: int) -> tuple[str, ...]:
+def light_program(run: object, devices: int) -> tuple[str, ...]:
     return (*LIGHT_CREW, "--devices", str(devices))
 
 

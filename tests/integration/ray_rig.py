@@ -110,7 +110,7 @@ class RayRig:
                 with suppress(OSError):
                     pipe.close()
         try:
-            self._process.wait(60)
+            self._process.wait(120)
         except subprocess.TimeoutExpired:
             left = self.processes()
             for process in [psutil.Process(self._process.pid), *left]:
@@ -177,7 +177,7 @@ class _Keeper:
         me = psutil.Process()
         with suppress(Exception):
             self._cluster.shutdown()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (left := me.children(recursive=True)) and time.monotonic() < deadline:
             for process in left:
                 with suppress(psutil.Error):

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +18,9 @@ from typing import Self
 
 import psutil
 
+from tests.waiting import wait_until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
-PATIENCE_S = 60
 _SBIN = "/usr/sbin"
 
 _CONFIG = """
@@ -29,7 +29,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={place}/munge/socket,cred_expire=10
+AuthInfo=socket={place}/munge/socket,cred_expire=120
 CredType=cred/munge
 SlurmctldPort={port}
 StateSaveLocation={place}/state
@@ -49,7 +49,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout={slurmd_timeout_s}
-KillWait=5
+KillWait=30
 MinJobAge=300
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -100,8 +100,8 @@ class SlurmRig:
         place: Path,
         *,
         nodes: int = 2,
-        grace_s: int = 20,
-        slurmd_timeout_s: int = 10,
+        grace_s: int = 120,
+        slurmd_timeout_s: int = 30,
         suspend_s: int = 3,
         feature: str = "cloud",
     ) -> None:
@@ -130,11 +130,11 @@ class SlurmRig:
             self._start("munged", "--foreground", "--force", f"--key-file={munge}/key",
                         f"--socket={munge}/socket", f"--pid-file={munge}/pid",
                         f"--log-file={munge}/log", f"--seed-file={munge}/seed")  # fmt: skip
-            wait((munge / "socket").exists, "munged listens")
+            wait_until((munge / "socket").exists, "munged listens")
             self._start("slurmctld", "-D", "-f", self._conf)
             for name in self.names:
                 self.start_node(name)
-            wait(lambda: self._idle() >= set(self.names), "all nodes are idle", self.tell)
+            wait_until(lambda: self._idle() >= set(self.names), "all nodes are idle", explain=self.tell)
         except BaseException:
             self.end()
             raise
@@ -194,14 +194,13 @@ class SlurmRig:
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while (left := self._processes()) and time.monotonic() < deadline:
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.05)
+        wait_until(lambda: not self._processes(), "its processes end", meanwhile=self._kill)
         shutil.rmtree(self._spool, ignore_errors=True)
-        assert not left, left
+
+    def _kill(self) -> None:
+        for process in self._processes():
+            with suppress(psutil.Error):
+                process.kill()
 
     @property
     def _conf(self) -> str:
@@ -262,19 +261,6 @@ class SlurmRig:
                     if mine or any(str(self.place) in word for word in process.cmdline()):
                         found.append(process)
         return found
-
-
-def wait(
-    until: Callable[[], bool],
-    what: str,
-    tell: Callable[[], str] = str,
-    patience_s: float = PATIENCE_S,
-) -> None:
-    """Until something is so; the test fails if it never is."""
-    deadline = time.monotonic() + patience_s
-    while not until():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}\n{tell()}"
-        time.sleep(0.1)
 
 
 def _program(name: str) -> str | None:

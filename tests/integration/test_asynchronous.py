@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,17 +15,20 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import waiting
 from tests.integration.conftest import Yunlu
 from yunlu.core.files import read_last, read_lines
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew
-from yunlu.training.data.order import StepOrder, digest_of
+from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS, BATCH, PATIENCE_S = 180, 24, 120
+STEPS, BATCH = 180, 24
 MARGIN = 0.35
 """Of the final loss, in nats, over that of synchronous training, which begins at 5.6."""
 JOB = f"""
@@ -65,13 +67,13 @@ def steps() -> int:
 
 
 @pytest.fixture
-def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[RunDir]:
+def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[RunStore]:
     """A run of three workers, under way; none of its processes outlives the test."""
     write_job(tmp_path, steps=steps)
     started = yunlu("train", "job.yaml", "--devices", "3", "--detach", "--json")
     assert started.code == 0, started.err
     (path,) = own_home.glob("*-*")
-    made = RunDir(path)
+    made = open_run(path)
     try:
         yield made
     finally:
@@ -81,7 +83,7 @@ def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[Ru
 
 
 @pytest.mark.long
-def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: Yunlu):
+def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu: Yunlu):
     wait_for_step(run, 10)
     parent = psutil.Process(told(run, EventKind.LIFE)[-1]["pid"])
     _kill(told(run, EventKind.CREW)[-1]["ranks"][1]["pid"])
@@ -138,7 +140,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunDir, yunlu: 
 
 @pytest.mark.parametrize("steps", [20_000])  # stopped long before
 def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
-    run: RunDir, environment: dict[str, str], tmp_path: Path
+    run: RunStore, environment: dict[str, str], tmp_path: Path
 ):
     wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
@@ -155,7 +157,7 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     _kill(node.pid)  # with its workers, which hold tickets: no word is said
     wait_until(run, lambda: members_lost(run)[1:] == ["far"], "the loss of the machine to be told")
     wait_for_step(run, lost_at + 10)
-    assert far.wait(PATIENCE_S) != 0
+    assert far.wait(waiting.LIMIT_S) != 0
     assert not any(_lives(worker) for worker in workers)
     assert [each["member"] for each in told(run, EventKind.CREW)[-1]["ranks"]] == [0, 1, 2]
 
@@ -170,7 +172,7 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
 @pytest.mark.long
 @pytest.mark.parametrize("steps", [20_000])
 def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
-    run: RunDir, yunlu: Yunlu, environment: dict[str, str], tmp_path: Path
+    run: RunStore, yunlu: Yunlu, environment: dict[str, str], tmp_path: Path
 ):
     wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
@@ -182,13 +184,13 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     ranks = told(run, EventKind.CREW)[-1]["ranks"]
     assert [each["member"] for each in ranks] == [0, 1, 2, "far.0", "far.1"]
     assert service.stop(run).state == "stopped"
-    assert far.wait(PATIENCE_S) == 0  # sent home with the others
+    assert far.wait(waiting.LIMIT_S) == 0  # sent home with the others
     kept = max(losses(run))
     check_ledger(run, kept)
     check_staleness(run, most=2)
 
 
-def _join(run: RunDir, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
+def _join(run: RunStore, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
     """Another machine, as far as the run can tell: a process of its own that comes over TCP."""
     crew = read_crew(run)
     assert crew is not None
@@ -198,7 +200,7 @@ def _join(run: RunDir, environment: dict[str, str], place: Path) -> subprocess.P
     return subprocess.Popen(command, env=environment, cwd=place, start_new_session=True)
 
 
-def _find_node(run: RunDir) -> list[psutil.Process]:
+def _find_node(run: RunStore) -> list[psutil.Process]:
     """Its first process: workers have the same words, and it for a parent."""
     named = [
         process
@@ -210,19 +212,19 @@ def _find_node(run: RunDir) -> list[psutil.Process]:
     return [process for process in named if process.info["ppid"] not in pids]
 
 
-def _done(run: RunDir) -> list[dict[str, Any]]:
+def _done(run: RunStore) -> list[dict[str, Any]]:
     return [line for line, _ in read_lines(run.servers / "shard-0" / "done.jsonl")]
 
 
-def count_done(run: RunDir, worker: str) -> int:
+def count_done(run: RunStore, worker: str) -> int:
     return sum(line["worker"].startswith(worker) for line in _done(run))
 
 
-def members_lost(run: RunDir) -> list[str]:
+def members_lost(run: RunStore) -> list[str]:
     return [each["member"] for each in told(run, EventKind.FAULT)]
 
 
-def check_staleness(run: RunDir, *, most: int) -> None:
+def check_staleness(run: RunStore, *, most: int) -> None:
     """No ticket was done of a step further than so many from the oldest that was not over."""
     seen: set[tuple[int, int]] = set()
     oldest = 0
@@ -233,12 +235,12 @@ def check_staleness(run: RunDir, *, most: int) -> None:
             oldest += 1
 
 
-def _train_alone(run: RunDir) -> float:
+def _train_alone(run: RunStore) -> float:
     """The same job on one worker, as synchronous training would do it."""
     job = json.loads(run.job.read_text())
     job["communication"], job["devices"] = {}, 1
     job["data"]["train"] = str(Path(told(run, EventKind.STATE)[0]["directory"]) / "text.txt")
-    alone = RunDir(run.path.parent.parent / "alone")
+    alone = open_run(run.path.parent.parent / "alone")
     alone.path.mkdir()
     alone.job.write_text(json.dumps(job))
     command = [sys.executable, "-m", "yunlu.training.worker", str(alone.path)]
@@ -246,7 +248,7 @@ def _train_alone(run: RunDir) -> float:
     return told(alone, EventKind.EVALUATION)[-1]["loss"]
 
 
-def check_ledger(run: RunDir, steps: int = STEPS) -> None:
+def check_ledger(run: RunStore, steps: int = STEPS) -> None:
     lines = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     samples = told(run, EventKind.DATA)[-1]["train"]
@@ -257,15 +259,15 @@ def check_ledger(run: RunDir, steps: int = STEPS) -> None:
         assert (line["samples"], line["digest"]) == (len(rows), f"{digest_of(rows):016x}")
 
 
-def told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def told(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def _state(run: RunDir) -> str:
+def _state(run: RunStore) -> str:
     return told(run, EventKind.STATE)[-1]["state"]
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
@@ -273,7 +275,7 @@ def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def _server(run: RunDir, parent: psutil.Process, *, index: int) -> int:
+def _server(run: RunStore, parent: psutil.Process, *, index: int) -> int:
     """The process that listens where a server says that it does."""
     where = json.loads((run.path / f"servers/shard-{index}/address.json").read_text())
     for child in parent.children():
@@ -292,14 +294,15 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def wait_for_step(run: RunDir, step: int) -> None:
+def wait_for_step(run: RunStore, step: int) -> None:
     wait_until(run, lambda: (read_last(run.metrics) or {"step": 0})["step"] >= step, f"step {step}")
 
 
-def wait_until(run: RunDir, until: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not until():
+def wait_until(run: RunStore, until: Callable[[], bool], what: str) -> None:
+    def check() -> None:
         errors = told(run, EventKind.ERROR)
         assert not errors, errors
-        assert time.monotonic() < deadline, (what, run.log.read_text()[-3000:])
-        time.sleep(0.05)
+
+    waiting.wait_until(
+        until, what, meanwhile=check, explain=lambda: run.log.read_text()[-3000:], pause_s=0.05
+    )

@@ -10,9 +10,11 @@ import pytest
 
 from tests.integration import test_asynchronous as near
 from tests.integration.conftest import Yunlu
+from tests.waiting import LIMIT_S
 from yunlu.jobs import service
 from yunlu.jobs.report_builder import build_report
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.worker_group import read_crew
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -72,7 +74,7 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     done = yunlu("train", "job.yaml", "--devices", "3")
     assert done.code == 0, done.err
     (path,) = own_home.glob("*-*")
-    run = RunDir(path)
+    run = open_run(path)
     assert service.read_record(run).state == "finished"
     assert len(near.told(run, EventKind.LIFE)) == 1
     (choice,) = near.told(run, EventKind.COMMUNICATION)
@@ -108,7 +110,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     started = yunlu("train", "job.yaml", "--devices", "2", "--detach", "--json")
     assert started.code == 0, started.err
     (path,) = own_home.glob("*-*")
-    run = RunDir(path)
+    run = open_run(path)
     try:
         near.wait_for_step(run, 10)
         assert near.told(run, EventKind.COMMUNICATION)[-1]["setting"]["method"] != "asynchronous"
@@ -127,7 +129,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         members = [each["member"] for each in crews[-1]["ranks"]]
         assert members == [0, 1, "far.0"]
         assert service.stop(run).state == "stopped"
-        assert far.wait(near.PATIENCE_S) == 0
+        assert far.wait(LIMIT_S) == 0
         kept = max(near.losses(run))
         near.check_ledger(run, kept)
         assert yunlu("resume", run.id, "--detach").code == 0

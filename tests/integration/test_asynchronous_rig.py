@@ -11,8 +11,11 @@ import pytest
 from benchmarks.netrig import Rig, why_no_rig
 
 from tests.integration import test_asynchronous as near
+from tests.waiting import LIMIT_S
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow, pytest.mark.long]
@@ -38,9 +41,9 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
             command = [sys.executable, "-m", "yunlu.cli.main", *words]
             return rig.run(host, command, environment=bound, cwd=tmp_path)
 
-        assert call(0, "train", "job.yaml", "--devices", "3", "--detach", "--json").wait(60) == 0
+        assert call(0, "train", "job.yaml", "--devices", "3", "--detach", "--json").wait(LIMIT_S) == 0
         (path,) = own_home.glob("*-*")
-        run = RunDir(path)
+        run = open_run(path)
         near.wait_for_step(run, 5)
         crew = read_crew(run)
         assert crew is not None
@@ -65,7 +68,7 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
         near.check_staleness(run, most=2)
 
 
-def _no_more(run: RunDir) -> bool:
+def _no_more(run: RunStore) -> bool:
     """Whether the crew is told to be those of the first host."""
     ranks = near.told(run, EventKind.CREW)[-1]["ranks"]
     return [each["member"] for each in ranks] == [0, 1, 2]

@@ -25,8 +25,9 @@ from tests.distributed.test_crews import (
 )
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
-from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.data.order import StepOrder, digest_of
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
+from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -47,14 +48,14 @@ def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
         made.end()
 
 
-def start(runs: Runs, communication: str, *, steps: int = STEPS) -> RunDir:
+def start(runs: Runs, communication: str, *, steps: int = STEPS) -> RunStore:
     words = ["--set", f"communication={communication}", "--set", f"train.steps={steps}"]
     run = runs.start("--devices", "2", *words)
     wait_for_step(run, 5)
     return run
 
 
-def check_run(run: RunDir, *, steps: int = STEPS) -> None:
+def check_run(run: RunStore, *, steps: int = STEPS) -> None:
     """It is finished, and the last time that a step was made it took its samples, each of them once."""
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
     about = events(run, EventKind.DATA)[0]
@@ -105,7 +106,7 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     check_exported(run)
 
 
-def check_exported(run: RunDir) -> None:
+def check_exported(run: RunStore) -> None:
     """What was best is what is saved and exported, to the bit."""
     scores = {event["step"]: event["loss"] for event in events(run, EventKind.EVALUATION)
               if event["split"] == "validation"}  # fmt: skip

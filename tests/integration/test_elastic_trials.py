@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from yunlu.core.files import read_lines, write_atomically
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import Journal, PoolSettings
@@ -23,10 +24,9 @@ from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 BATCH = 32
-_PATIENCE_S = 240
 
 
-def make_trial(places: Places) -> RunDir:
+def make_trial(places: Places) -> RunStore:
     job = Job.model_validate(
         {
             "name": "trial",
@@ -43,7 +43,7 @@ def make_trial(places: Places) -> RunDir:
 
 
 @contextmanager
-def ended(run: RunDir) -> Generator[None]:
+def ended(run: RunStore) -> Generator[None]:
     """Nobody trains on when the test is over."""
     try:
         yield
@@ -51,30 +51,35 @@ def ended(run: RunDir) -> Generator[None]:
         service.stop(run, now=True)
 
 
-def wait(condition: Callable[[], bool], run: RunDir) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
+def wait(condition: Callable[[], bool], run: RunStore) -> None:
+    def check() -> None:
         state = service.read_record(run).state
         assert state not in {RunState.FAILED, RunState.LOST}, "\n".join(log_tail(run))
-        assert time.monotonic() < deadline, (state, sizes_of(run))
-        time.sleep(0.1)
+
+    wait_until(
+        condition,
+        "what the test waits for",
+        meanwhile=check,
+        explain=lambda: (service.read_record(run).state, sizes_of(run)),
+        pause_s=0.1,
+    )
 
 
-def sizes_of(run: RunDir) -> list[int]:
+def sizes_of(run: RunStore) -> list[int]:
     crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
     return [len(event.data["ranks"]) for event in crews]
 
 
-def steps_of(run: RunDir) -> list[int]:
+def steps_of(run: RunStore) -> list[int]:
     return [int(record["step"]) for record, _ in run.read_metrics()]
 
 
-def has_trained(run: RunDir, more: int = 20) -> Callable[[], bool]:
+def has_trained(run: RunStore, more: int = 20) -> Callable[[], bool]:
     before = len(steps_of(run))
     return lambda: len(steps_of(run)) >= before + more
 
 
-def check_samples(run: RunDir) -> None:
+def check_samples(run: RunStore) -> None:
     """Every step was made once; where a crew made it, with all of its samples."""
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))

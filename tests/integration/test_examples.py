@@ -33,7 +33,6 @@ TASKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "example",
     [

@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.training.data.synthetic_text import make_reviews
 
 pytest.importorskip("peft")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 FIRST = """
 task: text-classification
@@ -49,12 +51,12 @@ def texts(tmp_path: Path) -> None:
     (tmp_path / "next.yaml").write_text(NEXT)
 
 
-def the_run(home: Path, name: str) -> RunDir:
+def the_run(home: Path, name: str) -> RunStore:
     (path,) = home.glob(f"{name}-*")
-    return RunDir(path)
+    return open_run(path)
 
 
-def told(run: RunDir) -> list[str]:
+def told(run: RunStore) -> list[str]:
     return [
         str(event.data["phase"])
         for event, _ in run.read_events()
@@ -62,7 +64,7 @@ def told(run: RunDir) -> list[str]:
     ]
 
 
-def weights_of(run: RunDir) -> dict[str, torch.Tensor]:
+def weights_of(run: RunStore) -> dict[str, torch.Tensor]:
     return load_file(run.model / "model.safetensors")
 
 
@@ -135,7 +137,7 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
         assert (run.model / file).read_bytes() == (whole.model / file).read_bytes()
 
 
-def _losses(run: RunDir) -> dict[int, float]:
+def _losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 

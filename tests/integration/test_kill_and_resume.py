@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 JOB = """
 task: image-classification
@@ -25,11 +27,11 @@ train:
 """
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def wait_for_step(run: RunDir, step: int, process: psutil.Process) -> None:
+def wait_for_step(run: RunStore, step: int, process: psutil.Process) -> None:
     """Until the run has logged a step, or its worker is gone."""
     while max(losses(run), default=0) < step:
         try:
@@ -39,14 +41,14 @@ def wait_for_step(run: RunDir, step: int, process: psutil.Process) -> None:
         return
 
 
-def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunDir, psutil.Process]:
+def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunStore, psutil.Process]:
     command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--detach", "--json"]
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    run = RunDir(max(home.glob("killed-*"), key=lambda path: path.stat().st_mtime))
+    run = open_run(max(home.glob("killed-*"), key=lambda path: path.stat().st_mtime))
     return run, worker_of(run, life=1)
 
 
-def worker_of(run: RunDir, *, life: int) -> psutil.Process:
+def worker_of(run: RunStore, *, life: int) -> psutil.Process:
     """The worker of a life; waits until it has told its number."""
     while True:
         lives = [event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE]
@@ -55,14 +57,13 @@ def worker_of(run: RunDir, *, life: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # four lives of a worker, each of which begins by importing torch
 def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
     yunlu: Yunlu, environment: dict[str, str], own_home: Path, tmp_path: Path
 ) -> None:
     job = tmp_path / "killed.yaml"
     job.write_text(JOB)
     assert yunlu("train", job, "--name", "whole", "--json").code == 0
-    whole = RunDir(next(own_home.glob("whole-*")))
+    whole = open_run(next(own_home.glob("whole-*")))
 
     run, process = start(job, environment, own_home)
     draw = random.Random(4)
@@ -97,7 +98,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
                 break
         shown.stdout.read()
         assert shown.wait() == 130
-    run = RunDir(next(own_home.glob("stopped-*")))
+    run = open_run(next(own_home.glob("stopped-*")))
     states = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
     assert states[-2:] == ["stopping", "stopped"]
     assert yunlu("resume", run.id, "--json").code == 0

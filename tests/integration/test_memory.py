@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.training.memory.shortage import StepStart, memory_capped, with_less_memory
+from yunlu.training.memory.out_of_memory import StepStart, memory_capped, with_less_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps such a limit")
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.settings import worker_environment
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import Job
 from yunlu.training.trackers.mlflow import MlflowTracker
-from yunlu.training.trackers.open import TrackerThread
+from yunlu.training.trackers.registry import TrackerThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,22 +63,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _wait_until_up(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    pause = threading.Event()
-    for _ in range(600):
+    def is_up() -> bool:
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
+            with urllib.request.urlopen(f"{address}/health", timeout=30):
+                return True
         except (urllib.error.URLError, OSError):
             assert process.poll() is None, f"the server ended: {log.read_text()[-2000:]}"
-            pause.wait(0.2)
-    raise AssertionError(f"the server did not answer: {log.read_text()[-2000:]}")
+            return False
+
+    wait_until(is_up, "the server answers", explain=lambda: log.read_text()[-2000:], pause_s=0.2)
 
 
 @pytest.mark.long
@@ -87,7 +87,7 @@ def test_a_run_and_its_resumed_life_are_one_mlflow_run_with_every_metric(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     monkeypatch.setenv("DO_NOT_TRACK", "true")
-    run, warnings = RunDir(tmp_path / "digits-1"), []
+    run, warnings = open_run(tmp_path / "digits-1"), []
     run.path.mkdir()
     for resumed, steps, state in (
         (False, range(1, 1301), "stopped"),
@@ -97,7 +97,7 @@ def test_a_run_and_its_resumed_life_are_one_mlflow_run_with_every_metric(
         thread.start(run, JOB, resumed=resumed)
         for step in steps:
             thread.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
-        thread.finish(state=state, summary={"test": {"accuracy": 0.9}}, timeout_s=120)
+        thread.finish(state=state, summary={"test": {"accuracy": 0.9}}, timeout_s=LIMIT_S)
     assert warnings == []
 
     known = json.loads((run.path / "mlflow.json").read_text())
@@ -124,7 +124,7 @@ def test_an_mlflow_run_deleted_meanwhile_is_replaced_by_a_new_one(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    run = RunDir(tmp_path / "digits-2")
+    run = open_run(tmp_path / "digits-2")
     run.path.mkdir()
     (run.path / "mlflow.json").write_text(json.dumps({"uri": server, "run_id": "f" * 32}))
     tracker = MlflowTracker()
@@ -138,5 +138,5 @@ def test_an_mlflow_run_deleted_meanwhile_is_replaced_by_a_new_one(
 
 def _get(server: str, call: str, **query: str) -> Any:
     address = f"{server}/api/2.0/mlflow/{call}?{urllib.parse.urlencode(query)}"
-    with urllib.request.urlopen(address, timeout=60) as answer:
+    with urllib.request.urlopen(address, timeout=LIMIT_S) as answer:
         return json.load(answer)

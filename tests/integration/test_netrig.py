@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.netrig import Rig, RigError, links, why_no_rig
+
+from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.network_rig
@@ -30,7 +31,7 @@ with socket.create_server((sys.argv[1], 7000)) as door:
 """
 _SEND = """
 import socket, sys, time
-link = socket.create_connection((sys.argv[1], 7000), timeout=20)
+link = socket.create_connection((sys.argv[1], 7000), timeout=120)
 began_at = time.monotonic()
 link.sendall(bytes(int(sys.argv[2])))
 link.shutdown(socket.SHUT_WR)
@@ -80,7 +81,7 @@ def _transfer(rig: Rig, length: int) -> float:
             stdout=subprocess.PIPE,
             text=True,
         )
-        took, _ = sender.communicate(timeout=60)
+        took, _ = sender.communicate(timeout=LIMIT_S)
         assert receiver.stdout.readline() == f"{length}\n"
     return float(took)
 
@@ -164,7 +165,7 @@ def test_a_signal_removes_everything(prefix: str, number: signal.Signals) -> Non
         pid = int(holder.stdout.readline())
         assert _leftovers(prefix) != []
         holder.send_signal(number)
-        assert holder.wait(timeout=30) != 0
+        assert holder.wait(timeout=LIMIT_S) != 0
     assert _leftovers(prefix) == []
     assert not _is_running(pid)
 
@@ -176,12 +177,12 @@ def test_a_pulled_cable_carries_nothing_until_it_is_put_back(prefix: str) -> Non
 
         def answer() -> str:
             child = rig.run(1, command, stderr=subprocess.PIPE, text=True)
-            return child.communicate(timeout=30)[1]
+            return child.communicate(timeout=LIMIT_S)[1]
 
         rig.cut(0)
         assert "timed out" in answer()
         rig.mend(0)
-        assert _wait_until(lambda: "ConnectionRefusedError" in answer())
+        wait_until(lambda: "ConnectionRefusedError" in answer(), "the cable is back")
 
 
 def test_a_delay_is_in_every_answer_and_bytes_come_through(prefix: str) -> None:
@@ -195,7 +196,7 @@ def test_a_delay_is_in_every_answer_and_bytes_come_through(prefix: str) -> None:
         child = rig.run(
             1, [sys.executable, "-c", ask, rig.address(0)], stdout=subprocess.PIPE, text=True
         )
-        assert float(child.communicate(timeout=30)[0]) >= 0.06  # there and back
+        assert float(child.communicate(timeout=LIMIT_S)[0]) >= 0.06  # there and back
         before = rig.count(0)
         _transfer(rig, 200_000)
         assert (rig.count(0) - before).received_bytes >= 200_000
@@ -205,11 +206,11 @@ def test_a_delay_is_in_every_answer_and_bytes_come_through(prefix: str) -> None:
 def test_competitors_end_with_their_program(prefix: str) -> None:
     with Rig(1, prefix=prefix) as rig:
         child = rig.run(0, ["sleep", "600"], busy=2)
-        assert _wait_until(lambda: len(links.list_processes(prefix, 0)) == 3)
+        wait_until(lambda: len(links.list_processes(prefix, 0)) == 3, "the competitors")
         assert os.sched_getaffinity(child.pid) == {rig.core(0)}
         child.kill()
         child.wait()
-        assert _wait_until(lambda: links.list_processes(prefix, 0) == [])
+        wait_until(lambda: links.list_processes(prefix, 0) == [], "their end")
 
 
 @pytest.mark.parametrize(
@@ -248,12 +249,3 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-def _wait_until(is_so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        if is_so():
-            return True
-        time.sleep(0.05)
-    return False

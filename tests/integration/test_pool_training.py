@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from yunlu.core.files import read_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.explanation import explain
@@ -22,10 +23,9 @@ from yunlu.spec.job import Job
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 BATCH = 32
-_PATIENCE_S = 170
 
 
-def submit(name: str, steps: int) -> RunDir:
+def submit(name: str, steps: int) -> RunStore:
     job = Job.model_validate(
         {
             "name": name,
@@ -39,22 +39,27 @@ def submit(name: str, steps: int) -> RunDir:
     return enqueue(job, Asked(max_devices=2))
 
 
-def sizes_of(run: RunDir) -> list[int]:
+def sizes_of(run: RunStore) -> list[int]:
     crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
     return [len(event.data["ranks"]) for event in crews]
 
 
-def wait(condition: Callable[[], bool], *runs: RunDir) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
+def wait(condition: Callable[[], bool], *runs: RunStore) -> None:
+    def check() -> None:
         for run in runs:
             record = service.read_record(run)
             assert record.state is not RunState.FAILED, "\n".join(log_tail(run))
-        assert time.monotonic() < deadline, [sizes_of(run) for run in runs]
-        time.sleep(0.1)
+
+    wait_until(
+        condition,
+        "what the test waits for",
+        meanwhile=check,
+        explain=lambda: [sizes_of(run) for run in runs],
+        pause_s=0.1,
+    )
 
 
-def check_samples(run: RunDir, steps: int | None = None) -> None:
+def check_samples(run: RunStore, steps: int | None = None) -> None:
     """Every step was made once, with all of its samples: the last one of an epoch has the rest."""
     taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.ledger)]
     count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
@@ -67,7 +72,7 @@ def check_samples(run: RunDir, steps: int | None = None) -> None:
 def test_runs_make_room_for_each_other_and_lose_nothing(own_home: Path) -> None:
     settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=2.0, look_s=0.2)
     control.bring_up(own_home, settings)
-    runs: list[RunDir] = []
+    runs: list[RunStore] = []
     try:
         runs.append(submit("first", 100_000))
         wait(lambda: 2 in sizes_of(runs[0]), *runs)  # alone, it grows

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.worker import run as live
 
 JOB = """
@@ -60,7 +61,7 @@ def test_without_the_flag_there_is_no_trace(
     assert list(own_home.rglob("trace.json*")) == []
 
 
-def test_tracing_changes_no_bit_of_the_training(make_run: Callable[..., RunDir]) -> None:
+def test_tracing_changes_no_bit_of_the_training(make_run: Callable[..., RunStore]) -> None:
     inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
     data = (inputs, (inputs[:, 0] > 0).long())
     losses: list[list[float]] = []

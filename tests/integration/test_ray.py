@@ -27,31 +27,32 @@ from tests.contracts.places import (
     told,
 )
 from tests.integration.ray_rig import RayRig, why_no_ray
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.executors.record import RECORD
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray())),
 ]
 
-_PATIENCE_S = 300
 _DRIVER = """
 import sys, time
 from pathlib import Path
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.run_store import RunStore
+from yunlu.runs.directory_store import open_run
 from yunlu.jobs import service
 from yunlu.hardware.fleet import Placement
 from yunlu.executors.ray_executor import RayExecutor
 shares = tuple((node, 1) for node in sys.argv[3:])
 on = RayExecutor(sys.argv[1])
-service.start(RunDir(Path(sys.argv[2])), on=on, placement=Placement(shares))
+service.start(open_run(Path(sys.argv[2])), on=on, placement=Placement(shares))
 print("started", flush=True)
 time.sleep(600)
 """
@@ -71,7 +72,7 @@ def executor(rig: RayRig) -> Generator[RayExecutor]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunDir]:
+def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunStore]:
     """A pending run; nothing of it outlives the test."""
     made = submit(tmp_path)
     try:
@@ -82,7 +83,7 @@ def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunDir]:
         kill_processes(made)
 
 
-def family_on(run: RunDir, raylet: int) -> list[psutil.Process]:
+def family_on(run: RunStore, raylet: int) -> list[psutil.Process]:
     """Who works for the run on the node of a raylet."""
     found: list[psutil.Process] = []
     for each in processes_of(run):
@@ -99,14 +100,14 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def await_crew(run: RunDir, count: int) -> None:
+def await_crew(run: RunStore, count: int) -> None:
     """Until so many make steps; each node has to load torch first, all of them on this machine."""
 
     def is_there() -> bool:
         crews = told(run, EventKind.CREW)
         return bool(crews) and len(crews[-1]["ranks"]) == count
 
-    await_(run, is_there, f"{count} workers", patience_s=_PATIENCE_S)
+    await_(run, is_there, f"{count} workers")
     await_step(run, step(run) + 3)
 
 
@@ -114,7 +115,7 @@ def spread(nodes: list[str]) -> Placement:
     return Placement(tuple((node, 1) for node in nodes))
 
 
-def rest(run: RunDir, executor: RayExecutor) -> None:
+def rest(run: RunStore, executor: RayExecutor) -> None:
     """Stopped and saved, nobody left, no sample lost or taken twice."""
     service.stop(run)
     assert state(run) == "stopped"
@@ -124,7 +125,7 @@ def rest(run: RunDir, executor: RayExecutor) -> None:
 
 
 def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
-    rig: RayRig, executor: RayExecutor, run: RunDir
+    rig: RayRig, executor: RayExecutor, run: RunStore
 ) -> None:
     nodes = list(rig.raylets)
     assert {node.name: node.devices for node in executor.nodes()} == dict.fromkeys(nodes, 1)
@@ -155,7 +156,7 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
 
 
 def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_nobody_up(
-    rig: RayRig, executor: RayExecutor, run: RunDir
+    rig: RayRig, executor: RayExecutor, run: RunStore
 ) -> None:
     job = json.loads(run.job.read_text())
     job["communication"] = {"method": "asynchronous"}
@@ -189,7 +190,7 @@ def _is_lease(process: psutil.Process) -> bool:
 
 
 def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free_again(
-    rig: RayRig, executor: RayExecutor, run: RunDir, tmp_path: Path
+    rig: RayRig, executor: RayExecutor, run: RunStore, tmp_path: Path
 ) -> None:
     node = next(iter(rig.raylets))
     service.start(run, on=executor, placement=Placement(((node, 1),)))
@@ -209,7 +210,7 @@ def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free
     def family() -> list[psutil.Process]:
         return family_on(run, rig.raylets[node])
 
-    await_(run, lambda: len(family()) > 3, "keeper, lease, node and worker", patience_s=_PATIENCE_S)
+    await_(run, lambda: len(family()) > 3, "keeper, lease, node and worker")
     on_it = family()
     (actor,) = [each for each in rig.processes() if _is_lease(each)]
     actor.kill()
@@ -232,7 +233,7 @@ def test_a_bridge_that_dies_is_built_again(executor: RayExecutor) -> None:
     ]
     bridge.suspend()
     bridge.kill()
-    bridge.wait(10)
+    bridge.wait(LIMIT_S)
     assert executor.nodes() == before
 
 
@@ -244,7 +245,7 @@ def test_a_cluster_that_is_not_there_is_told_in_its_own_words() -> None:
 
 
 def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
-    rig: RayRig, run: RunDir
+    rig: RayRig, run: RunStore
 ) -> None:
     while len(rig.raylets) < 3:
         rig.add(1)
@@ -271,10 +272,10 @@ def test_the_autoscaler_brings_nodes_and_takes_them_away() -> None:
             assert executor.nodes() == ()
             for wanted in (2, 0):
                 executor.scale("cpu", wanted)
-                deadline = time.monotonic() + 120
-                while executor.reserves()[0].awake != wanted:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.2)
+                wait_until(
+                    lambda wanted=wanted: executor.reserves()[0].awake == wanted,
+                    f"{wanted} nodes awake",
+                )
                 assert [node.devices for node in executor.nodes()] == [2] * wanted
         finally:
             executor.close()

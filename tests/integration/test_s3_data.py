@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Yunlu
+from tests.waiting import wait_until
 
 KEYS = {"accessKey": "yunlu-test", "secretKey": "not-a-secret"}
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 def answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(url, timeout=2)
+        urllib.request.urlopen(url, timeout=30)
     except urllib.error.HTTPError:
         return True  # it refuses us, so it is up
     except OSError:
@@ -56,13 +56,19 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with (tmp_path / "weed.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     endpoint = f"http://127.0.0.1:{ports['s3']}"
+
+    def log_of() -> str:
+        return (tmp_path / "weed.log").read_text()[-2000:]
+
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["accessKey"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secretKey"])
     try:
-        deadline = time.monotonic() + 60
-        while not answers(endpoint):
-            assert server.poll() is None, (tmp_path / "weed.log").read_text()[-2000:]
-            assert time.monotonic() < deadline, "the S3 server did not start"
+        wait_until(
+            lambda: answers(endpoint) or server.poll() is not None,
+            "the S3 server answers",
+            explain=log_of,
+        )
+        assert server.poll() is None, log_of()
         yield endpoint
     finally:
         server.kill()

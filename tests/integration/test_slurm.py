@@ -19,16 +19,18 @@ from tests.contracts.places import (
     submit,
     told,
 )
-from tests.integration.slurm_rig import SlurmRig, wait, why_no_slurm
+from tests.integration.slurm_rig import SlurmRig, why_no_slurm
+from tests.waiting import wait_until
 from yunlu.executors import slurm
 from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.record import RECORD, known_record
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 N1 = Placement((("n1", 1),))
 
@@ -49,7 +51,7 @@ def rig(module_rig: SlurmRig, monkeypatch: pytest.MonkeyPatch) -> SlurmRig:
 
 
 @pytest.fixture
-def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunDir]:
+def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunStore]:
     made = submit(tmp_path)
     try:
         yield made
@@ -58,7 +60,7 @@ def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunDir]:
             SlurmExecutor().stop(made, now=True)
         kill_processes(made)
         rig.call("scancel", "--me")
-        wait(lambda: not rig.call("squeue", "--noheader"), "an empty queue", rig.tell)
+        wait_until(lambda: not rig.call("squeue", "--noheader"), "an empty queue", explain=rig.tell)
 
 
 def block(rig: SlurmRig, node: str, *, gpus: int = 2, seconds: int = 600) -> str:
@@ -68,18 +70,18 @@ def block(rig: SlurmRig, node: str, *, gpus: int = 2, seconds: int = 600) -> str
 
 
 def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_stopped(
-    rig: SlurmRig, run: RunDir
+    rig: SlurmRig, run: RunStore
 ) -> None:
     blocker = block(rig, "n1", gpus=1)
-    wait(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    wait_until(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
     executor = SlurmExecutor()
     free = {node.name: node.devices for node in executor.nodes()}
     assert free == {"n1": 1, "n2": 2, "n3": 2}
     service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
-    wait(lambda: bool(executor.status(run).reason), "Slurm has a reason")
+    wait_until(lambda: bool(executor.status(run).reason), "Slurm has a reason")
     status = executor.status(run)
     assert status.is_waiting
-    wait(lambda: "Resources" in executor.status(run).reason, "it waits for devices", rig.tell)
+    wait_until(lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell)
     assert not executor.status(run).held
     assert service.read_record(run).state == "pending"  # not lost, though no process answers for it
     assert service.stop(run).state == "stopped"
@@ -88,7 +90,7 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
 
 
 def test_without_slurm_and_while_it_is_mute_the_words_are_clear(
-    rig: SlurmRig, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    rig: SlurmRig, run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block(rig, "n1")
     executor = SlurmExecutor("slurm://main")
@@ -118,15 +120,15 @@ def test_nodes_are_powered_up_and_down_as_they_are_wanted(rig: SlurmRig) -> None
     def awake() -> set[str]:
         return {node.name for node in executor.nodes()} - {"n1", "n2", "n3"}
 
-    wait(lambda: awake() == {"c1"}, "c1 is there", rig.tell)
+    wait_until(lambda: awake() == {"c1"}, "c1 is there", explain=rig.tell)
     executor.scale("gpu", 0)
-    wait(lambda: not awake(), "c1 is gone", rig.tell)
-    wait(lambda: executor.reserves()[0].awake == 0, "all sleep again", rig.tell)
+    wait_until(lambda: not awake(), "c1 is gone", explain=rig.tell)
+    wait_until(lambda: executor.reserves()[0].awake == 0, "all sleep again", explain=rig.tell)
 
 
 @pytest.mark.long
 def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
-    rig: SlurmRig, run: RunDir
+    rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor()
     service.start(run, on=executor, placement=N1)
@@ -136,7 +138,7 @@ def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
     assert executor.reserves()[0].awake == 2
     assert service.place(run, N1).how == "live"
     await_workers(run, 1)
-    wait(lambda: executor.reserves()[0].awake == 0, "the nodes sleep again", rig.tell)
+    wait_until(lambda: executor.reserves()[0].awake == 0, "the nodes sleep again", explain=rig.tell)
     assert {"resume c1", "resume c2", "suspend c1", "suspend c2"} <= {*rig.power_log()}
     service.stop(run)
     check_samples(run)
@@ -144,7 +146,7 @@ def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
 
 @pytest.mark.long
 def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_again(
-    rig: SlurmRig, run: RunDir
+    rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor("slurm://spot?spot=yes")
     service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
@@ -155,7 +157,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     assert any(happening.what == "noticed" for happening, _ in executor.events(run))
     await_(run, lambda: executor.status(run).is_waiting, "it is queued again")
     rig.call("scancel", blocker)
-    await_(run, lambda: state(run) == "running", "it goes on", patience_s=200)
+    await_(run, lambda: state(run) == "running", "it goes on")
     await_step(run, saved + 5)
     assert service.stop(run).state == "stopped"
     check_samples(run)
@@ -164,7 +166,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
 
 
 @pytest.mark.long
-def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: RunDir) -> None:
+def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor("slurm://spot")
     service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 2))))
     await_workers(run, 3)
@@ -174,14 +176,14 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
     await_(
-        run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back", patience_s=200
+        run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back"
     )
     service.stop(run)
     check_samples(run)
 
 
 @pytest.mark.long
-def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunDir) -> None:
+def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor()
     service.start(run, on=executor, placement=Placement((("n1", 1), ("n3", 1))))
     await_workers(run, 2)
@@ -207,7 +209,7 @@ def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunDir)
 
 @pytest.mark.long
 def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
-    rig: SlurmRig, run: RunDir
+    rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor()
     job = json.loads(run.job.read_text())
@@ -229,7 +231,7 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
 
 
 @pytest.mark.long
-def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: RunDir) -> None:
+def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor()
     service.start(run, on=executor, placement=Placement((("n3", 2), ("n1", 1))))
     await_workers(run, 3)
@@ -248,11 +250,11 @@ def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: Run
 
 
 @pytest.mark.long
-def test_before_its_time_is_over_a_run_saves(rig: SlurmRig, run: RunDir) -> None:
+def test_before_its_time_is_over_a_run_saves(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor("slurm://main?minutes=3&notice_s=60")
     service.start(run, on=executor, placement=N1)
     await_step(run, 5)
-    await_(run, lambda: state(run) == "stopped", "it has saved", patience_s=300)
+    await_(run, lambda: state(run) == "stopped", "it has saved")
     assert any(happening.what == "noticed" for happening, _ in executor.events(run))
     await_(run, lambda: executor.status(run).is_waiting, "it is queued again")
     check_samples(run)
@@ -260,7 +262,7 @@ def test_before_its_time_is_over_a_run_saves(rig: SlurmRig, run: RunDir) -> None
 
 @pytest.mark.long
 def test_a_run_that_is_never_given_the_time_for_a_step_is_not_started_for_ever(
-    rig: SlurmRig, run: RunDir
+    rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor()
     for _ in range(2):

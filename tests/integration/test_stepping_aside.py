@@ -23,7 +23,10 @@ from tests.distributed.test_crews import (
     wait_for_step,
     write_job,
 )
-from yunlu.runs.run_dir import EventKind, RunDir
+from tests.waiting import LIMIT_S
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow]
 
@@ -57,7 +60,7 @@ def call(rig: Rig, host: int, runs: Runs, *words: str, **more: str) -> subproces
     return rig.run(host, command, environment=environment, cwd=runs.directory)
 
 
-def sizes_of(run: RunDir) -> list[int]:
+def sizes_of(run: RunStore) -> list[int]:
     return [len(told["ranks"]) for told in events(run, EventKind.CREW)]
 
 
@@ -74,9 +77,9 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
         )
         for host in rig.hosts
     ]  # fmt: skip
-    assert [each.wait(150) for each in started] == [0, 0, 0]
+    assert [each.wait(LIMIT_S) for each in started] == [0, 0, 0]
     (path,) = set(own_home.glob("*-*")) - before
-    run = RunDir(path)
+    run = open_run(path)
     check_run(run, alone, steps=FEWER)
     # Of the other two, the first alone may be faster: the model is small.
     first, *later = events(run, EventKind.CREW)
@@ -101,9 +104,9 @@ def test_machine_that_joined_steps_aside_and_stays_at_hand(
     alone = losses(runs.start(*words, detach=False))
     before = set(own_home.glob("*-*"))
     words = ("train", "job.yaml", *words, "--devices", "2", "--detach", "--json")
-    assert call(rig, 0, runs, *words, YUNLU_BIND=rig.address(0)).wait(60) == 0
+    assert call(rig, 0, runs, *words, YUNLU_BIND=rig.address(0)).wait(LIMIT_S) == 0
     (path,) = set(own_home.glob("*-*")) - before
-    run = RunDir(path)
+    run = open_run(path)
     runs.started.append(run)
     wait_for_step(run, 2)
     crew = crew_of(run)

@@ -9,6 +9,7 @@ import time
 import alembic.op
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.jobs import service
 from yunlu.jobs.store import Store
 from yunlu.runs.states import RunState
@@ -22,9 +23,9 @@ job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "dat
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(int(sys.argv[1])):
-    run_dir = service.submit(job.model_copy(update={"name": sys.argv[2]}))
+    run = service.submit(job.model_copy(update={"name": sys.argv[2]}))
     service.list_runs() if number % 10 == 9 else None
-    print(run_dir.id, flush=True)
+    print(run.id, flush=True)
 """
 
 
@@ -45,7 +46,7 @@ def go(*processes):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     return out.split()
 
@@ -79,7 +80,7 @@ def test_killed_at_any_moment_the_store_opens_and_tells_the_truth(own_home):
             process.stdout.readline()
         time.sleep(chance.uniform(0, 0.03))  # somewhere inside the next submit
         process.kill()
-        submitted = process.communicate(timeout=60)[0].split()
+        submitted = process.communicate(timeout=LIMIT_S)[0].split()
         records = {record.id: record for record in service.list_runs()}
         assert set(submitted) <= records.keys()
         for run_id in records:

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.unit.tuning.made_studies import LR, make_living, make_pareto, make_study
-from yunlu.tuning.showing.report import write_report
+from yunlu.render.study_report.page import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SWITCHES = (

@@ -26,13 +26,12 @@ from yunlu.cli.main import main
 from yunlu.tuning import forecast
 from yunlu.tuning.conducting import places
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 TOY = Path(__file__).with_name("toy_tune.py")
 DASHBOARD = shutil.which("optuna-dashboard") or shutil.which(
     "optuna-dashboard", path=str(Path(sys.executable).parent)
 )
-DEADLINE_S = 120.0
 
 Tune = Callable[..., Answer]
 
@@ -67,13 +66,6 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     capsys.readouterr()
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.05)
 
 
 def test_a_search_ends_with_a_setting_a_command_and_a_page(
@@ -122,7 +114,7 @@ def test_ctrl_c_lets_it_rest_and_the_same_command_goes_on(
             assert line, f"it ended early: {''.join(seen)}"
             seen.append(line)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
         process.communicate()
@@ -152,7 +144,7 @@ def test_a_study_can_be_stopped_from_elsewhere(
     codes: list[int] = []
 
     def stop_it() -> None:
-        wait_for(lambda: len(list(own_home.glob("*/trial.json"))) > 1, "a trial")
+        wait_until(lambda: len(list(own_home.glob("*/trial.json"))) > 1, "a trial")
         codes.append(main(["study", "stop", "toys"]))
 
     other = threading.Thread(target=stop_it)
@@ -230,7 +222,7 @@ def test_optunas_dashboard_reads_the_same_storage(
                 return False
             return True
 
-        wait_for(is_up, "the dashboard's answer")
+        wait_until(is_up, "the dashboard's answer")
         (study,) = answers[-1]["study_summaries"]
         assert study["study_name"] == "toys"
         assert study["directions"] == ["minimize"]
@@ -247,9 +239,9 @@ def test_optunas_dashboard_reads_the_same_storage(
             assert attributes["run"] == own["run"]
     finally:
         server.terminate()
-        server.wait(timeout=DEADLINE_S)
+        server.wait(timeout=LIMIT_S)
 
 
 def _get(address: str) -> Any:
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         return json.loads(answer.read())

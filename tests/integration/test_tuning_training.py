@@ -14,7 +14,9 @@ import pytest
 
 from yunlu.core.files import write_atomically
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
@@ -56,7 +58,7 @@ def make_job(name: str, *, search: dict[str, Any] | None = None, **train: Any) -
     return job_from_mapping(mapping | ({} if search is None else {"search": search}))
 
 
-def make_trial(job: Job, verdict: dict[str, Any] | None = None, **about: Any) -> RunDir:
+def make_trial(job: Job, verdict: dict[str, Any] | None = None, **about: Any) -> RunStore:
     run = service.submit(job)
     told = {"study": "s", "number": 0, "params": {}, "rungs": EPOCHS, **about}
     write_atomically(run.trial, json.dumps(told))
@@ -65,33 +67,33 @@ def make_trial(job: Job, verdict: dict[str, Any] | None = None, **about: Any) ->
     return run
 
 
-def train(run: RunDir) -> str:
+def train(run: RunStore) -> str:
     """One life, in this process: its state at the end."""
     return worker.run(run.path)
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def scores(run: RunDir) -> list[tuple[int, float]]:
+def scores(run: RunStore) -> list[tuple[int, float]]:
     found = [event.data for event, _ in run.read_events() if event.kind is EventKind.EVALUATION]
     return [(data["rung"], data["loss"]) for data in found if data["split"] == "validation"]
 
 
-def weights(run: RunDir) -> bytes:
+def weights(run: RunStore) -> bytes:
     return (run.model / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
-def whole() -> RunDir:
+def whole() -> RunStore:
     """A run that nobody disturbed."""
     run = service.submit(make_job("whole"))
     assert train(run) == "finished"
     return run
 
 
-def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunDir) -> None:
+def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunStore) -> None:
     run = make_trial(make_job("held"), {"hold": "others first"})
     assert train(run) == "stopped"
     states = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]
@@ -110,7 +112,7 @@ def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunDir
     assert weights(run) == weights(whole)
 
 
-def test_a_pruned_trial_saves_nothing(whole: RunDir) -> None:
+def test_a_pruned_trial_saves_nothing(whole: RunStore) -> None:
     run = make_trial(make_job("pruned", checkpoint={"keep_best": 0}), {"prune": "too slow"})
     assert train(run) == "stopped"
     assert read_story(run).reason == "pruned at rung 0: too slow"
@@ -118,7 +120,7 @@ def test_a_pruned_trial_saves_nothing(whole: RunDir) -> None:
     assert len(losses(run)) == 1 < len(losses(whole))
 
 
-def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunDir) -> None:
+def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStore) -> None:
     parent = make_trial(make_job("parent"), {}, saves=True)
     assert train(parent) == "finished"
     assert losses(parent) == losses(whole)
@@ -136,7 +138,7 @@ def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunDir)
     assert not late.checkpoints.exists()
 
 
-def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunDir) -> None:
+def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunStore) -> None:
     del whole
     parent = make_trial(make_job("parent"), {}, saves=True)
     assert train(parent) == "finished"
@@ -165,10 +167,10 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
     shared = second.trial.copied_from
     assert shared is not None
     assert shared[0] == first.number
-    run = RunDir(own_home / str(second.run))
+    run = open_run(own_home / str(second.run))
     assert (
         min(losses(run))
-        == (read_story(RunDir(own_home / str(first.run))).step_of(shared[1]) or 0) + 1
+        == (read_story(open_run(own_home / str(first.run))).step_of(shared[1]) or 0) + 1
     )
     decay = second.params["train.schedule.decay"]
     alone = service.submit(make_job("alone", schedule={"name": "wsd", "decay": decay}))
@@ -200,7 +202,7 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
     assert steps == [*range(1, len(steps) + 1)]
 
 
-def wait_for_rest(run: RunDir, state: str) -> None:
+def wait_for_rest(run: RunStore, state: str) -> None:
     while service.read_record(run).state.is_active:
         time.sleep(0.05)
     assert service.read_record(run).state == state

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 LIFE = """
 import sys
 from pathlib import Path
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import Job
-from yunlu.training.trackers.open import TrackerThread, open_trackers
+from yunlu.training.trackers.registry import TrackerThread, open_trackers
 
-run, resumed, first, last = RunDir(Path(sys.argv[1])), sys.argv[2] == "yes", *map(int, sys.argv[3:])
+run, resumed, first, last = open_run(Path(sys.argv[1])), sys.argv[2] == "yes", *map(int, sys.argv[3:])
 job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "sklearn:iris"})
 thread = TrackerThread(open_trackers(["wandb"]), lambda text: print("WARNING", text))
 thread.start(run, job, resumed=resumed)

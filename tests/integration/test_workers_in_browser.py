@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from yunlu.jobs.report_builder import write_report
+from yunlu.render.run_report.write import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import Any
 from tests.integration import toy_trial
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
@@ -24,36 +24,36 @@ class ToyPlaces:
     def __init__(self, devices: int = 2) -> None:
         self.devices = devices
 
-    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+    def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         return service.submit(job, source=source)
 
     def start(
-        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+        self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
         del devices, most, promise
         command = (sys.executable, toy_trial.__file__)
-        if service.read_record(run_dir).state is RunState.PENDING:
-            service.start(run_dir, command)
+        if service.read_record(run).state is RunState.PENDING:
+            service.start(run, command)
         else:
-            service.resume(run_dir, command=command)
+            service.resume(run, command=command)
 
-    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
-        del run_dir, devices, promise
+    def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
+        del run, devices, promise
         return False
 
-    def held(self, run_dir: RunDir) -> int:
-        worker = recorded_worker(run_dir)
+    def held(self, run: RunStore) -> int:
+        worker = recorded_worker(run)
         return int(worker is not None and worker.detached and worker.is_alive())
 
-    def usable(self, run_dir: RunDir) -> int | None:
-        del run_dir
+    def usable(self, run: RunStore) -> int | None:
+        del run
         return 1
 
-    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+    def let_go(self, run: RunStore, *, for_good: bool) -> None:
         pass
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
-        service.request_stop(run_dir, now=now)
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
+        service.request_stop(run, now=now)
 
 
 def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:

@@ -19,8 +19,10 @@ from typing import Any
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.runs.run_dir import EventKind, RunDir
-from yunlu.training.trial_control import open_gate
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
+from yunlu.training.trial_control import TrialGate
 
 STEP_S = 0.004
 STEPS_PER_RUNG = 5
@@ -34,7 +36,7 @@ def loss_of(lr: float, rung: int) -> float:
 class ToyTrial:
     """One life; the files say where the last one stopped."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunStore) -> None:
         self.run = run
         self.job: dict[str, Any] = json.loads(run.job.read_bytes())
         self.is_asked_to_stop = False
@@ -71,8 +73,7 @@ class ToyTrial:
         run = self.run
         first = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0)
         self.move("running", resumed_from_step=first or None)
-        gate = open_gate(run)
-        assert gate is not None
+        gate = TrialGate(run, patience_s=math.inf)  # however busy whoever conducts it is
         for step in range(first + 1, steps + 1):
             time.sleep(step_s)
             append_lines(run.metrics, [{"step": step, "loss": 1.0, "at": time.time()}])
@@ -104,7 +105,7 @@ class ToyTrial:
 
 
 def main() -> None:
-    run = RunDir(Path(sys.argv[1]))
+    run = open_run(Path(sys.argv[1]))
     with (run.path / "worker.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,9 +33,10 @@ from benchmarks.parallel_parts.workload import LAYOUTS, MICRO_BATCH
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
-from yunlu.training.data.order import StepOrder, digest_of
+from yunlu.training.data.sample_order import StepOrder, digest_of
 
 WORKLOAD = Workload(samples=32, batch=4, length=8)
 
@@ -197,7 +198,7 @@ def test_a_journal_reads_on_and_leaves_half_a_line_for_later(tmp_path: Path) -> 
 
 
 def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = open_run(tmp_path)
     run.emit(EventKind.DATA, train=32)
     ranks = [{"rank": 0}, {"rank": 1}]
     run.emit(EventKind.CREW, generation=3, ranks=ranks)
@@ -216,7 +217,7 @@ def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
 def test_the_ledger_of_a_run_answers_only_for_the_right_samples(tmp_path: Path) -> None:
     order = StepOrder(samples=32, batch=4, seed=0).steps_from(0)
     right, wrong = next(order), next(order) + 1
-    run = RunDir(tmp_path)
+    run = open_run(tmp_path)
     run.emit(EventKind.DATA, train=32)
     records = [
         {"step": step, "generation": 1, "samples": 4, "digest": f"{digest_of(taken):016x}"}

@@ -13,7 +13,7 @@ from yunlu.jobs.launch import find_launch
 from yunlu.render.terminal.page import ACCENT, make_console
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 
@@ -48,15 +48,15 @@ def finetune(
     place = find_launch(asked, waits=not detach)
     if place is not None:
         return watch_launched(asked, place, source=source_of(job), json=json)
-    run_dir = service.submit(asked, source=source_of(job))
+    run = service.submit(asked, source=source_of(job))
     if not json:
-        _print_title(run_dir, asked, start)
-    service.start(run_dir)
+        _print_title(run, asked, start)
+    service.start(run)
     if detach:
-        return leave(run_dir, json=json)
-    return watch(run_dir, json=json)
+        return leave(run, json=json)
+    return watch(run, json=json)
 
 
-def _print_title(run_dir: RunDir, job: Job, start: str) -> None:
-    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]{job.task}, from[/] {start}\n"
+def _print_title(run: RunStore, job: Job, start: str) -> None:
+    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{run.id}[/]  [dim]{job.task}, from[/] {start}\n"
     make_console().print(title, highlight=False)

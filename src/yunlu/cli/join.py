@@ -48,20 +48,20 @@ def join(
         token = _read_token(token_file)
     if not token:
         raise StoreError("the run's token is missing", hint="give --token-file or --token")
-    run_dir = find_run(host, int(port), token)
-    crew = read_crew(run_dir)
+    run = find_run(host, int(port), token)
+    crew = read_crew(run)
     if crew is None:
         raise StoreError(
-            f"{run_dir.path}, where the run lies, cannot be read on this machine",
+            f"{run.path}, where the run lies, cannot be read on this machine",
             hint="share it between the machines, at the same path and for the same user",
         )
     called = name or f"{socket.gethostname()}-{os.getpid()}"
     if called in crew.wanted:
         raise StoreError(
-            f"{run_dir.id} has a node called {called!r} already", hint="give another --name"
+            f"{run.id} has a node called {called!r} already", hint="give another --name"
         )
-    make_console().print(f"[bold]{called}[/] lends {devices} to {run_dir.id}")
-    return run_node(run_dir, name=called, devices=devices)
+    make_console().print(f"[bold]{called}[/] lends {devices} to {run.id}")
+    return run_node(run, name=called, devices=devices)
 
 
 def _read_token(path: Path) -> str:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from yunlu.jobs.report_model import CrewChange
-    from yunlu.runs.run_dir import Event, RunDir
+    from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 _STEP_EVERY_S = 2.0
 _KIND_WIDTH = 13
@@ -62,19 +63,19 @@ def logs(
         member: The same by the worker's number, which stays when ranks change.
     """
     console = make_console()
-    run_dir = service.find(run)
+    store = service.find(run)
     if rank is not None or member is not None:
-        path = _own_log(run_dir, rank=rank, member=member)
-        _print_own_log(run_dir, path, console, lines=lines, go_on=follow)
+        path = _own_log(store, rank=rank, member=member)
+        _print_own_log(store, path, console, lines=lines, go_on=follow)
         return 0
     if follow:
-        _follow(run_dir, console)
+        _follow(store, console)
     else:
         course = Course()
-        for event, _ in run_dir.read_events():
+        for event, _ in store.read_events():
             course.take(event)
             console.print(log_line(event, course.crew_before), soft_wrap=True)
-    _print_tail(run_dir, console, lines)
+    _print_tail(store, console, lines)
     return 0
 
 
@@ -85,13 +86,13 @@ def log_line(event: Event, before: CrewChange | None = None) -> Text:
     return Text.assemble((f"{when}  ", "dim"), (kind, "dim"), _gist(event, before))
 
 
-def _follow(run_dir: RunDir, console: Console) -> None:
+def _follow(run: RunStore, console: Console) -> None:
     course, shown_at = Course(), 0.0
-    past = end_of(run_dir)
-    for event, _ in run_dir.read_events():
+    past = end_of(run)
+    for event, _ in run.read_events():
         course.take(event)
         console.print(log_line(event, course.crew_before), soft_wrap=True)
-    for batch in follow(run_dir, since=past):
+    for batch in follow(run, since=past):
         for happening in batch:
             course.take(happening)
             if not isinstance(happening, Metric):
@@ -101,44 +102,40 @@ def _follow(run_dir: RunDir, console: Console) -> None:
                 console.print(Text(f"          {step_line(course)}", style="dim"), soft_wrap=True)
 
 
-def _own_log(run_dir: RunDir, *, rank: int | None, member: str | None) -> Path:
+def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> Path:
     """The file of one worker; a rank is looked up in the newest layout."""
     if rank is not None:
-        crew = newest_crew(run_dir)
+        crew = newest_crew(run)
         ranks = {each.rank: each.member for each in crew.ranks} if crew else {}
         if rank not in ranks:
             raise StoreError(
-                f"{run_dir.id} has no rank {rank}",
+                f"{run.id} has no rank {rank}",
                 hint=f"it has the ranks 0 to {len(ranks) - 1}"
                 if ranks
-                else f"one worker trains it: yunlu logs {run_dir.id}",
+                else f"one worker trains it: yunlu logs {run.id}",
             )
         if member not in {None, ranks[rank]}:
             raise StoreError(
                 f"rank {rank} is worker {ranks[rank]}, not {member}", hint="give one of the two"
             )
         member = ranks[rank]
-    path = run_dir.logs / f"member-{member}.log"
+    path = run.logs / f"member-{member}.log"
     # A name is a number or a word, never a way out of the directory.
-    if path.parent != run_dir.logs or not path.is_file():
-        known = sorted(
-            each.stem.removeprefix("member-") for each in run_dir.logs.glob("member-*.log")
-        )
-        hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run_dir.id}"
-        raise StoreError(f"{run_dir.id} has no log of worker {member}", hint=hint)
+    if path.parent != run.logs or not path.is_file():
+        known = sorted(each.stem.removeprefix("member-") for each in run.logs.glob("member-*.log"))
+        hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run.id}"
+        raise StoreError(f"{run.id} has no log of worker {member}", hint=hint)
     return path
 
 
-def _print_own_log(
-    run_dir: RunDir, path: Path, console: Console, *, lines: int, go_on: bool
-) -> None:
+def _print_own_log(run: RunStore, path: Path, console: Console, *, lines: int, go_on: bool) -> None:
     text = path.read_bytes()
     read = len(text)
     for line in text.decode(errors="replace").splitlines()[-lines:] if lines > 0 else ():
         console.print(Text.from_ansi(line), soft_wrap=True)
     if not go_on:
         return
-    for _ in follow(run_dir):
+    for _ in follow(run):
         with path.open("rb") as file:
             file.seek(read)
             text = file.read()
@@ -148,8 +145,8 @@ def _print_own_log(
             console.print(Text.from_ansi(line), soft_wrap=True)
 
 
-def _print_tail(run_dir: RunDir, console: Console, lines: int) -> None:
-    tail = log_tail(run_dir, lines)
+def _print_tail(run: RunStore, console: Console, lines: int) -> None:
+    tail = log_tail(run, lines)
     if tail:
         console.rule("worker.log", style="dim", align="left")
     for line in tail:

@@ -14,18 +14,18 @@ def pause(run: str = "last", /, *, json: bool = False) -> int:
         run: Its id, a unique beginning of it, or: last.
         json: Print one JSON line.
     """
-    run_dir = service.find(run)
-    queue.pause(run_dir)
+    store = service.find(run)
+    queue.pause(store)
     console = make_console()
-    with console.status(f"pausing {run_dir.id}: saving a checkpoint"):
-        record = service.stop(run_dir)
+    with console.status(f"pausing {store.id}: saving a checkpoint"):
+        record = service.stop(store)
     if json:
-        print(to_json({"run": run_dir.id, "state": record.state, "step": record.step}))
+        print(to_json({"run": store.id, "state": record.state, "step": record.step}))
         return 0
     step = f" at step {record.step}" if record.step else ""
-    again = f"yunlu resume {run_dir.id} queues it again"
+    again = f"yunlu resume {store.id} queues it again"
     words = f"is paused{step}; {again}"
     if not record.state.can_resume:
         words = f"has ended{step} before it could be paused"
-    console.print(state_text(record.state), f" {run_dir.id} {words}")
+    console.print(state_text(record.state), f" {store.id} {words}")
     return 0

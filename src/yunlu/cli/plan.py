@@ -143,7 +143,7 @@ def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool
     took_s = time.process_time() - began
     options = outlook.options
     if plot is not None:
-        from yunlu.jobs.outlook_plot import draw_outlook  # noqa: PLC0415
+        from yunlu.render.figures.plan_options import draw_outlook  # noqa: PLC0415
 
         draw_outlook(outlook, plot, title=job.name or job.task)
     if json:
@@ -188,7 +188,7 @@ def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
 
 
 def _predict(files: tuple[str, ...], *, json: bool) -> int:
-    from yunlu.jobs.outlook_rows import foretell_file  # noqa: PLC0415
+    from yunlu.jobs.predict_table import foretell_file  # noqa: PLC0415
     from yunlu.render.terminal.predicted_rows import rows_table  # noqa: PLC0415
 
     if len(files) != 1:

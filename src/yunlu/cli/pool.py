@@ -234,9 +234,9 @@ def change(
         raise StoreError(
             "nothing is to be changed", hint="say --priority, --deadline, --budget, ..."
         )
-    run_dir = service.find(run)
+    store = service.find(run)
     entry = change_terms(
-        run_dir,
+        store,
         priority=priority,
         deadline=deadline,
         budget=budget,
@@ -244,9 +244,9 @@ def change(
         max_devices=max_devices,
     )
     if json:
-        print(to_json({"run": run_dir.id, **entry.model_dump(mode="json")}))
+        print(to_json({"run": store.id, **entry.model_dump(mode="json")}))
         return 0
-    make_console().print(f"[bold]{run_dir.id}[/]: {terms_line(entry, now=time.time())}")
+    make_console().print(f"[bold]{store.id}[/]: {terms_line(entry, now=time.time())}")
     return 0
 
 
@@ -257,17 +257,17 @@ def look(home: Path) -> dict[str, Any]:
         return {"is_up": True, "pid": found.pid, **view}
     queued: list[dict[str, Any]] = []
     troubles: dict[str, str] = {}
-    for run_dir in scan(home) if home.is_dir() else ():
+    for store in scan(home) if home.is_dir() else ():
         try:
-            record, entry = service.read_record(run_dir), read_entry(run_dir)
+            record, entry = service.read_record(store), read_entry(store)
         except YunluError as error:  # one that cannot be read does not hide the others
-            troubles[run_dir.id] = str(error)
+            troubles[store.id] = str(error)
             continue
         if entry is None or not (record.state.is_active or record.state.can_resume):
             continue
         queued.append(
             {
-                "id": run_dir.id,
+                "id": store.id,
                 "state": record.state.value,
                 "phase": _PHASES.get(record.state) or _RESTING.get(entry.wish, "waiting"),
                 "priority": entry.priority,

@@ -15,10 +15,10 @@ def priority(run: str, number: int, /, *, json: bool = False) -> int:
         number: Higher goes first; 0 is usual.
         json: Print one JSON line.
     """
-    run_dir = service.find(run)
-    entry = set_priority(run_dir, number)
+    store = service.find(run)
+    entry = set_priority(store, number)
     if json:
-        print(to_json({"run": run_dir.id, "priority": entry.priority}))
+        print(to_json({"run": store.id, "priority": entry.priority}))
         return 0
-    make_console().print(f"[bold]{run_dir.id}[/]: priority {entry.priority}")
+    make_console().print(f"[bold]{store.id}[/]: priority {entry.priority}")
     return 0

@@ -21,7 +21,7 @@ from yunlu.render.terminal.page import (
     state_text,
     to_json,
 )
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _workers(record: RunRecord, crew: CrewChange | None) -> Text:
 
 
 def _crew(record: RunRecord) -> CrewChange | None:
-    return newest_crew(RunDir(service.home() / record.id))
+    return newest_crew(open_run(service.home() / record.id))
 
 
 def _age(seconds: float) -> str:
@@ -136,4 +136,4 @@ def _is_busy(record: RunRecord) -> bool:
 
 
 def _eta_s(record: RunRecord) -> float | None:
-    return remaining_s(RunDir(service.home() / record.id), record) if _is_busy(record) else None
+    return remaining_s(open_run(service.home() / record.id), record) if _is_busy(record) else None

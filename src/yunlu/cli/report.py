@@ -9,10 +9,11 @@ from rich.console import Console
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.jobs.report_builder import write_report
 from yunlu.jobs.service import find
+from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_store import RunStore
 
 
 def report(
@@ -42,14 +43,14 @@ def report(
         webbrowser.open(directory.report_html.absolute().as_uri())
 
 
-def _directory(run: str) -> RunDir | None:
+def _directory(run: str) -> RunStore | None:
     """A path to a run's directory, wherever it lies; a bare word is a run of the store."""
     path = Path(run).expanduser()
     is_run = (path / "job.json").is_file() or (path / "events.jsonl").is_file()
-    return RunDir(path.resolve()) if is_run else None
+    return open_run(path.resolve()) if is_run else None
 
 
-def _copy_page(run: RunDir, target: Path) -> None:
+def _copy_page(run: RunStore, target: Path) -> None:
     try:
         write_atomically(target, run.report_html.read_bytes())
     except OSError as error:

@@ -14,8 +14,8 @@ def resize(run: str = "last", /, *, devices: int) -> int:
         run: Its id, a unique beginning of it, or: last.
         devices: How many workers.
     """
-    run_dir = service.find(run)
-    resized = ask_to_resize(run_dir, devices=devices)
+    store = service.find(run)
+    resized = ask_to_resize(store, devices=devices)
     console = make_console()
-    console.print(f"[bold]{run_dir.id}[/]: {resized.text}, as [bold]{resized.layout}[/]")
+    console.print(f"[bold]{store.id}[/]: {resized.text}, as [bold]{resized.layout}[/]")
     return 0

@@ -12,7 +12,7 @@ from yunlu.render.terminal.page import make_console, to_json
 from yunlu.scheduler.control import is_queued_again
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 
 def resume(
@@ -29,25 +29,25 @@ def resume(
         detach: Return at once; the run goes on.
         json: Write every event and metric record as one JSON line, and nothing else.
     """
-    run_dir = service.find(run)
+    store = service.find(run)
     place = find_launch(waits=not detach)
     if place is not None:
-        return watch_launched(run_dir, place, json=json)
-    if is_queued_again(run_dir):
-        return _tell_queued(run_dir, json=json)
-    since = end_of(run_dir)
-    service.resume(run_dir)
+        return watch_launched(store, place, json=json)
+    if is_queued_again(store):
+        return _tell_queued(store, json=json)
+    since = end_of(store)
+    service.resume(store)
     if not json:
-        make_console().print(f"\n resuming    [bold]{run_dir.id}[/]")
+        make_console().print(f"\n resuming    [bold]{store.id}[/]")
     if detach:
-        return leave(run_dir, json=json)
-    return watch(run_dir, json=json, since=since)
+        return leave(store, json=json)
+    return watch(store, json=json, since=since)
 
 
-def _tell_queued(run_dir: RunDir, *, json: bool) -> int:
+def _tell_queued(run: RunStore, *, json: bool) -> int:
     if json:
-        print(to_json({"run": run_dir.id, "dir": str(run_dir.path), "queued": True}))
+        print(to_json({"run": run.id, "dir": str(run.path), "queued": True}))
     else:
-        words = f"\n queued again  [bold]{run_dir.id}[/]; yunlu pool shows when it goes on"
+        words = f"\n queued again  [bold]{run.id}[/]; yunlu pool shows when it goes on"
         make_console().print(words)
     return 0

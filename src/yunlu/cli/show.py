@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from yunlu.jobs.report_model import CrewChange
     from yunlu.jobs.run import RunRecord
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _FEW = 8
 
@@ -42,14 +42,14 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
         run: Its id, a unique beginning of it, or: last.
         json: Print the same as JSON.
     """
-    run_dir = service.find(run)
-    record, data = service.read_record(run_dir), _collect(run_dir)
+    store = service.find(run)
+    record, data = service.read_record(store), _collect(store)
     if json:
         print(to_json({**record.model_dump(mode="json"), **data}))
         return 0
     console = make_console()
-    _print_head(console, run_dir, record)
-    made = Run(run_dir.path).plan
+    _print_head(console, store, record)
+    made = Run(store.path).plan
     if made is not None:
         console.print(plan_block(made))
     crew = read_change(data["crew"]) if data["crew"] else None
@@ -71,9 +71,9 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
     return 0
 
 
-def _collect(run_dir: RunDir) -> dict[str, Any]:
+def _collect(run: RunStore) -> dict[str, Any]:
     found: dict[EventKind, list[dict[str, Any]]] = {kind: [] for kind in EventKind}
-    for event, _ in run_dir.read_events():
+    for event, _ in run.read_events():
         found[event.kind].append(event.data)
     details = {"confusion", "examples"}
     kept = {entry["step"]: entry for entry in found[EventKind.CHECKPOINT]}.values()
@@ -82,32 +82,32 @@ def _collect(run_dir: RunDir) -> dict[str, Any]:
         "crew": found[EventKind.CREW][-1] if found[EventKind.CREW] else None,
         "communication": (found[EventKind.COMMUNICATION] or [None])[-1],
         "batch": (found[EventKind.BATCH] or [None])[-1],
-        "noise": _read_noise(run_dir),
+        "noise": _read_noise(run),
         "faults": found[EventKind.FAULT],
         "evaluations": [
             {key: value for key, value in each.items() if key not in details}
             for each in found[EventKind.EVALUATION]
         ],
         # Old checkpoints are removed as new ones come: what is still there counts.
-        "checkpoints": [entry for entry in kept if (run_dir.path / entry["path"]).exists()],
+        "checkpoints": [entry for entry in kept if (run.path / entry["path"]).exists()],
         "warnings": [str(each.get("message")) for each in found[EventKind.WARNING]],
         "paths": {
             name: str(path)
             for name, path in (
-                ("run", run_dir.path),
-                ("job", run_dir.job_source if run_dir.job_source.exists() else run_dir.job),
-                ("model", run_dir.model),
-                ("report", run_dir.report_html),
-                ("log", run_dir.log),
-                ("logs", run_dir.logs),
+                ("run", run.path),
+                ("job", run.job_source if run.job_source.exists() else run.job),
+                ("model", run.model),
+                ("report", run.report_html),
+                ("log", run.log),
+                ("logs", run.logs),
             )
             if path.exists()
         },
     }
 
 
-def _read_noise(run_dir: RunDir) -> dict[str, float]:
-    last = read_last(run_dir.metrics) or {}
+def _read_noise(run: RunStore) -> dict[str, float]:
+    last = read_last(run.metrics) or {}
     return {key: value for key, value in last.items() if key.startswith("noise_")}
 
 
@@ -120,7 +120,7 @@ def _batch_line(turn: dict[str, Any] | None, noise: dict[str, float]) -> str:
     return "; ".join(parts)
 
 
-def _print_head(console: Console, run_dir: RunDir, record: RunRecord) -> None:
+def _print_head(console: Console, run: RunStore, record: RunRecord) -> None:
     title = Text(f"\n {record.id}", style=f"bold {ACCENT}")
     console.print(Text.assemble(title, (f"  {record.task} · {record.model}", "dim")))
     line = Text.assemble(" ", state_text(record.state))
@@ -128,7 +128,7 @@ def _print_head(console: Console, run_dir: RunDir, record: RunRecord) -> None:
         line.append(f"  step {record.step}/{record.steps} ({record.progress or 0:.0%})")
     if record.metric_value is not None:
         line.append(f"  {record.metric} ").append(show_number(record.metric_value), style="bold")
-    eta_s = remaining_s(run_dir, record)
+    eta_s = remaining_s(run, record)
     if eta_s is not None:
         line.append(f"  ETA {show_duration(eta_s)}")
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created_at))

@@ -16,19 +16,19 @@ def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
         json: Print one JSON line.
     """
     console = make_console()
-    run_dir = service.find(run)
-    withdraw(run_dir)  # else the pool would go on with it
+    store = service.find(run)
+    withdraw(store)  # else the pool would go on with it
     if json:
-        record = service.stop(run_dir, now=now)
-        print(to_json({"run": run_dir.id, "state": record.state, "step": record.step}))
+        record = service.stop(store, now=now)
+        print(to_json({"run": store.id, "state": record.state, "step": record.step}))
         return 0
-    before = service.read_record(run_dir)
+    before = service.read_record(store)
     if not before.state.is_active:
-        console.print(state_text(before.state), f" {run_dir.id} rests already: nothing to stop")
+        console.print(state_text(before.state), f" {store.id} rests already: nothing to stop")
         return 0
     said = "ending it" if now else "saving a checkpoint"
-    with console.status(f"stopping {run_dir.id}: {said}"):
-        record = service.stop(run_dir, now=now)
+    with console.status(f"stopping {store.id}: {said}"):
+        record = service.stop(store, now=now)
     again = f"; yunlu resume {record.id} goes on" if record.state.can_resume else ""
     step = f" at step {record.step}" if record.step else ""
     console.print(state_text(record.state), f" {record.id}{step}{again}")

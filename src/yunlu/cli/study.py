@@ -16,7 +16,7 @@ from yunlu.render.terminal.study_tables import (
     studies_table,
     study_page,
 )
-from yunlu.tuning.showing.dump import dump_best, dump_study
+from yunlu.render.study_report.dump import dump_best, dump_study
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import StudyView, look
@@ -175,7 +175,7 @@ def stop(name: str = "last", /) -> int:
 
 def _write(view: StudyView, path: Path | None) -> Path:
     # Arrays are slow to import.
-    from yunlu.tuning.showing.report import write_report, write_run_reports  # noqa: PLC0415
+    from yunlu.render.study_report.page import write_report, write_run_reports  # noqa: PLC0415
 
     if path is not None and not path.absolute().parent.is_dir():
         raise StoreError(f"--html: there is no directory {path.absolute().parent}.")

@@ -58,21 +58,21 @@ def submit(
         deadline=deadline,
         budget_dollars=budget,
     )
-    run_dir = enqueue(asked, wanted, source=source_of(job))
+    run = enqueue(asked, wanted, source=source_of(job))
     is_up = find_service(service.home()) is not None
     if json:
-        print(to_json({"run": run_dir.id, "dir": str(run_dir.path), "pool_is_up": is_up}))
+        print(to_json({"run": run.id, "dir": str(run.path), "pool_is_up": is_up}))
         return 0
     console = make_console()
-    entry = read_entry(run_dir)
+    entry = read_entry(run)
     assert entry is not None
     needs = entry.needs
     size = f"{needs.least}" if needs.is_rigid else f"{needs.least} or more"
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]queued, on {size}[/]")
+    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run.id}[/]  [dim]queued, on {size}[/]")
     if not is_up:
         console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
     else:
-        console.print(f" yunlu pool shows the queue; yunlu pool why {run_dir.id} explains")
+        console.print(f" yunlu pool shows the queue; yunlu pool why {run.id} explains")
     if near := _find_near_team(team):
         words = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
         console.print(words, style="yellow")

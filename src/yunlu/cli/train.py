@@ -16,8 +16,8 @@ from yunlu.jobs.launch import find_launch
 from yunlu.jobs.run import error_of, log_tail
 from yunlu.render.terminal.page import ACCENT, make_console, to_json
 from yunlu.render.terminal.run_display import Display, JsonDisplay, LiveDisplay, PlainDisplay
-from yunlu.runs.run_dir import RunDir
 from yunlu.runs.states import RunState
+from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from yunlu.core.launch import Launched
+    from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.follow import Position
-    from yunlu.spec.job import Job
+    from yunlu.runs.run_store import RunStore
 
 STOPPED_CODE = 130
 """What a shell gives a program that Ctrl-C ended."""
@@ -64,70 +64,72 @@ def train(
     place = find_launch(asked, waits=not detach)
     if place is not None:
         return watch_launched(asked, place, source=source_of(job), json=json)
-    run_dir = service.submit(asked, source=source_of(job))
+    run = service.submit(asked, source=source_of(job))
     if not json:
-        print_title(make_console(), run_dir, asked)
-    service.start(run_dir)
+        print_title(make_console(), run, asked)
+    service.start(run)
     if detach:
-        return leave(run_dir, json=json)
-    return watch(run_dir, json=json)
+        return leave(run, json=json)
+    return watch(run, json=json)
 
 
 def watch_launched(
-    job: Job | RunDir, place: Launched, *, source: Path | None = None, json: bool
+    job: Job | RunStore, place: LaunchInfo, *, source: Path | None = None, json: bool
 ) -> int:
     """Train a job, or go on with a run, together with those that a launcher started beside us."""
     if place.rank:  # rank 0 shows the run
         return launch.join()[1]
-    if isinstance(job, RunDir):
-        since, run_dir = end_of(job), launch.go_on(job)
+    from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
+
+    if not isinstance(job, Job):
+        since, run = end_of(job), launch.go_on(job)
     else:
-        run_dir = launch.begin(job, place, source=source)
+        run = launch.begin(job, place, source=source)
         since = None
         if not json:
-            print_title(make_console(), run_dir, job)
-    code = watch(run_dir, json=json, since=since)
+            print_title(make_console(), run, job)
+    code = watch(run, json=json, since=since)
     # Whoever asked for a stop does not want the launcher to start it again.
     return 0 if code == STOPPED_CODE else code
 
 
-def watch(run_dir: RunDir, *, json: bool, since: Position | None = None) -> int:
+def watch(run: RunStore, *, json: bool, since: Position | None = None) -> int:
     """Show the run until it rests, then its result; the exit code."""
     console = make_console()
-    display = _open_display(run_dir, console, json=json)
+    display = _open_display(run, console, json=json)
     try:
-        _follow(run_dir, display, since)
+        _follow(run, display, since)
     finally:
         display.close()
-    return _conclude(run_dir, None if json else console)
+    return _conclude(run, None if json else console)
 
 
-def leave(run_dir: RunDir, *, json: bool) -> int:
+def leave(run: RunStore, *, json: bool) -> int:
     """Say where a run is that goes on without us."""
     if json:
-        print(to_json({"run": run_dir.id, "dir": str(run_dir.path)}))
+        print(to_json({"run": run.id, "dir": str(run.path)}))
     else:
-        make_console().print(f" started     yunlu logs -f {run_dir.id}", highlight=False)
+        make_console().print(f" started     yunlu logs -f {run.id}", highlight=False)
     return 0
 
 
-def _open_display(run_dir: RunDir, console: Console, *, json: bool) -> Display:
+def _open_display(run: RunStore, console: Console, *, json: bool) -> Display:
     if json:
-        return JsonDisplay(run_dir)
+        return JsonDisplay(run)
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-def _follow(run_dir: RunDir, display: Display, since: Position | None) -> None:
+def _follow(run: RunStore, display: Display, since: Position | None) -> None:
     answered = 0
     with _counted_signals() as presses:
-        for batch in follow(run_dir, since=since):
+        for batch in follow(run, since=since):
             for happening in batch:
                 display.show(happening)
             if len(presses) > answered:
                 answered += 1
                 now = answered > 1
                 display.note("killed" if now else "stopping: saving a checkpoint (again to kill)")
-                service.request_stop(run_dir, now=now)
+                service.request_stop(run, now=now)
 
 
 @contextmanager
@@ -146,25 +148,25 @@ def _counted_signals() -> Generator[list[int]]:
             signal.signal(number, reaction)
 
 
-def _conclude(run_dir: RunDir, console: Console | None) -> int:
-    record = service.read_record(run_dir)
-    _write_report(run_dir, console)
+def _conclude(run: RunStore, console: Console | None) -> int:
+    record = service.read_record(run)
+    _write_report(run, console)
     if record.state in {RunState.FAILED, RunState.LOST}:
-        raise _why(run_dir, record.state)
+        raise _why(run, record.state)
     if record.state is RunState.FINISHED:
         return 0
     if console is not None:
         where = f" at step {record.step}" if record.step else ""
-        console.print(f" stopped{where}; go on with: yunlu resume {run_dir.id}", style="yellow")
+        console.print(f" stopped{where}; go on with: yunlu resume {run.id}", style="yellow")
     return STOPPED_CODE
 
 
-def _write_report(run_dir: RunDir, console: Console | None) -> None:
-    from yunlu.jobs.report_builder import write_report  # noqa: PLC0415 (needed only at the end)
+def _write_report(run: RunStore, console: Console | None) -> None:
+    from yunlu.render.run_report.write import write_report  # noqa: PLC0415 (needed only at the end)
     from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
 
     try:
-        report = write_report(run_dir)
+        report = write_report(run)
     except (OSError, YunluError) as error:  # the model is what was asked for; it is there
         if console is not None:
             console.print(f" warning     the report could not be written: {error}", style="yellow")
@@ -173,17 +175,17 @@ def _write_report(run_dir: RunDir, console: Console | None) -> None:
         print_summary(report, console)
 
 
-def _why(run_dir: RunDir, state: RunState) -> YunluError:
-    error = error_of(event for event, _ in run_dir.read_events())
+def _why(run: RunStore, state: RunState) -> YunluError:
+    error = error_of(event for event, _ in run.read_events())
     if error is None:
-        return StoreError(f"{run_dir.id} is {state}", hint=f"see {run_dir.log}")
+        return StoreError(f"{run.id} is {state}", hint=f"see {run.log}")
     if state is RunState.LOST:
-        words = "".join(f"\n  {line}" for line in log_tail(run_dir, 8))
+        words = "".join(f"\n  {line}" for line in log_tail(run, 8))
         said = f"; its last words:{words}" if words else ""
-        return type(error)(f"{error.message}{said}", hint=f"yunlu resume {run_dir.id} goes on")
+        return type(error)(f"{error.message}{said}", hint=f"yunlu resume {run.id} goes on")
     return error
 
 
-def print_title(console: Console, run_dir: RunDir, job: Job) -> None:
+def print_title(console: Console, run: RunStore, job: Job) -> None:
     """Name the run."""
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run_dir.id}[/]  [dim]{job.task}[/]\n")
+    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run.id}[/]  [dim]{job.task}[/]\n")

@@ -273,7 +273,7 @@ def _counted_signals(presses: list[int], watch: Watch) -> Generator[None]:
 def _conclude(view: StudyView, console: Console | None, *, asked: bool) -> int:
     page = _write_reports(view)
     if console is None:
-        from yunlu.tuning.showing.dump import dump_study  # noqa: PLC0415 (needed only here)
+        from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (needed only here)
 
         print(to_json(dump_study(view)))
     else:
@@ -300,7 +300,7 @@ def _conclude(view: StudyView, console: Console | None, *, asked: bool) -> int:
 
 def _write_reports(view: StudyView) -> Any:
     """The page of the study and those of its runs; the study is worth more than they are."""
-    from yunlu.tuning.showing.report import write_report, write_run_reports  # noqa: PLC0415 (slow)
+    from yunlu.render.study_report.page import write_report, write_run_reports  # noqa: PLC0415 (slow)
 
     with suppress(OSError, YunluError):
         write_run_reports(view)

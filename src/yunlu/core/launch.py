@@ -17,7 +17,7 @@ _PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchInfo:
     """This process among those that were started together."""
 
     rank: int
@@ -65,7 +65,7 @@ _CONVENTIONS = (
 )
 
 
-def launched(variables: Mapping[str, str]) -> Launched | None:
+def detect_launch(variables: Mapping[str, str]) -> LaunchInfo | None:
     """What the launcher told us; none where nobody launched several.
 
     Args:
@@ -94,7 +94,7 @@ def launched(variables: Mapping[str, str]) -> Launched | None:
     if local is None and convention.by == "torchrun":
         _number(variables, "LOCAL_RANK", convention.by)
     host, port = _meeting(variables, convention.by)
-    return Launched(
+    return LaunchInfo(
         rank=rank,
         size=size,
         local_rank=_number(variables, local, convention.by) if local else 0,

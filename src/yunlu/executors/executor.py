@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from yunlu.executors.record import Happening, Lease
     from yunlu.hardware.fleet import Node
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 SPOT = "-spot"
 """What the names of spot machines end with."""
@@ -144,37 +144,35 @@ class Executor(Protocol):
         """Machines that are there now, with the devices that runs of ours may hold."""
         ...
 
-    def start(
-        self, run_dir: RunDir, placement: Placement, *, directory: Path | None = None
-    ) -> None:
+    def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """Give a run devices for a new life; what is left of an earlier life is ended first.
 
         The caller holds the run's launch lock, and has made it pending.
 
         Args:
-            run_dir: The run.
+            run: The run.
             placement: Its devices; the first node leads.
             directory: Where it runs: relative paths in the job are relative to this.
         """
         ...
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> Resized:
         """Give a running run these devices instead; does not wait until it has them."""
         ...
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """Ask a run to save and stop, or end it at once. Does not wait; may be said again."""
         ...
 
-    def status(self, run_dir: RunDir) -> RunStatus:
+    def status(self, run: RunStore) -> RunStatus:
         """How it stands. What changed since the last look is added to the run's happenings."""
         ...
 
-    def logs(self, run_dir: RunDir) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[Path, ...]:
         """Files with what its processes printed, the lead's first."""
         ...
 
-    def events(self, run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
         """What happened to its leases, from a byte offset on, each with the offset after it."""
         ...
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yunlu.core.launch import launched
+from yunlu.core.launch import detect_launch
 from yunlu.core.settings import launch_variables, worker_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from yunlu.core.launch import Launched
+    from yunlu.core.launch import LaunchInfo
 
-_LAUNCHED = (sys.executable, "-m", "yunlu.training.launched")
+_LAUNCHED = (sys.executable, "-m", "yunlu.training.external_launcher")
 _turns = itertools.count()
 """Runs that this process has trained: the others of the launch count alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ChildResult:
     """How a worker that another one speaks for has ended."""
 
     path: Path | None
@@ -35,20 +35,20 @@ class Part:
     code: int
 
 
-def find_place() -> Launched | None:
+def current_launch() -> LaunchInfo | None:
     """Where this process stands among those it was started with; none where it is alone."""
-    return launched(launch_variables())
+    return detect_launch(launch_variables())
 
 
-def program() -> tuple[str, ...]:
+def worker_command() -> tuple[str, ...]:
     """What rank 0 starts for the next run; the run's directory follows."""
     return (*_LAUNCHED, "--parent", str(os.getpid()), "--turn", str(next(_turns)))
 
 
-def take_part() -> Part:
+def run_follower() -> ChildResult:
     """Train what rank 0 trains, to its end."""
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*program(), "-"],
+        [*worker_command(), "-"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=worker_environment(),
@@ -56,14 +56,14 @@ def take_part() -> Part:
         text=True,
     )
     assert child.stdout is not None
-    with signals_passed_on(lambda: child.send_signal(signal.SIGTERM)), child.stdout as lines:
+    with forward_signals(lambda: child.send_signal(signal.SIGTERM)), child.stdout as lines:
         path = lines.readline().strip()
         code = child.wait()
-    return Part(path=Path(path) if path else None, code=code)
+    return ChildResult(path=Path(path) if path else None, code=code)
 
 
 @contextmanager
-def signals_passed_on(stop: Callable[[], None]) -> Generator[None]:
+def forward_signals(stop: Callable[[], None]) -> Generator[None]:
     """Whoever tells us to go means the worker: it saves, and goes together with the others."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread

@@ -13,7 +13,7 @@ from yunlu.executors.record import read_record
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 LOCAL = "local"
 
@@ -29,9 +29,9 @@ def open_executor(address: str) -> Executor:
     return points[name].load()(address)
 
 
-def executor_of(run_dir: RunDir) -> Executor | None:
+def executor_of(run: RunStore) -> Executor | None:
     """Who a run is with; none where it was started without one."""
-    record = read_record(run_dir)
+    record = read_record(run)
     return None if record is None else _opened(record.address)
 
 
@@ -40,24 +40,24 @@ def _opened(address: str) -> Executor:
     return open_executor(address)
 
 
-def is_elsewhere(run_dir: RunDir) -> bool:
+def is_elsewhere(run: RunStore) -> bool:
     """Whether the run is with an executor that is more than processes of this machine."""
-    record = read_record(run_dir)
+    record = read_record(run)
     return record is not None and scheme_of(record.address) != LOCAL
 
 
-def is_held(run_dir: RunDir) -> bool:
+def is_held(run: RunStore) -> bool:
     """Whether an executor holds devices for the run, or waits for them; believed of one that is mute."""
     try:
-        executor = executor_of(run_dir)
-        return executor is not None and executor.status(run_dir).is_alive
+        executor = executor_of(run)
+        return executor is not None and executor.status(run).is_alive
     except ExecutorError:
         return True
 
 
-def last_reason(run_dir: RunDir) -> str:
+def last_reason(run: RunStore) -> str:
     """Why an executor holds nothing for the run any more."""
-    record = read_record(run_dir)
+    record = read_record(run)
     if record is None:
         return "it is with no executor any more"
     told = sorted(record.leases, key=lambda lease: not lease.is_lead)

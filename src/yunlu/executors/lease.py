@@ -33,12 +33,15 @@ from yunlu.executors.worker_process import (
     program_for,
     worker_lock_is_free,
 )
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState, replay_move
 from yunlu.runs.worker_group import LOCAL, ask, read_crew
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from yunlu.runs.run_store import RunStore
 
 AGAIN = 75
 """Its exit code (EX_TEMPFAIL) where the cluster sent it away, and it is to be started again."""
@@ -58,23 +61,23 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="yunlu.executors.lease")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("lease")
     parser.add_argument(
         "--with-parent", action="store_true", help="end everything once the parent is gone"
     )
     asked = parser.parse_args()
-    return Holder(RunDir(asked.run_dir), asked.lease, with_parent=asked.with_parent).hold()
+    return Holder(open_run(asked.run), asked.lease, with_parent=asked.with_parent).hold()
 
 
-def lead_program(run_dir: RunDir, devices: int) -> tuple[str, ...]:
+def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
     """What supervises a run on so many devices of one machine; others can join, even if it is one."""
-    job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
-    record = read_record(run_dir)
+    job: dict[str, Any] = json.loads(run.job.read_bytes())
+    record = read_record(run)
     return program_for(
         devices,
         spares=int(job.get("spares", 1)),
-        is_asynchronous=is_asynchronous(run_dir, (job.get("communication") or {}).get("method")),
+        is_asynchronous=is_asynchronous(run, (job.get("communication") or {}).get("method")),
         is_elastic=True,
         shares=record.placement.devices if record else None,
     )
@@ -83,8 +86,8 @@ def lead_program(run_dir: RunDir, devices: int) -> tuple[str, ...]:
 class Holder:
     """One lease, from the cluster's start of it to its end."""
 
-    def __init__(self, run_dir: RunDir, name: str, *, with_parent: bool = False) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run: RunStore, name: str, *, with_parent: bool = False) -> None:
+        self.run = run
         self.name = name
         self._parent = os.getppid() if with_parent else None
         self._child: subprocess.Popen[bytes] | None = None
@@ -109,54 +112,54 @@ class Holder:
         words, environment = self.find_part(lease)
         if not words:
             return AGAIN if self._is_noticed and self._is_needed() else 0
-        tell(self.run_dir, lease, "began", reason=socket.gethostname())
+        tell(self.run, lease, "began", reason=socket.gethostname())
         self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (our own interpreter and module)
         return self._see_through(lease)
 
     def _wanted_lease(self) -> Lease | None:
-        record = read_record(self.run_dir)
+        record = read_record(self.run)
         lease = record.find(self.name) if record and not record.is_ending else None
         return lease if lease is not None and lease.is_wanted and not self._is_told else None
 
     def find_part(self, lease: Lease) -> tuple[Sequence[str], dict[str, str]]:
         """What to start: nothing where there is nothing to do."""
         # A lead that comes back may find that others have gone on without it: then it joins them.
-        if lease.is_lead and worker_lock_is_free(self.run_dir):
+        if lease.is_lead and worker_lock_is_free(self.run):
             if not self._wake_run(lease):
                 return (), {}
             environment = worker_environment()
             environment.setdefault("YUNLU_BIND", _own_address())
             self._leads = True
-            return (*lead_program(self.run_dir, lease.devices), str(self.run_dir.path)), environment
+            return (*lead_program(self.run, lease.devices), str(self.run.path)), environment
         return self._await_lead(lease), worker_environment(threads=1)
 
     def _wake_run(self, lease: Lease) -> bool:
         """Give a run whose life was broken off another one; whether it is to be trained."""
-        with launch_lock(self.run_dir, wait=True):
-            state = _state_of(self.run_dir)
+        with launch_lock(self.run, wait=True):
+            state = _state_of(self.run)
             if state in {RunState.FINISHED, RunState.FAILED}:
                 return False
             if state in {RunState.PLANNING, RunState.RUNNING}:
                 reason = f"its lease on {lease.node} was ended"
-                self.run_dir.emit(EventKind.STATE, state=RunState.LOST, reason=reason)
+                self.run.emit(EventKind.STATE, state=RunState.LOST, reason=reason)
             if state is not RunState.PENDING:
                 reason = f"started again on {lease.node}"
-                self.run_dir.emit(EventKind.STATE, state=RunState.PENDING, reason=reason)
+                self.run.emit(EventKind.STATE, state=RunState.PENDING, reason=reason)
         return True
 
     def _await_lead(self, lease: Lease) -> Sequence[str]:
         began_at = time.monotonic()
         while self._wanted_lease() is not None:
-            crew = read_crew(self.run_dir)
+            crew = read_crew(self.run)
             # Who comes before the lead has begun would plan the run, too.
             has_begun = crew is not None and crew.generation > 0
             with suppress(StoreError):
                 if crew is not None and has_begun and ask(crew, {"kind": "where"}, timeout_s=5):
                     taken = lease.name in crew.wanted
                     name = f"{lease.name}-{os.getpid()}" if taken else lease.name
-                    node = (sys.executable, "-m", crew.node_module, str(self.run_dir.path))
+                    node = (sys.executable, "-m", crew.node_module, str(self.run.path))
                     return (*node, "--node", name, "--devices", str(lease.devices))
-            state = _state_of(self.run_dir)
+            state = _state_of(self.run)
             if state in {RunState.FINISHED, RunState.FAILED}:
                 break
             # One that rests may only wait to be led again; a device is not to wait long for that.
@@ -177,24 +180,24 @@ class Holder:
             self._measure(lease)
             if self._is_told and not self._passed_on:
                 self._pass_on()
-            if self._child.returncode is not None and _supervisor(self.run_dir) is None:
+            if self._child.returncode is not None and _supervisor(self.run) is None:
                 left_at = time.monotonic() if left_at is None else left_at
                 if time.monotonic() - left_at > _LINGER_S:
                     self._kill_all()
             time.sleep(_LOOP_S)
         code = self._child.returncode or 0
-        tell(self.run_dir, lease, "ended", reason=f"exit code {code}")
+        tell(self.run, lease, "ended", reason=f"exit code {code}")
         if self._is_noticed and self._is_needed():
             return AGAIN
         return 1 if code else 0
 
     def _is_needed(self) -> bool:
         """Whether the run would go on, if the cluster let it."""
-        record = read_record(self.run_dir)
+        record = read_record(self.run)
         lease = record.find(self.name) if record and not record.is_ending else None
-        over = _state_of(self.run_dir) in {RunState.FINISHED, RunState.FAILED}
+        over = _state_of(self.run) in {RunState.FINISHED, RunState.FAILED}
         # Who is never given the time for one step would be started for ever.
-        over = over or _vain_lives(self.run_dir) >= _VAIN
+        over = over or _vain_lives(self.run) >= _VAIN
         return lease is not None and lease.is_wanted and not over
 
     def _reap(self) -> bool:
@@ -219,39 +222,39 @@ class Holder:
             machine = self._meter.look()
             use = LeaseUse(at=time.time(), node=lease.node, cores=cores, memory_bytes=memory_bytes,
                            machine=machine)  # fmt: skip
-            write_use(self.run_dir, self.name, use)
+            write_use(self.run, self.name, use)
 
     def _look_at_record(self) -> None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S or self._passed_on:
             return
         self._looked_at = now
-        record = read_record(self.run_dir)
+        record = read_record(self.run)
         lease = record.find(self.name) if record else None
         if record is None or lease is None or not lease.is_wanted:
             self._is_told = True
         elif record.is_ending:
             # Who leads ends the run; the others are dismissed by it.
-            self._is_told = self._leads or _supervisor(self.run_dir) is not None
-        elif not lease.is_lead and _supervisor(self.run_dir) is not None:
+            self._is_told = self._leads or _supervisor(self.run) is not None
+        elif not lease.is_lead and _supervisor(self.run) is not None:
             self._take_lead()
         elif self._is_heir:
             self._shed_inheritance()
 
     def _take_lead(self) -> None:
         """The lead is gone, and a worker of ours has started another supervisor: here, then."""
-        with record_lock(self.run_dir):
-            record = read_record(self.run_dir)
+        with record_lock(self.run):
+            record = read_record(self.run)
             if record is None or record.find(self.name) is None:
                 return
             for lease in record.leases:
                 record = record.change(lease.name, is_lead=lease.name == self.name)
-            write_record(self.run_dir, record)
+            write_record(self.run, record)
         self._is_heir = True
 
     def _shed_inheritance(self) -> None:
         """The new supervisor means to start the lead's workers here: their devices are not ours."""
-        crew = read_crew(self.run_dir)
+        crew = read_crew(self.run)
         if crew is None:
             return
         rest = crew.target - crew.wanted.get(LOCAL, 0)
@@ -263,17 +266,17 @@ class Holder:
         if self._is_told:
             return
         self._is_told = True
-        record = read_record(self.run_dir)
+        record = read_record(self.run)
         lease = record.find(self.name) if record else None
         if record and lease and lease.is_wanted and not record.is_ending:
             self._is_noticed = True
-            tell(self.run_dir, lease, "noticed", reason="the cluster asks it to go")
+            tell(self.run, lease, "noticed", reason="the cluster asks it to go")
 
     def _pass_on(self) -> None:
         """Whoever supervises saves and stops the run; a node leaves it."""
         assert self._child is not None
         self._passed_on = True
-        supervisor = _supervisor(self.run_dir)
+        supervisor = _supervisor(self.run)
         if self._child.returncode is None:
             self._child.send_signal(signal.SIGTERM)
         if supervisor is not None and supervisor.pid != self._child.pid:
@@ -285,9 +288,9 @@ class Holder:
                 process.kill()
 
 
-def _supervisor(run_dir: RunDir) -> psutil.Process | None:
+def _supervisor(run: RunStore) -> psutil.Process | None:
     """Who supervises the run, if it is one of our own processes."""
-    crew = read_crew(run_dir)
+    crew = read_crew(run)
     if crew is None:
         return None
     try:
@@ -299,18 +302,18 @@ def _supervisor(run_dir: RunDir) -> psutil.Process | None:
     return process if is_same and is_ours else None
 
 
-def _state_of(run_dir: RunDir) -> RunState:
+def _state_of(run: RunStore) -> RunState:
     state = RunState.PENDING
-    for event, _ in run_dir.read_events():
+    for event, _ in run.read_events():
         if event.kind is EventKind.STATE:
             state = replay_move(state, RunState(event.data["state"]))
     return state
 
 
-def _vain_lives(run_dir: RunDir) -> int:
+def _vain_lives(run: RunStore) -> int:
     """Lives in a row in which nobody made a step."""
     lives = 0
-    for event, _ in run_dir.read_events():
+    for event, _ in run.read_events():
         if event.kind is EventKind.CREW:
             lives = 0
         lives += event.kind is EventKind.LIFE

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from yunlu.hardware.fleet import Node, Placement
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _LEAVE_S = 120.0
 """A lease that was sent away has so long for its last step."""
@@ -72,11 +72,11 @@ class LeasedExecutor(ABC):
         """Machines that are there now."""
 
     @abstractmethod
-    def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
+    def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """Ask the cluster for one lease; its handle. ``lead`` is the handle of the lead's, if known."""
 
     @abstractmethod
-    def look(self, run_dir: RunDir, record: Record) -> Mapping[str, Seen]:
+    def look(self, run: RunStore, record: Record) -> Mapping[str, Seen]:
         """Every lease of the run that the cluster knows, by name; also those not in the record."""
 
     @abstractmethod
@@ -87,16 +87,14 @@ class LeasedExecutor(ABC):
     def notify(self, handles: Sequence[str]) -> None:
         """Tell these to leave (SIGTERM), where that is faster than their own look at the record."""
 
-    def start(
-        self, run_dir: RunDir, placement: Placement, *, directory: Path | None = None
-    ) -> None:
+    def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """As ``Executor.start``."""
         if not placement:
-            raise ExecutorError(f"{run_dir.id} was given no devices to start on")
-        with record_lock(run_dir):
-            before = read_record(run_dir)
+            raise ExecutorError(f"{run.id} was given no devices to start on")
+        with record_lock(run):
+            before = read_record(run)
             if before is not None:
-                self._end_all(run_dir, before)
+                self._end_all(run, before)
             record = Record(
                 address=self.address,
                 next_lease=before.next_lease if before else 0,
@@ -106,20 +104,20 @@ class LeasedExecutor(ABC):
             for place, (node, devices) in enumerate(placement.shares):
                 record, lease = record.grant(node, devices, is_lead=place == 0)
                 granted.append(lease)
-            write_record(run_dir, record)
+            write_record(run, record)
             try:
-                self._ask(run_dir, record, granted)
+                self._ask(run, record, granted)
             except BaseException:
-                self._end_all(run_dir, known_record(run_dir))
+                self._end_all(run, known_record(run))
                 raise
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> Resized:
         """As ``Executor.resize``."""
-        with record_lock(run_dir):
-            record, statuses, seen = self._look_again(run_dir)
+        with record_lock(run):
+            record, statuses, seen = self._look_again(run)
             is_alive = any(each.state is not LeaseState.GONE for each in statuses)
-            if record.is_ending or not is_alive or _is_headless(run_dir, statuses):
-                return Resized(how="later", text=f"{run_dir.id} is stopped, or just being")
+            if record.is_ending or not is_alive or _is_headless(run, statuses):
+                return Resized(how="later", text=f"{run.id} is stopped, or just being")
             lead = next((lease for lease in record.wanted if lease.is_lead), None)
             wanted = dict(placement.shares)
             if lead is not None and wanted.get(lead.node, 0) < lead.devices:
@@ -136,70 +134,68 @@ class LeasedExecutor(ABC):
                 if more := devices - held.get(node, 0):
                     record, lease = record.grant(node, more)
                     granted.append(lease)
-            write_record(run_dir, record)
+            write_record(run, record)
             for lease in ended:
-                tell(run_dir, lease, "unwanted")
+                tell(run, lease, "unwanted")
             self._send_away(ended, seen)
-            self._ask(run_dir, record, granted)
+            self._ask(run, record, granted)
         text = f"{placement.devices} devices as soon as they are there"
         return Resized(how="live", text=text)
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Executor.stop``."""
-        with record_lock(run_dir):
-            record = known_record(run_dir).model_copy(update={"is_ending": True})
-            write_record(run_dir, record)
+        with record_lock(run):
+            record = known_record(run).model_copy(update={"is_ending": True})
+            write_record(run, record)
             if now:
-                self._end_all(run_dir, record)
+                self._end_all(run, record)
                 return
-            seen = self.look(run_dir, record)
+            seen = self.look(run, record)
             waiting = [found.handle for found in seen.values() if found.state is LeaseState.WAITING]
             if waiting:
                 self.cancel(waiting)
             # The lead saves, ends the run and dismisses the others.
             self._send_away([lease for lease in record.wanted if lease.is_lead], seen)
 
-    def status(self, run_dir: RunDir) -> RunStatus:
+    def status(self, run: RunStore) -> RunStatus:
         """As ``Executor.status``."""
-        with record_lock(run_dir):
-            record, statuses, _ = self._look_again(run_dir)
-        crew = read_crew(run_dir)
+        with record_lock(run):
+            record, statuses, _ = self._look_again(run)
+        crew = read_crew(run)
         workers = count_workers(crew) if crew else 0
         is_alive = any(each.state is not LeaseState.GONE for each in statuses)
         return RunStatus(
             leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
         )
 
-    def logs(self, run_dir: RunDir) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[Path, ...]:
         """As ``Executor.logs``."""
-        known_record(run_dir)
-        return tuple(
-            path for path in (run_dir.log, *sorted(run_dir.logs.glob("*.log"))) if path.exists()
-        )
+        known_record(run)
+        return tuple(path for path in (run.log, *sorted(run.logs.glob("*.log"))) if path.exists())
 
-    def events(self, run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
         """As ``Executor.events``."""
-        known_record(run_dir)
-        yield from read_happenings(run_dir, offset=offset)
+        known_record(run)
+        yield from read_happenings(run, offset=offset)
 
-    def _ask(self, run_dir: RunDir, record: Record, leases: Sequence[Lease]) -> None:
+    def _ask(self, run: RunStore, record: Record, leases: Sequence[Lease]) -> None:
         """Ask for leases that stand in the record already; write down what they are called."""
-        directory = Path(record.directory) if record.directory else run_dir.path
+        directory = Path(record.directory) if record.directory else run.path
         for place, lease in enumerate(leases):
             lead = next((each.handle for each in record.leases if each.is_lead), None)
             try:
-                handle = self.submit(run_dir, lease, directory=directory, lead=lead or None)
+                handle = self.submit(run, lease, directory=directory, lead=lead or None)
             except BaseException:
-                write_record(run_dir, record.without({each.name for each in leases[place:]}))
+                write_record(run, record.without({each.name for each in leases[place:]}))
                 raise
             record = record.change(lease.name, handle=handle)
-            write_record(run_dir, record)
-            tell(run_dir, lease, "asked", reason=handle)
+            write_record(run, record)
+            tell(run, lease, "asked", reason=handle)
 
-    def _look_again(self, run_dir: RunDir) -> tuple[Record, list[LeaseStatus], Mapping[str, Seen]]:
+    def _look_again(self, run: RunStore) -> tuple[Record, list[LeaseStatus], Mapping[str, Seen]]:
         """The record brought up to date with the cluster; who is in neither's plans is ended."""
-        record = known_record(run_dir)
-        seen = self.look(run_dir, record)
+        record = known_record(run)
+        seen = self.look(run, record)
         strangers = [
             found.handle
             for name, found in seen.items()
@@ -208,12 +204,12 @@ class LeasedExecutor(ABC):
         # Strangers are of an earlier life, or were asked for by somebody who was killed.
         statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
         ended = strangers + _find_laggards(record, seen)
-        if _is_headless(run_dir, statuses):
+        if _is_headless(run, statuses):
             left = (seen.get(each.lease.name) for each in statuses)
             ended += [s.handle for s in left if s is not None and s.state is not LeaseState.GONE]
         if ended:
             self.cancel([*dict.fromkeys(ended)])
-        return self._note(run_dir, record, statuses, seen), statuses, seen
+        return self._note(run, record, statuses, seen), statuses, seen
 
     def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, Seen]) -> None:
         """Those that wait are ended, those that run are told."""
@@ -223,8 +219,8 @@ class LeasedExecutor(ABC):
         if running := [each.handle for each in found if each.state is LeaseState.RUNNING]:
             self.notify(running)
 
-    def _end_all(self, run_dir: RunDir, record: Record) -> None:
-        seen = self.look(run_dir, record)
+    def _end_all(self, run: RunStore, record: Record) -> None:
+        seen = self.look(run, record)
         left = [found.handle for found in seen.values() if found.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
@@ -248,14 +244,14 @@ class LeasedExecutor(ABC):
 
     @staticmethod
     def _note(
-        run_dir: RunDir, record: Record, statuses: Sequence[LeaseStatus], seen: Mapping[str, Seen]
+        run: RunStore, record: Record, statuses: Sequence[LeaseStatus], seen: Mapping[str, Seen]
     ) -> Record:
         """Write down what changed since the last look; forget what left as it should."""
         after = record
         for each in statuses:
             lease = each.lease
             if lease.state != each.state:
-                tell(run_dir, lease, each.state, each.reason)
+                tell(run, lease, each.state, each.reason)
             handle = seen[lease.name].handle if lease.name in seen else lease.handle
             after = after.change(lease.name, state=each.state, reason=each.reason, handle=handle)
         done = {
@@ -265,17 +261,17 @@ class LeasedExecutor(ABC):
         }
         after = after.without(done)
         if after != record:
-            write_record(run_dir, after)
+            write_record(run, after)
         return after
 
 
-def _is_headless(run_dir: RunDir, statuses: Sequence[LeaseStatus]) -> bool:
+def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
     """Whether those who are left can only wait: servers of asynchronous workers have no heir."""
     alive = [each for each in statuses if each.state is not LeaseState.GONE]
     if not alive or any(each.lease.is_lead for each in alive):
         return False
-    job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
-    return is_asynchronous(run_dir, (job.get("communication") or {}).get("method"))
+    job: dict[str, Any] = json.loads(run.job.read_bytes())
+    return is_asynchronous(run, (job.get("communication") or {}).get("method"))
 
 
 def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:

@@ -43,7 +43,8 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.runs.run_dir import WORKERS, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import WORKERS
 from yunlu.runs.worker_group import ask, count_workers, read_crew
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.hardware.fleet import Placement
+    from yunlu.runs.run_store import RunStore
 
 _DEVICES_LOCK = ".devices.lock"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -87,72 +89,70 @@ class LocalExecutor:
         """This machine."""
         return (Node(name=self._node, devices=self._devices, type=self._type),)
 
-    def start(
-        self, run_dir: RunDir, placement: Placement, *, directory: Path | None = None
-    ) -> None:
+    def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """As ``Executor.start``."""
-        devices = self._check(run_dir, placement)
-        with record_lock(run_dir), locked(run_dir.path.parent / _DEVICES_LOCK):
-            before = read_record(run_dir)
-            slots = self._choose_gpus(run_dir, devices) if self._gpus else ()
+        devices = self._check(run, placement)
+        with record_lock(run), locked(run.path.parent / _DEVICES_LOCK):
+            before = read_record(run)
+            slots = self._choose_gpus(run, devices) if self._gpus else ()
             record = Record(
                 address=self.address,
                 next_lease=before.next_lease if before else 0,
                 directory=str(directory) if directory else None,
             )
             record, lease = record.grant(self._node, devices, is_lead=True, slots=slots)
-            write_record(run_dir, record)
+            write_record(run, record)
             seen = {_VISIBLE: ",".join(map(str, slots))} if slots else None
-            program = lead_program(run_dir, devices)
-            worker = start_worker(run_dir, program, directory=directory, environment=seen)
+            program = lead_program(run, devices)
+            worker = start_worker(run, program, directory=directory, environment=seen)
             if not self._gpus:
                 limits.sweep(memory.has_outgrown)
                 memory.sweep()
-                memory.limit(run_dir.id, worker.pid, most_bytes=self._memory(run_dir, devices))
-                limits.limit(run_dir.id, worker.pid, cpus=self._cpus(devices))
-            tell(run_dir, lease, "asked", reason=str(worker.pid))
-            write_record(run_dir, record.change(lease.name, handle=str(worker.pid)))
+                memory.limit(run.id, worker.pid, most_bytes=self._memory(run, devices))
+                limits.limit(run.id, worker.pid, cpus=self._cpus(devices))
+            tell(run, lease, "asked", reason=str(worker.pid))
+            write_record(run, record.change(lease.name, handle=str(worker.pid)))
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> Resized:
         """As ``Executor.resize``."""
-        devices = self._check(run_dir, placement)
-        with record_lock(run_dir):
-            record = known_record(run_dir)
+        devices = self._check(run, placement)
+        with record_lock(run):
+            record = known_record(run)
             lease = record.wanted[0]
-            worker = recorded_worker(run_dir)
+            worker = recorded_worker(run)
             if record.is_ending or worker is None:
-                return Resized(how="later", text=f"{run_dir.id} is just being stopped")
+                return Resized(how="later", text=f"{run.id} is just being stopped")
             if self._gpus and devices != lease.devices:
                 return Resized(how="restart", text="a process keeps the GPUs it was started with")
             if devices > lease.devices:
-                self._limit_anew(run_dir, worker, devices)
-            text = self._ask_for(run_dir, devices)
+                self._limit_anew(run, worker, devices)
+            text = self._ask_for(run, devices)
             if text is None:
-                self._limit_anew(run_dir, worker, lease.devices)
-                return Resized(how="later", text=f"{run_dir.id} is just starting or changing")
-            self._limit_anew(run_dir, worker, devices)
-            write_record(run_dir, record.change(lease.name, devices=devices))
+                self._limit_anew(run, worker, lease.devices)
+                return Resized(how="later", text=f"{run.id} is just starting or changing")
+            self._limit_anew(run, worker, devices)
+            write_record(run, record.change(lease.name, devices=devices))
         return Resized(how="live", text=text)
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Executor.stop``."""
-        with record_lock(run_dir):
-            record = known_record(run_dir)
-            write_record(run_dir, record.model_copy(update={"is_ending": True}))
-        worker = recorded_worker(run_dir)
+        with record_lock(run):
+            record = known_record(run)
+            write_record(run, record.model_copy(update={"is_ending": True}))
+        worker = recorded_worker(run)
         if now:
-            _end(run_dir, worker)
+            _end(run, worker)
         elif worker is not None:
             worker.stop()
 
-    def status(self, run_dir: RunDir) -> RunStatus:
+    def status(self, run: RunStore) -> RunStatus:
         """As ``Executor.status``."""
-        with record_lock(run_dir):
-            record = known_record(run_dir)
+        with record_lock(run):
+            record = known_record(run)
             lease = record.wanted[0]
-            worker = recorded_worker(run_dir)
-            crew = read_crew(run_dir)
-            is_alive = self._lives(run_dir, worker)
+            worker = recorded_worker(run)
+            crew = read_crew(run)
+            is_alive = self._lives(run, worker)
             if is_alive and crew and worker and crew.pid == worker.pid and crew.target:
                 # What the supervisor last agreed to, even if whoever asked had no time to note it.
                 lease = lease.model_copy(update={"devices": crew.target})
@@ -160,62 +160,62 @@ class LocalExecutor:
             state = LeaseState.RUNNING if is_alive else LeaseState.GONE
             reason = "" if is_alive else _last_words(worker, lease)
             if lease.state != state:
-                tell(run_dir, lease, state, reason)
-                write_record(run_dir, record.change(lease.name, state=state, reason=reason))
-        has_outgrown = memory.tell_outgrown(run_dir.id) is not None
+                tell(run, lease, state, reason)
+                write_record(run, record.change(lease.name, state=state, reason=reason))
+        has_outgrown = memory.tell_outgrown(run.id) is not None
         if is_alive and has_outgrown:
             # One worker of it was ended, and another would grow as large: it ends whole.
-            _end(run_dir, worker)
+            _end(run, worker)
         elif not is_alive and not has_outgrown:  # else whoever writes down its end reads why
-            limits.forget(run_dir.id)
-            memory.forget(run_dir.id)
+            limits.forget(run.id)
+            memory.forget(run.id)
         seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
         workers = count_workers(crew) if crew else 0
         return RunStatus(
             leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
         )
 
-    def logs(self, run_dir: RunDir) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[Path, ...]:
         """As ``Executor.logs``."""
-        known_record(run_dir)
-        found = (run_dir.log, *sorted(run_dir.logs.glob("*.log")))
+        known_record(run)
+        found = (run.log, *sorted(run.logs.glob("*.log")))
         return tuple(path for path in found if path.exists())
 
-    def events(self, run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
         """As ``Executor.events``."""
-        known_record(run_dir)
-        yield from read_happenings(run_dir, offset=offset)
+        known_record(run)
+        yield from read_happenings(run, offset=offset)
 
-    def _check(self, run_dir: RunDir, placement: Placement) -> int:
+    def _check(self, run: RunStore, placement: Placement) -> int:
         strange = [node for node, _ in placement.shares if node != self._node]
         if strange or not placement:
             asked = ", ".join(strange) or "nothing"
             raise ExecutorError(
-                f"{run_dir.id} was given {asked}, and {self.address} has only {self._node}"
+                f"{run.id} was given {asked}, and {self.address} has only {self._node}"
             )
         return placement.devices
 
-    def _choose_gpus(self, run_dir: RunDir, devices: int) -> tuple[int, ...]:
+    def _choose_gpus(self, run: RunStore, devices: int) -> tuple[int, ...]:
         """The first that no other run has; who is to have how many is not for us to say."""
         taken: set[int] = set()
-        for path in run_dir.path.parent.glob(f"*/{RECORD}"):
-            other = RunDir(path.parent)
+        for path in run.path.parent.glob(f"*/{RECORD}"):
+            other = open_run(path.parent)
             record = read_record(other)
-            if record is not None and other.id != run_dir.id:
+            if record is not None and other.id != run.id:
                 slots = {slot for lease in record.wanted for slot in lease.slots}
                 if slots and self._lives(other, recorded_worker(other)):
                     taken |= slots
         free = [slot for slot in range(self._devices) if slot not in taken]
         if len(free) < devices:
-            raise ExecutorError(f"{run_dir.id} was given {devices} GPUs, and {len(free)} are free")
+            raise ExecutorError(f"{run.id} was given {devices} GPUs, and {len(free)} are free")
         return tuple(free[:devices])
 
-    def _ask_for(self, run_dir: RunDir, devices: int) -> str | None:
+    def _ask_for(self, run: RunStore, devices: int) -> str | None:
         """What the supervisor answers; none where it cannot be asked just now."""
-        if run_dir.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
-            write_atomically(run_dir.servers / WORKERS, str(devices))
+        if run.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
+            write_atomically(run.servers / WORKERS, str(devices))
             return f"{devices} workers from now on"
-        crew = read_crew(run_dir)
+        crew = read_crew(run)
         if crew is None:
             return None
         try:
@@ -224,25 +224,25 @@ class LocalExecutor:
             return None
         return str(answer.get("text")) if answer.get("is_accepted") else None
 
-    def _lives(self, run_dir: RunDir, worker: WorkerProcess | None) -> bool:
+    def _lives(self, run: RunStore, worker: WorkerProcess | None) -> bool:
         if worker is not None and worker.detached and worker.is_alive():
             return True
-        return not worker_lock_is_free(run_dir) or any(living_workers(run_dir))
+        return not worker_lock_is_free(run) or any(living_workers(run))
 
     def _cpus(self, devices: int) -> float:
         return self._cores * devices / self._devices
 
-    def _memory(self, run_dir: RunDir, devices: int) -> int:
+    def _memory(self, run: RunStore, devices: int) -> int:
         return memory.choose_bytes(
             total=memory.total_bytes(),
             devices=devices,
             of=self._devices,
-            declared_gb=_declared_gb(run_dir),
+            declared_gb=_declared_gb(run),
         )
 
-    def _limit_anew(self, run_dir: RunDir, worker: WorkerProcess, devices: int) -> None:
-        limits.change(run_dir.id, worker.pid, cpus=self._cpus(devices))
-        memory.change(run_dir.id, most_bytes=self._memory(run_dir, devices))
+    def _limit_anew(self, run: RunStore, worker: WorkerProcess, devices: int) -> None:
+        limits.change(run.id, worker.pid, cpus=self._cpus(devices))
+        memory.change(run.id, most_bytes=self._memory(run, devices))
 
     def _describe_limits(self) -> str:
         if self._gpus:
@@ -256,16 +256,16 @@ class LocalExecutor:
         return f"{cores}; {memory.describe(devices=self._devices)}"
 
 
-def _end(run_dir: RunDir, worker: WorkerProcess | None) -> None:
+def _end(run: RunStore, worker: WorkerProcess | None) -> None:
     if worker is not None:
         worker.kill()
-    end_workers(run_dir)  # after a takeover they are not in the group of their supervisor
+    end_workers(run)  # after a takeover they are not in the group of their supervisor
 
 
-def _declared_gb(run_dir: RunDir) -> float | None:
+def _declared_gb(run: RunStore) -> float | None:
     """What the job says that training takes on each device."""
     with suppress(OSError, ValueError, AttributeError):
-        told = json.loads(run_dir.job.read_bytes()).get("train", {}).get("memory_gb")
+        told = json.loads(run.job.read_bytes()).get("train", {}).get("memory_gb")
         return float(told) if isinstance(told, int | float) else None
     return None
 

@@ -28,7 +28,7 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 class Order(Value):
     """What a lease is to do: all that its actor is told."""
 
-    run_dir: str
+    run: str
     lease: str
     log: str
     directory: str
@@ -71,9 +71,9 @@ def _start_keeper(asked: Order, *, address: str) -> subprocess.Popen[bytes]:
             f"{address} has yunlu {__version__}, and the run was sent from {asked.version}; "
             "all nodes need the same version"
         )
-    if not Path(asked.run_dir).is_dir():
+    if not Path(asked.run).is_dir():
         raise RuntimeError(
-            f"{address} does not see {asked.run_dir}; "
+            f"{address} does not see {asked.run}; "
             "YUNLU_HOME has to lie on a file system that all nodes share"
         )
     environment = {
@@ -84,7 +84,7 @@ def _start_keeper(asked: Order, *, address: str) -> subprocess.Popen[bytes]:
     environment |= asked.environment | {"YUNLU_BIND": address}
     words = ["--raylet", str(os.getppid()), "--log", asked.log, "--directory", asked.directory]
     keeper = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*_KEEPER, asked.run_dir, asked.lease, *words],
+        [*_KEEPER, asked.run, asked.lease, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

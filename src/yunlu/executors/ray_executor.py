@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from yunlu.executors.record import Lease, Record
     from yunlu.hardware.fleet import Node
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _SENT_ALONG = ("YUNLU_", "OMP_NUM_THREADS", "GLOO_", "NCCL_")
 
@@ -89,7 +89,7 @@ class RayExecutor(LeasedExecutor):
             selectors=size_selectors(self._growth, self._wanted_nodes),
         )
 
-    def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
+    def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
         from yunlu.executors.ray_actor import Order  # noqa: PLC0415
 
@@ -102,28 +102,28 @@ class RayExecutor(LeasedExecutor):
                 f"{self.address} has no node {lease.node}",
                 hint=f"there are {', '.join(sorted(ids)) or 'none'}",
             )
-        log = run_dir.log if lease.is_lead else run_dir.logs / f"lease-{lease.name}.log"
+        log = run.log if lease.is_lead else run.logs / f"lease-{lease.name}.log"
         order = Order(
-            run_dir=str(run_dir.path),
+            run=str(run.path),
             lease=lease.name,
             log=str(log),
             directory=str(directory),
             environment=self._environment(),
             version=__version__,
         )
-        name = lease_name(run_dir.id, lease.name)
+        name = lease_name(run.id, lease.name)
         resources = {resource_of(node.resources, self._device): lease.devices}
         self._link.call(
             "submit", name=name, node=node.id, resources=resources, order=order.model_dump_json()
         )
         return name
 
-    def look(self, run_dir: RunDir, record: Record) -> dict[str, Seen]:
+    def look(self, run: RunStore, record: Record) -> dict[str, Seen]:
         """As ``LeasedExecutor.look``."""
         ended = {
-            told.lease: told.reason for told, _ in read_happenings(run_dir) if told.what == "ended"
+            told.lease: told.reason for told, _ in read_happenings(run) if told.what == "ended"
         }
-        return read_leases(self.survey(), run=run_dir.id, record=record, ended=ended)
+        return read_leases(self.survey(), run=run.id, record=record, ended=ended)
 
     def cancel(self, handles: Sequence[str]) -> None:
         """As ``LeasedExecutor.cancel``."""

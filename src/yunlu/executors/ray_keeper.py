@@ -20,12 +20,15 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from yunlu.executors.record import read_record, tell
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
+
+if TYPE_CHECKING:
+    from yunlu.runs.run_store import RunStore
 
 RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
@@ -38,7 +41,7 @@ _LOOK_S = 0.5
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="yunlu.executors.ray_keeper")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("lease")
     parser.add_argument("--raylet", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
@@ -48,10 +51,10 @@ def main() -> int:
     if os.fork():
         os._exit(0)
     os.setsid()
-    words = [*_LEASE, str(asked.run_dir), asked.lease, "--with-parent"]
+    words = [*_LEASE, str(asked.run), asked.lease, "--with-parent"]
     reason = Keeper(words, raylet=asked.raylet).keep(log=asked.log, directory=asked.directory)
     if reason:
-        _tell_run(RunDir(asked.run_dir), asked.lease, reason)
+        _tell_run(open_run(asked.run), asked.lease, reason)
     return 0
 
 
@@ -173,13 +176,13 @@ class _Watched:
         return psutil.pid_exists(self._pid)
 
 
-def _tell_run(run_dir: RunDir, name: str, reason: str) -> None:
+def _tell_run(run: RunStore, name: str, reason: str) -> None:
     """Say in the run's own directory what the lease could not: the cluster notices much later."""
-    record = read_record(run_dir)
+    record = read_record(run)
     lease = record.find(name) if record else None
     if lease is not None:
         with suppress(OSError):  # a full disk; or the run was removed
-            tell(run_dir, lease, "ended", reason)
+            tell(run, lease, "ended", reason)
 
 
 def _take_note(*_: object) -> None:

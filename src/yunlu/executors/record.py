@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 RECORD = "executor.json"
 HAPPENINGS = "executor.jsonl"
@@ -113,48 +113,48 @@ class Happening(Value):
     reason: str = ""
 
 
-def read_record(run_dir: RunDir) -> Record | None:
+def read_record(run: RunStore) -> Record | None:
     """What is known; none where the run is with no executor."""
     try:
-        return Record.model_validate_json((run_dir.path / RECORD).read_bytes())
+        return Record.model_validate_json((run.path / RECORD).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def known_record(run_dir: RunDir) -> Record:
+def known_record(run: RunStore) -> Record:
     """What is known; refused where the run is with no executor."""
-    record = read_record(run_dir)
+    record = read_record(run)
     if record is None:
         raise StoreError(
-            f"{run_dir.path} is with no executor: it has no {RECORD}",
+            f"{run.path} is with no executor: it has no {RECORD}",
             hint="only a run that was started on one has leases",
         )
     return record
 
 
-def write_record(run_dir: RunDir, record: Record) -> None:
+def write_record(run: RunStore, record: Record) -> None:
     """Publish what is known, on disk before this returns."""
-    write_atomically(run_dir.path / RECORD, record.model_dump_json(indent=1))
+    write_atomically(run.path / RECORD, record.model_dump_json(indent=1))
 
 
-def tell(run_dir: RunDir, lease: Lease, what: str, reason: str = "") -> None:
+def tell(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
     """Add one happening."""
     told = Happening(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
-    append_lines(run_dir.path / HAPPENINGS, [told.model_dump()])
+    append_lines(run.path / HAPPENINGS, [told.model_dump()])
 
 
-def read_happenings(run_dir: RunDir, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+def read_happenings(run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
     """What happened, from a byte offset on, each with the offset after it."""
-    for found, after in read_lines(run_dir.path / HAPPENINGS, offset=offset):
+    for found, after in read_lines(run.path / HAPPENINGS, offset=offset):
         yield Happening.model_validate(found), after
 
 
 @contextmanager
-def record_lock(run_dir: RunDir) -> Generator[None]:
+def record_lock(run: RunStore) -> Generator[None]:
     """Hold the right to change the record."""
-    if not run_dir.path.is_dir():
-        raise StoreError(f"there is no run in {run_dir.path}")
-    with locked(run_dir.path / _LOCK):
+    if not run.path.is_dir():
+        raise StoreError(f"there is no run in {run.path}")
+    with locked(run.path / _LOCK):
         yield
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.executors.record import Lease, Record
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _ANSWER_S = 20.0
 _FRESH_S = 1.0
@@ -147,15 +147,15 @@ class SlurmExecutor(LeasedExecutor):
 
     # Leases.
 
-    def submit(self, run_dir: RunDir, lease: Lease, *, directory: Path, lead: str | None) -> str:
+    def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        run_dir.logs.mkdir(exist_ok=True)
-        log = run_dir.log if lease.is_lead else run_dir.logs / f"lease-{lease.name}.log"
+        run.logs.mkdir(exist_ok=True)
+        log = run.log if lease.is_lead else run.logs / f"lease-{lease.name}.log"
         cpus = lease.devices * int(self.options.cpus)
         words = [
             "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append",
             f"--nodelist={lease.node}", f"--cpus-per-task={cpus}",
-            f"--job-name={_job_name(run_dir, lease.name)}", f"--comment={_OURS} devices={lease.devices}",
+            f"--job-name={_job_name(run, lease.name)}", f"--comment={_OURS} devices={lease.devices}",
             f"--chdir={directory}", f"--output={log}",
             f"--signal=TERM@{self.options.notice_s}",
             *self._options(lease),
@@ -166,21 +166,19 @@ class SlurmExecutor(LeasedExecutor):
             sys.executable,
             "-m",
             "yunlu.executors.lease",
-            str(run_dir.path),
+            str(run.path),
             lease.name,
         ]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={cpus}", *program]
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
         return _slurm(*words, script=script).partition(";")[0]
 
-    def look(self, run_dir: RunDir, record: Record) -> dict[str, Seen]:
+    def look(self, run: RunStore, record: Record) -> dict[str, Seen]:
         """As ``LeasedExecutor.look``."""
         found: dict[str, Seen] = {}
-        beginning = _job_name(run_dir, "")
+        beginning = _job_name(run, "")
         needed = {
-            _job_name(run_dir, lease.name)
-            for lease in record.leases
-            if lease.state != LeaseState.GONE
+            _job_name(run, lease.name) for lease in record.leases if lease.state != LeaseState.GONE
         }
         jobs = self._recent_queue(needed)
         for job in sorted(
@@ -341,8 +339,8 @@ def _partitions() -> list[tuple[str, bool]]:
     return [(word.rstrip("*"), word.endswith("*")) for word in words]
 
 
-def _job_name(run_dir: RunDir, lease: str) -> str:
-    return f"{_OURS}:{run_dir.id}:{lease}"
+def _job_name(run: RunStore, lease: str) -> str:
+    return f"{_OURS}:{run.id}:{lease}"
 
 
 def _count_ours(jobs: Iterable[QueuedJob]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from yunlu.core.value import Value
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _FOLDER = "usage"
 _ANSWER_S = 3.0
@@ -86,9 +86,9 @@ def read_gpus() -> tuple[tuple[float, float], ...]:
     return tuple(_read_line(line) for line in done.stdout.splitlines() if line.count(",") == 2)
 
 
-def write_use(run_dir: RunDir, lease: str, use: LeaseUse) -> None:
+def write_use(run: RunStore, lease: str, use: LeaseUse) -> None:
     """For whoever looks after the run from another machine; not worth a fault, nor a flush."""
-    folder = run_dir.path / _FOLDER
+    folder = run.path / _FOLDER
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
         aside = folder / f".{lease}.{os.getpid()}.part"
@@ -96,11 +96,11 @@ def write_use(run_dir: RunDir, lease: str, use: LeaseUse) -> None:
         aside.replace(folder / f"{lease}.json")
 
 
-def read_uses(run_dir: RunDir, leases: Iterable[str]) -> Iterator[tuple[str, LeaseUse]]:
+def read_uses(run: RunStore, leases: Iterable[str]) -> Iterator[tuple[str, LeaseUse]]:
     """What these leases wrote last."""
     for lease in leases:
         with suppress(OSError, ValueError):
-            path = run_dir.path / _FOLDER / f"{lease}.json"
+            path = run.path / _FOLDER / f"{lease}.json"
             yield lease, LeaseUse.model_validate_json(path.read_bytes())
 
 

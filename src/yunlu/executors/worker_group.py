@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.worker_group import Crew, ask, read_crew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from yunlu.runs.run_store import RunStore
 
-def living_workers(run_dir: RunDir) -> Iterator[WorkerProcess]:
+
+def living_workers(run: RunStore) -> Iterator[WorkerProcess]:
     """Workers of the crew that run on this machine.
 
     They go on without their supervisor, and start another one within seconds.
     """
-    crew = read_crew(run_dir)
+    crew = read_crew(run)
     for member in crew.members if crew else ():
         if member.host == socket.gethostname():
             worker = WorkerProcess(
@@ -38,26 +40,26 @@ def living_workers(run_dir: RunDir) -> Iterator[WorkerProcess]:
                 yield worker
 
 
-def end_workers(run_dir: RunDir) -> None:
+def end_workers(run: RunStore) -> None:
     """End every worker of the crew on this machine at once."""
-    for worker in living_workers(run_dir):
+    for worker in living_workers(run):
         with suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGKILL)
 
 
-def find_run(host: str, port: int, token: str) -> RunDir:
+def find_run(host: str, port: int, token: str) -> RunStore:
     """Where the run of a supervisor lies, on a file system that all nodes share."""
     crew = Crew(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
-    return RunDir(Path(str(ask(crew, {"kind": "where"}).get("text"))))
+    return open_run(Path(str(ask(crew, {"kind": "where"}).get("text"))))
 
 
-def run_node(run_dir: RunDir, *, name: str, devices: int, directory: Path | None = None) -> int:
+def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
     """Be a node of a run until it ends; the exit code."""
-    crew = read_crew(run_dir)
+    crew = read_crew(run)
     assert crew is not None
-    words = [sys.executable, "-m", crew.node_module, str(run_dir.path)]
+    words = [sys.executable, "-m", crew.node_module, str(run.path)]
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
         [*words, "--node", name, "--devices", str(devices)],
         cwd=directory,

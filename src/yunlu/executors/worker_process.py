@@ -25,7 +25,7 @@ from yunlu.core.settings import worker_environment
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 WORKER = (sys.executable, "-m", "yunlu.training.worker")
 """The worker is started by name: nothing here imports the training room."""
@@ -108,9 +108,9 @@ def require_training() -> None:
         raise missing_part("torch", "train", "Training")
 
 
-def is_asynchronous(run_dir: RunDir, method: object) -> bool:
+def is_asynchronous(run: RunStore, method: object) -> bool:
     """Whether its workers do not wait for each other: the job names that, or its crew chose it."""
-    return method == "asynchronous" or run_dir.servers.is_dir()
+    return method == "asynchronous" or run.servers.is_dir()
 
 
 def program_for(
@@ -150,7 +150,7 @@ def this_process() -> WorkerProcess:
 
 
 def start_worker(
-    run_dir: RunDir,
+    run: RunStore,
     command: Sequence[str] | None = None,
     *,
     directory: Path | None = None,
@@ -161,7 +161,7 @@ def start_worker(
     """Start the worker of a run in its own session, its output appended to ``worker.log``.
 
     Args:
-        run_dir: The run, whose ``job.json`` is written.
+        run: The run, whose ``job.json`` is written.
         command: Another program instead of the worker, given the run's directory as last argument.
         directory: Where it runs: relative paths in the job are relative to this.
         plan_only: Ask for the plan, not for training.
@@ -169,13 +169,13 @@ def start_worker(
         environment: Variables that it is to have besides ours.
     """
     words = list(command or WORKER)
-    words += [str(run_dir.path)] + ["--plan-only"] * plan_only
+    words += [str(run.path)] + ["--plan-only"] * plan_only
     if directory is not None and not directory.is_dir():
         raise StoreError(
             f"the run was submitted from {directory}, which is no longer there",
             hint="put the directory back: relative paths in the job start from it",
         )
-    with run_dir.log.open("ab") as log:
+    with run.log.open("ab") as log:
         child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
             words,
             stdin=subprocess.DEVNULL,
@@ -194,33 +194,33 @@ def start_worker(
     worker = WorkerProcess(
         pid=child.pid, process_started_at=started_at, host=socket.gethostname(), detached=True
     )
-    record_worker(run_dir, worker)
+    record_worker(run, worker)
     return worker
 
 
-def record_worker(run_dir: RunDir, worker: WorkerProcess) -> None:
+def record_worker(run: RunStore, worker: WorkerProcess) -> None:
     """Write down who is answerable for the run, before the worker can say so itself."""
-    write_atomically(run_dir.path / "worker.json", json.dumps(asdict(worker)))
+    write_atomically(run.path / "worker.json", json.dumps(asdict(worker)))
 
 
-def recorded_worker(run_dir: RunDir) -> WorkerProcess | None:
+def recorded_worker(run: RunStore) -> WorkerProcess | None:
     """Who was last answerable for the run."""
     try:
-        return WorkerProcess(**json.loads((run_dir.path / "worker.json").read_bytes()))
+        return WorkerProcess(**json.loads((run.path / "worker.json").read_bytes()))
     except (OSError, ValueError, TypeError):  # absent, or of another version
         return None
 
 
 @contextmanager
-def launch_lock(run_dir: RunDir, *, wait: bool) -> Generator[None]:
+def launch_lock(run: RunStore, *, wait: bool) -> Generator[None]:
     """Hold the right to start, stop or bury the run's worker; ``BlockingIOError`` when taken."""
-    with _locked(run_dir.path / "launch.lock", wait=wait):
+    with _locked(run.path / "launch.lock", wait=wait):
         yield
 
 
-def worker_lock_is_free(run_dir: RunDir) -> bool:
+def worker_lock_is_free(run: RunStore) -> bool:
     """Whether no worker holds the run: a worker keeps ``worker.lock`` as long as it lives."""
-    path = run_dir.path / "worker.lock"
+    path = run.path / "worker.lock"
     if not path.exists():
         return True
     try:

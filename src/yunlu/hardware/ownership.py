@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from pydantic import Field
 
@@ -81,8 +80,7 @@ class Ownership(Value):
         return self.total_dollars / self.used_hours
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEven:
+class BreakEven(Value):
     """An own machine beside the rent of as much."""
 
     rent_dollars_per_hour: float

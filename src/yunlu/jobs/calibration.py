@@ -27,7 +27,7 @@ from yunlu.core.settings import read_settings, worker_environment
 from yunlu.hardware.device import DeviceModel
 from yunlu.hardware.offer import HERE, Offer
 from yunlu.planning import calibration as learnt
-from yunlu.planning.calibration import Calibration, RunFigure
+from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.plan import Measured, Plan
 from yunlu.planning.probed import (
     FOLDER,
@@ -37,7 +37,8 @@ from yunlu.planning.probed import (
     parse_probes,
     read_processor,
 )
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.probed import Probed
     from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 _STARTS = 9
 """Runs whose starts tell how long the next one takes."""
@@ -145,14 +147,14 @@ def usual_start_s() -> float | None:
     with suppress(OSError):  # one may be removed just now
         logs = read_settings().home.glob("*/metrics.jsonl")
         newest = heapq.nlargest(_STARTS, logs, key=lambda path: path.stat().st_mtime)
-        starts_s = [found for path in newest if (found := _start_s(RunDir(path.parent)))]
+        starts_s = [found for path in newest if (found := _start_s(open_run(path.parent)))]
     if starts_s:
         return median(starts_s)
     probed = stored_probe()
     return None if probed is None or probed.start is None else probed.start.worker_s
 
 
-def _start_s(run: RunDir) -> float | None:
+def _start_s(run: RunStore) -> float | None:
     """None of a run that made no step, or that began in a process which was there before."""
     with suppress(StopIteration, ValueError, LookupError, TypeError):  # cut short, or torn
         lives = (event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE)
@@ -174,13 +176,13 @@ def read_calibration(*, refresh: bool = False) -> Calibration:
     return Calibration(figures=tuple(map(_without_place, found.figures)))
 
 
-def _without_place(figure: RunFigure) -> RunFigure:
+def _without_place(figure: RunMeasurement) -> RunMeasurement:
     """As it is named now; an earlier version wrote where the run lay."""
     path = Path(figure.run)
     return figure.model_copy(update={"run": name_run(path)}) if path.is_absolute() else figure
 
 
-def learn_from(runs: Iterable[RunDir]) -> int:
+def learn_from(runs: Iterable[RunStore]) -> int:
     """Add what these runs measured; how many were new. A run counts once, however often it is read."""
     known = {each.run for each in read_calibration().figures}
     fresh = [run for run in runs if name_run(run.path) not in known]
@@ -232,7 +234,7 @@ def _hash(path: Path) -> str:
     return hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
 
 
-def figures_of(run: RunDir) -> list[RunFigure]:
+def figures_of(run: RunStore) -> list[RunMeasurement]:
     """What a finished run has to teach; nothing where it did not finish, or nothing was foretold."""
     plan, measured, ended_at = _read(event for event, _ in run.read_events())
     if plan is None or plan.foretold is None or measured is None or not plan.layout.is_single:
@@ -241,7 +243,7 @@ def figures_of(run: RunDir) -> list[RunFigure]:
     if foretold.version != learnt.VERSION:
         return []
     return [
-        RunFigure(
+        RunMeasurement(
             run=name_run(run.path),
             at=ended_at,
             quantity=quantity,
@@ -274,9 +276,9 @@ def _read(events: Iterable[Event]) -> tuple[Plan | None, Measured | None, float]
     return plan, measured if is_finished else None, ended_at
 
 
-def _finished_runs() -> list[RunDir]:
+def _finished_runs() -> list[RunStore]:
     home = read_settings().home
-    return [RunDir(path.parent) for path in home.glob("*/plan.json")] if home.is_dir() else []
+    return [open_run(path.parent) for path in home.glob("*/plan.json")] if home.is_dir() else []
 
 
 def _file() -> Path:

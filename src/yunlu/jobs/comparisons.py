@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from yunlu.jobs.report_model import Comparison
 from yunlu.jobs.recorded import points, samples_of_steps, step_s
+from yunlu.jobs.report_model import Comparison
 from yunlu.planning.plan import Measured
 from yunlu.runs.run_dir import EventKind
 

@@ -9,19 +9,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import read_lines
-from yunlu.render.drawing.charts import thin
-from yunlu.jobs.report_model import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
+from yunlu.jobs.curves import thin
 from yunlu.jobs.recorded import held_up_s, number, step_s
-from yunlu.render.i18n.texts import both
+from yunlu.jobs.report_model import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
 from yunlu.planning.layout import AXES, parse_layout
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.render.drawing.charts import Point
+    from yunlu.jobs.curves import Point
     from yunlu.jobs.recorded import Record, Recorded
-    from yunlu.runs.run_dir import Event, RunDir
+    from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 _Key = tuple[int, int]
 """Life and generation."""
@@ -60,14 +60,14 @@ def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Cre
     )
 
 
-def read_samples(run: RunDir) -> Iterator[dict[str, Any]]:
+def read_samples(run: RunStore) -> Iterator[dict[str, Any]]:
     """What the workers said of themselves, about once a second."""
     for record, _ in read_lines(run.crew_metrics):
         if isinstance(record, dict):
             yield record
 
 
-def newest_crew(run: RunDir) -> CrewChange | None:
+def newest_crew(run: RunStore) -> CrewChange | None:
     """The layout a run has now; None where it has one plain worker."""
     if not (run.crew.exists() or run.crew_metrics.exists() or run.logs.exists()):
         return None  # spares those who list many runs the reading of every log
@@ -80,11 +80,6 @@ def name_worker(each: CrewFault | Straggler) -> str:
     known = [f"rank {each.rank}"] if each.rank is not None else []
     known += [f"on {each.host}"] if each.host else []
     return f"worker {each.member}" + (f" ({' '.join(known)})" if known else "")
-
-
-def say_fault(fault: CrewFault) -> str:
-    """``was killed``, ``hung``, ..."""
-    return both(f"fault.{fault.what}", fault.what)[0]
 
 
 def gist_of(detail: str | None) -> str:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError
 from yunlu.jobs.run import fold, new_record, settle
-from yunlu.runs.run_dir import Event, RunDir
+from yunlu.runs.run_dir import Event
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
+
+    from yunlu.runs.run_store import RunStore
 
 POLL_S = 0.15
 _CHECK_S = 1.0
@@ -41,13 +43,13 @@ class Metric:
 Happening = Event | Metric
 
 
-def end_of(run_dir: RunDir) -> Position:
+def end_of(run: RunStore) -> Position:
     """The position after everything written so far."""
-    return Position(events=_size(run_dir.events), metrics=_size(run_dir.metrics))
+    return Position(events=_size(run.events), metrics=_size(run.metrics))
 
 
 def follow(
-    run_dir: RunDir, *, since: Position | None = None, poll_s: float = POLL_S
+    run: RunStore, *, since: Position | None = None, poll_s: float = POLL_S
 ) -> Generator[list[Happening]]:
     """Yield what happened since the last look, in order, until the run rests.
 
@@ -55,24 +57,24 @@ def follow(
     A worker that vanished is noticed, and said so in the run's events.
     """
     since = since or Position()
-    record = new_record(run_dir)
+    record = new_record(run)
     if record is None:
-        raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
+        raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
     events_at, metrics_at, checked_at = 0, since.metrics, time.monotonic()
     while True:
         batch: list[Happening] = []
-        for event, after in run_dir.read_events(offset=events_at):
+        for event, after in run.read_events(offset=events_at):
             record, events_at = fold(record, event, after), after
             if after > since.events:
                 batch.append(event)
-        for metric, after in run_dir.read_metrics(offset=metrics_at):
+        for metric, after in run.read_metrics(offset=metrics_at):
             batch.append(Metric(metric))
             metrics_at = after
         yield sorted(batch, key=lambda happening: happening.at)
         if not record.state.is_active and not batch:
             return
         if not batch and time.monotonic() - checked_at > _CHECK_S:
-            settle(run_dir, record)
+            settle(run, record)
             checked_at = time.monotonic()
         if record.state.is_active:
             time.sleep(poll_s)

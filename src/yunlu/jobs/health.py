@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.units import show_count, show_duration
-from yunlu.jobs.report_model import Finding, Incident, Padding, TracedSteps
 from yunlu.jobs.recorded import number, points, samples_of_steps
-from yunlu.render.i18n.texts import in_english
+from yunlu.jobs.report_model import Finding, Incident, Padding, TracedSteps
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from yunlu.render.drawing.charts import Point
-    from yunlu.jobs.report_model import Crew
+    from yunlu.jobs.curves import Point
     from yunlu.jobs.recorded import Record, Recorded
+    from yunlu.jobs.report_model import Crew
     from yunlu.planning.plan import Plan
 
 _INCIDENTS = (
@@ -105,10 +104,7 @@ def find(
         *_about_noise(recorded.records),
         *_about_padding(padding, plan),
     ]
-    return tuple(
-        Finding(key=key, fields=fields, text=in_english(f"finding.{key}", **fields))
-        for key, fields in found
-    )
+    return tuple(Finding(key=key, fields=fields) for key, fields in found)
 
 
 _Said = tuple[str, dict[str, str]]

@@ -13,29 +13,35 @@ import psutil
 
 from yunlu.core.errors import JobError, TrainingError
 from yunlu.core.files import write_atomically
-from yunlu.executors.external_launcher import find_place, program, signals_passed_on, take_part
+from yunlu.executors.external_launcher import (
+    current_launch,
+    forward_signals,
+    run_follower,
+    worker_command,
+)
 from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.core.launch import Launched
+    from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.run import RunRecord
+    from yunlu.runs.run_store import RunStore
 
 _REST_S = 30.0
 """What a launcher ended rests within moments."""
 _POLL_S = 0.1
 
 
-def find_launch(job: Job | None = None, *, waits: bool = True) -> Launched | None:
+def find_launch(job: Job | None = None, *, waits: bool = True) -> LaunchInfo | None:
     """This process's place in a launch of several; refuses what does not go with it."""
-    place = find_place()
+    place = current_launch()
     if place is None:
         return None
     if not waits:
@@ -51,75 +57,75 @@ def find_launch(job: Job | None = None, *, waits: bool = True) -> Launched | Non
     return place
 
 
-def begin(job: Job, place: Launched, *, source: Path | None = None) -> RunDir:
+def begin(job: Job, place: LaunchInfo, *, source: Path | None = None) -> RunStore:
     """On rank 0: start the run, or go on with it where the launcher starts us again."""
     require_training()
     former = find_former(job, place)
     if former is not None:
         return go_on(former)
-    run_dir = service.submit(job, source=source)
-    write_atomically(run_dir.path / "launch.json", json.dumps(identify(place)))
-    service.start(run_dir, program(), own_session=False)
-    return run_dir
+    run = service.submit(job, source=source)
+    write_atomically(run.path / "launch.json", json.dumps(identify(place)))
+    service.start(run, worker_command(), own_session=False)
+    return run
 
 
-def go_on(run_dir: RunDir) -> RunDir:
+def go_on(run: RunStore) -> RunStore:
     """On rank 0: another life for a run; where it is finished, the others are told so."""
-    if _wait_for_rest(run_dir).state is RunState.FINISHED:
-        start_worker(run_dir, program(), own_session=False)
+    if _wait_for_rest(run).state is RunState.FINISHED:
+        start_worker(run, worker_command(), own_session=False)
     else:
-        service.resume(run_dir, command=program(), own_session=False)
-    return run_dir
+        service.resume(run, command=worker_command(), own_session=False)
+    return run
 
 
-def join() -> tuple[RunDir | None, int]:
+def join() -> tuple[RunStore | None, int]:
     """On every other rank: train to the end; the run, if it was met, and an exit code."""
-    part = take_part()
-    run_dir = None if part.path is None else RunDir(part.path)
-    return run_dir, 0 if part.code == 0 else 1
+    part = run_follower()
+    run = None if part.path is None else open_run(part.path)
+    return run, 0 if part.code == 0 else 1
 
 
-def see_through(job: Job | RunDir, place: Launched, *, source: Path | None = None) -> RunDir:
+def see_through(job: Job | RunStore, place: LaunchInfo, *, source: Path | None = None) -> RunStore:
     """On any rank: train a job, or go on with a run, to its end; every rank gets the same run."""
     if place.rank:
         return _join_or_raise(place)
-    run_dir = go_on(job) if isinstance(job, RunDir) else begin(job, place, source=source)
+    run = begin(job, place, source=source) if isinstance(job, Job) else go_on(job)
 
     def stop() -> (
         None
     ):  # not inside the signal: what it interrupts may hold the lock that this takes
-        threading.Thread(target=service.request_stop, args=(run_dir,), daemon=True).start()
+        threading.Thread(target=service.request_stop, args=(run,), daemon=True).start()
 
-    with signals_passed_on(stop):
-        for _ in follow(run_dir, since=end_of(run_dir)):
+    with forward_signals(stop):
+        for _ in follow(run, since=end_of(run)):
             pass
-    return run_dir
+    return run
 
 
-def _join_or_raise(place: Launched) -> RunDir:
-    run_dir, code = join()
-    if run_dir is not None and code == 0:
-        return run_dir
-    if run_dir is not None and not _wait_for_rest(run_dir).state.is_active:
-        error = error_of(event for event, _ in run_dir.read_events())
+def _join_or_raise(place: LaunchInfo) -> RunStore:
+    run, code = join()
+    if run is not None and code == 0:
+        return run
+    if run is not None and not _wait_for_rest(run).state.is_active:
+        error = error_of(event for event, _ in run.read_events())
         if error is not None:
             raise error
     raise TrainingError(f"worker {place.rank} of {place.size} failed", hint="its output tells more")
 
 
-def find_former(job: Job, place: Launched) -> RunDir | None:
+def find_former(job: Job, place: LaunchInfo) -> RunStore | None:
     """The run that an earlier start of this launch trained."""
     ours = identify(place)
     for record in service.list_runs():
-        run_dir = RunDir(service.home() / record.id)
+        run = open_run(service.home() / record.id)
         try:
-            theirs = json.loads((run_dir.path / "launch.json").read_bytes())
-            saved = Job.model_validate_json(run_dir.job.read_bytes())
+            theirs = json.loads((run.path / "launch.json").read_bytes())
+            saved = Job.model_validate_json(run.job.read_bytes())
         except (OSError, ValueError):  # of no launch
             continue
         named = {"name": saved.name}  # a run has a name, even where its job has none
         if (job if job.name else job.model_copy(update=named)) == saved and _is_again(ours, theirs):
-            return run_dir
+            return run
     return None
 
 
@@ -133,7 +139,7 @@ def _is_again(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return is_same_agent or (ours["restarts"] > 0 and ours["id"] != "none")
 
 
-def identify(place: Launched) -> dict[str, Any]:
+def identify(place: LaunchInfo) -> dict[str, Any]:
     """What tells a launch from others: kept with the run it began."""
     host = socket.gethostname()
     parent = psutil.Process().ppid()
@@ -150,10 +156,10 @@ def identify(place: Launched) -> dict[str, Any]:
     }
 
 
-def _wait_for_rest(run_dir: RunDir) -> RunRecord:
+def _wait_for_rest(run: RunStore) -> RunRecord:
     deadline = time.monotonic() + _REST_S
-    record = service.read_record(run_dir)
+    record = service.read_record(run)
     while record.state.is_active and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        record = service.read_record(run_dir)
+        record = service.read_record(run)
     return record

@@ -13,10 +13,10 @@ from yunlu.core.units import show_duration
 from yunlu.jobs.amounts import Amounts, block_length, count_amounts
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.jobs.outlook_notes import note_lone, note_prices, note_terms
+from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
 from yunlu.jobs.shapes import find_shape
 from yunlu.jobs.supply import can_train, correct_here, find_supply
-from yunlu.planning.conflicts import find_clashes, refuse_conflicts
+from yunlu.planning.conflicts import find_conflicts, refuse_conflicts
 from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
@@ -259,7 +259,7 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
     """What the model allows and the job says, when its passes compute in a precision."""
     train, layout = job.train, job.layout
     tried = job.model_copy(update={"train": train.model_copy(update={"precision": precision})})
-    clashes = list(find_clashes(tried))
+    clashes = list(find_conflicts(tried))
     barred = {axis for clash in clashes for axis in clash.axes}
     barred |= {"zero1"} if any(clash.zero1 for clash in clashes) else set[str]()
     zero1 = (layout.zero1,) if layout.zero1 or layout.is_whole else (False, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
-from yunlu.planning.conflicts import find_clashes
+from yunlu.planning.conflicts import find_conflicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ def note_lone(job: Job) -> list[str]:
     """What keeps the job on one device, whatever the hardware."""
     return [
         f"one device only, for {clash.key}: {clash.why}"
-        for clash in find_clashes(job)
+        for clash in find_conflicts(job)
         if {"dp", "fsdp", "tp", "pp"} <= set(clash.axes)
     ]
 

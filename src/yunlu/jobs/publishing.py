@@ -13,38 +13,40 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.files import sync_directory, write_atomically
 from yunlu.executors.worker_process import record_worker, this_process
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 _STALE_S = 3600
 
 
-def publish(job: Job, source: Path | None, parent: Path) -> RunDir:
+def publish(job: Job, source: Path | None, parent: Path) -> RunStore:
     """The directory of a new run, whole from the moment at which it can be seen."""
     name = job.name or _slug(source.stem if source else job.task)
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
     try:
         aside.chmod(0o755)
-        _fill(RunDir(aside), job.model_copy(update={"name": name}), source)
+        _fill(open_run(aside), job.model_copy(update={"name": name}), source)
         # A run's directory is never empty, so the rename fails rather than replace one.
         path = aside.rename(parent / f"{_slug(name)}-{secrets.token_hex(3)}")
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     sync_directory(parent)
-    return RunDir(path)
+    return open_run(path)
 
 
-def _fill(run_dir: RunDir, job: Job, source: Path | None) -> None:
-    write_atomically(run_dir.job, job.model_dump_json(indent=2))
+def _fill(run: RunStore, job: Job, source: Path | None) -> None:
+    write_atomically(run.job, job.model_dump_json(indent=2))
     if source is not None:
-        shutil.copyfile(source, run_dir.job_source)
-    record_worker(run_dir, this_process())
+        shutil.copyfile(source, run.job_source)
+    record_worker(run, this_process())
     state, directory = RunState.PENDING.value, str(Path.cwd())
-    run_dir.emit(EventKind.STATE, state=state, reason="submitted", directory=directory)
+    run.emit(EventKind.STATE, state=state, reason="submitted", directory=directory)
 
 
 def sweep(parent: Path) -> None:

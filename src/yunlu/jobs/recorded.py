@@ -16,8 +16,8 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yunlu.render.drawing.charts import Point
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.jobs.curves import Point
+    from yunlu.runs.run_store import RunStore
 
 Record = dict[str, float]
 """The numbers of one step, by the names of ``METRIC_KEYS``."""
@@ -94,7 +94,7 @@ class Recorded:
         )
 
 
-def read_recorded(run: RunDir) -> Recorded:
+def read_recorded(run: RunStore) -> Recorded:
     """Read both logs. Lines that this version does not know are passed over."""
     events = list(_known(record for record, _ in read_lines(run.events)))
     read = (numbers(record) for record, _ in read_lines(run.metrics))

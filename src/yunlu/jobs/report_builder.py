@@ -8,30 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
-from yunlu.core.settings import read_settings
 from yunlu.core.units import show_bytes
-from yunlu.render.drawing.charts import smooth, thin
 from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
 from yunlu.jobs.crew import first_failure, name_worker, read_crew, read_fault, read_samples
-from yunlu.jobs.report_model import (
-    Curve,
-    Environment,
-    Exported,
-    Failure,
-    Lineage,
-    Report,
-    SavedCheckpoint,
-    TimeSplit,
-)
+from yunlu.jobs.curves import smooth, thin
 from yunlu.jobs.health import (
     find,
     padding_shares,
@@ -50,6 +36,16 @@ from yunlu.jobs.recorded import (
     read_recorded,
     samples_of_steps,
 )
+from yunlu.jobs.report_model import (
+    Curve,
+    Environment,
+    Exported,
+    Failure,
+    Lineage,
+    Report,
+    SavedCheckpoint,
+    TimeSplit,
+)
 from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
 from yunlu.planning.plan import Plan
 from yunlu.runs.run_dir import EventKind
@@ -60,19 +56,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.core.value import Value
-    from yunlu.render.drawing.charts import Point
-    from yunlu.jobs.report_model import EvaluationRow
+    from yunlu.jobs.curves import Point
     from yunlu.jobs.recorded import Recorded
-    from yunlu.runs.run_dir import RunDir
-
-__all__ = ["Report", "build_report", "write_report"]
+    from yunlu.jobs.report_model import EvaluationRow
+    from yunlu.runs.run_store import RunStore
 
 V = TypeVar("V", bound="Value")
 
 _SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 
-def build_report(run: RunDir) -> Report:
+def build_report(run: RunStore) -> Report:
     """Read a run's files into one value, whatever state it is in."""
     recorded = read_recorded(run)
     job = _read_job(run)
@@ -125,29 +119,6 @@ def build_report(run: RunDir) -> Report:
     )
 
 
-def write_report(run: RunDir) -> Report:
-    """Build the report and publish ``report.json`` and ``report.html`` in the run's directory."""
-    # Jinja and the page are of no use to those who only read the value.
-    from yunlu.render.run_report.page import render_page  # noqa: PLC0415
-
-    report = build_report(run)
-    page = render_page(report, language=read_settings().language)
-    try:
-        write_atomically(run.report_json, report.model_dump_json() + "\n")
-        write_atomically(run.report_html, page)
-    except OSError as error:
-        raise StoreError(
-            f"The report cannot be written to {run.path}: {error.strerror or error}.",
-            hint="Free some space or give yourself write access; the run itself is unharmed.",
-        ) from error
-    if report.state is RunState.FINISHED:
-        from yunlu.jobs.calibration import learn_from  # noqa: PLC0415 (arrays are slow to import)
-
-        with suppress(OSError, StoreError):  # without a place for it, the next plan knows less
-            learn_from([run])
-    return report
-
-
 def _state(recorded: Recorded) -> tuple[RunState, str | None]:
     state, reason = RunState.PENDING, None
     for each in recorded.all(EventKind.STATE):
@@ -159,7 +130,7 @@ def _state(recorded: Recorded) -> tuple[RunState, str | None]:
     return state, reason
 
 
-def _read_job(run: RunDir) -> dict[str, Any]:
+def _read_job(run: RunStore) -> dict[str, Any]:
     try:
         job = json.loads(run.job.read_bytes())
     except (OSError, ValueError):
@@ -284,7 +255,7 @@ def _time_split(recorded: Recorded) -> TimeSplit | None:
     )
 
 
-def _checkpoints(recorded: Recorded, run: RunDir) -> tuple[SavedCheckpoint, ...]:
+def _checkpoints(recorded: Recorded, run: RunStore) -> tuple[SavedCheckpoint, ...]:
     latest = {int(each.get("step", 0)): each for each in recorded.by_step(EventKind.CHECKPOINT)}
     return tuple(
         SavedCheckpoint(

@@ -166,13 +166,12 @@ class Incident(Value):
 
 
 class Finding(Value):
-    """One sentence about what stands out."""
+    """One observation that stands out; ``yunlu.render`` has its sentence in each language."""
 
     key: str
-    """Names the sentence in both languages."""
+    """Names the sentence: ``finding.KEY`` among the texts."""
     fields: dict[str, str]
-    text: str
-    """The sentence in English."""
+    """What the sentence quotes."""
 
 
 class Padding(Value):

@@ -14,7 +14,7 @@ from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import ask, read_crew
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,31 +26,31 @@ class Resized:
     """How the work will be split."""
 
 
-def resize(run_dir: RunDir, *, devices: int) -> Resized:
+def resize(run: RunStore, *, devices: int) -> Resized:
     """Ask the supervisor of a run to go on with so many workers."""
     if devices < 1:
         raise StoreError(
             f"{devices} workers cannot train anything", hint="give one or more: --devices 2"
         )
-    record = read_record(run_dir)
+    record = read_record(run)
     if record.state not in {RunState.PLANNING, RunState.RUNNING}:
-        again = f"yunlu resume {run_dir.id} goes on first" if record.state.can_resume else None
-        raise StoreError(f"{run_dir.id} is {record.state}: it has no workers to resize", hint=again)
-    if run_dir.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
-        write_atomically(run_dir.servers / WORKERS, str(devices))
+        again = f"yunlu resume {run.id} goes on first" if record.state.can_resume else None
+        raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=again)
+    if run.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
+        write_atomically(run.servers / WORKERS, str(devices))
         return Resized(text=f"{devices} workers from now on", layout=f"dp{devices}")
-    if is_elsewhere(run_dir):
+    if is_elsewhere(run):
         raise StoreError(
-            f"{run_dir.id} has its devices from a cluster",
-            hint=f"the pool gives and takes them: yunlu pool why {run_dir.id}",
+            f"{run.id} has its devices from a cluster",
+            hint=f"the pool gives and takes them: yunlu pool why {run.id}",
         )
-    crew = read_crew(run_dir)
+    crew = read_crew(run)
     if crew is None:
         raise StoreError(
-            f"{run_dir.id} is trained by one plain worker, which cannot be joined by others",
+            f"{run.id} is trained by one plain worker, which cannot be joined by others",
             hint="start it with --devices 2 or more; such a run can shrink and grow",
         )
     answer = ask(crew, {"kind": "resize", "devices": devices})
     if not answer.get("is_accepted"):
-        raise StoreError(f"{run_dir.id} was not resized: {answer.get('text')}")
+        raise StoreError(f"{run.id} was not resized: {answer.get('text')}")
     return Resized(text=str(answer.get("text")), layout=str(answer.get("layout")))

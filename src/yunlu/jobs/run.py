@@ -20,11 +20,13 @@ from yunlu.executors.worker_process import (
     recorded_worker,
     worker_lock_is_free,
 )
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import RunState, check_move, replay_move
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from yunlu.runs.run_store import RunStore
 
 _TAIL_BYTES = 32_768
 MEMORY = "memory"
@@ -59,17 +61,17 @@ class RunRecord(Value):
         return min(1.0, self.step / self.steps) if self.step is not None and self.steps else None
 
 
-def new_record(run_dir: RunDir) -> RunRecord | None:
+def new_record(run: RunStore) -> RunRecord | None:
     """A record that has read no event yet; None where the directory is not a run."""
     try:
-        job: dict[str, Any] = json.loads(run_dir.job.read_bytes())
-        created_at = run_dir.job.stat().st_mtime
-        name = job.get("name") or run_dir.id.rpartition("-")[0] or run_dir.id
+        job: dict[str, Any] = json.loads(run.job.read_bytes())
+        created_at = run.job.stat().st_mtime
+        name = job.get("name") or run.id.rpartition("-")[0] or run.id
         task, model = str(job["task"]), str(job["model"]["name"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return RunRecord(
-        id=run_dir.id,
+        id=run.id,
         name=name,
         task=task,
         model=model,
@@ -78,13 +80,13 @@ def new_record(run_dir: RunDir) -> RunRecord | None:
     )
 
 
-def replay(run_dir: RunDir, record: RunRecord) -> RunRecord:
+def replay(run: RunStore, record: RunRecord) -> RunRecord:
     """The record after the events that came since; from the start if the log was replaced."""
-    if record.offset > _size(run_dir):
-        record = new_record(run_dir) or record.model_copy(update={"offset": 0})
-    for event, offset in run_dir.read_events(offset=record.offset):
+    if record.offset > _size(run):
+        record = new_record(run) or record.model_copy(update={"offset": 0})
+    for event, offset in run.read_events(offset=record.offset):
         record = fold(record, event, offset)
-    step = last_step(run_dir) if record.state.is_active else None
+    step = last_step(run) if record.state.is_active else None
     if step is not None and step > (record.step or 0):
         record = record.model_copy(update={"step": step})
     return record
@@ -129,61 +131,61 @@ def headline(evaluation: dict[str, Any], wanted: str | None) -> tuple[str, float
     return name, None if math.isnan(value) else value  # a database has no NaN, only nothing
 
 
-def settle(run_dir: RunDir, record: RunRecord) -> RunRecord:
+def settle(run: RunStore, record: RunRecord) -> RunRecord:
     """Bring the record up to date; if the worker vanished, add that to the run's events."""
-    record = replay(run_dir, record)
-    if not record.state.is_active or worker_is_alive(run_dir, record):
+    record = replay(run, record)
+    if not record.state.is_active or worker_is_alive(run, record):
         return record
     try:
-        with launch_lock(run_dir, wait=False):
-            record = replay(run_dir, record)  # its last words may have arrived meanwhile
-            if record.state.is_active and not worker_is_alive(run_dir, record):
-                record = _bury(run_dir, record)
+        with launch_lock(run, wait=False):
+            record = replay(run, record)  # its last words may have arrived meanwhile
+            if record.state.is_active and not worker_is_alive(run, record):
+                record = _bury(run, record)
     except BlockingIOError:  # somebody is just starting or burying its worker
         pass
     return record
 
 
-def _bury(run_dir: RunDir, record: RunRecord) -> RunRecord:
+def _bury(run: RunStore, record: RunRecord) -> RunRecord:
     """Write down how a run ended whose worker could not; the caller holds its lock."""
-    outgrown = memory.tell_outgrown(run_dir.id) if not is_elsewhere(run_dir) else None
+    outgrown = memory.tell_outgrown(run.id) if not is_elsewhere(run) else None
     if outgrown is not None:
-        run_dir.emit(EventKind.ERROR, code=MEMORY, message=outgrown, hint=_MORE_MEMORY)
-        memory.forget(run_dir.id)
-        return move(run_dir, record, RunState.FAILED, seen_at=_last_sign(run_dir))
+        run.emit(EventKind.ERROR, code=MEMORY, message=outgrown, hint=_MORE_MEMORY)
+        memory.forget(run.id)
+        return move(run, record, RunState.FAILED, seen_at=_last_sign(run))
     # Who was asked to stop and is gone has stopped, if not gracefully.
     verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
-    words = _last_words(run_dir, record)
-    return move(run_dir, record, verdict, reason=words, seen_at=_last_sign(run_dir))
+    words = _last_words(run, record)
+    return move(run, record, verdict, reason=words, seen_at=_last_sign(run))
 
 
-def _last_sign(run_dir: RunDir) -> float:
+def _last_sign(run: RunStore) -> float:
     """When the worker last wrote: whoever finds it gone may come hours later."""
-    logs = (run_dir.events, run_dir.metrics)
+    logs = (run.events, run.metrics)
     return max(log.stat().st_mtime for log in logs if log.exists())
 
 
-def move(run_dir: RunDir, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
+def move(run: RunStore, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
     """Move the run, if the table of moves allows it, by one event. The caller holds its lock."""
     check_move(record.state, state)
-    run_dir.emit(EventKind.STATE, state=state.value, **data)
-    return replay(run_dir, record)
+    run.emit(EventKind.STATE, state=state.value, **data)
+    return replay(run, record)
 
 
-def worker_is_alive(run_dir: RunDir, record: RunRecord) -> bool:
+def worker_is_alive(run: RunStore, record: RunRecord) -> bool:
     """Whether a process is answerable for the run: by its identity, or by the lock it holds."""
-    if is_elsewhere(run_dir):
-        return is_held(run_dir) or not worker_lock_is_free(run_dir)
-    worker = worker_of(run_dir, record)
-    if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run_dir):
+    if is_elsewhere(run):
+        return is_held(run) or not worker_lock_is_free(run)
+    worker = worker_of(run, record)
+    if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run):
         return True
     # A crew whose supervisor died goes on, and starts another one within seconds.
-    return any(True for _ in living_workers(run_dir))
+    return any(True for _ in living_workers(run))
 
 
-def worker_of(run_dir: RunDir, record: RunRecord) -> WorkerProcess | None:
+def worker_of(run: RunStore, record: RunRecord) -> WorkerProcess | None:
     """The process that said it works on the run, else the one that was started for it."""
-    recorded = recorded_worker(run_dir)
+    recorded = recorded_worker(run)
     if record.pid is None or record.process_started_at is None:
         return recorded
     if recorded is not None and recorded.pid == record.pid:
@@ -212,16 +214,16 @@ def error_of(events: Iterable[Event]) -> YunluError | None:
     return error
 
 
-def last_step(run_dir: RunDir) -> int | None:
+def last_step(run: RunStore) -> int | None:
     """The newest step in the metrics."""
-    tail = recent_metrics(run_dir)
+    tail = recent_metrics(run)
     return tail[-1]["step"] if tail else None
 
 
-def recent_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
+def recent_metrics(run: RunStore) -> list[dict[str, Any]]:
     """The last few metric records, without reading the whole file."""
     try:
-        with run_dir.metrics.open("rb") as file:
+        with run.metrics.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
@@ -230,9 +232,9 @@ def recent_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     return list(_whole_records(lines))
 
 
-def remaining_s(run_dir: RunDir, record: RunRecord) -> float | None:
+def remaining_s(run: RunStore, record: RunRecord) -> float | None:
     """How long the rest of the steps takes at the recent pace."""
-    recent = recent_metrics(run_dir)
+    recent = recent_metrics(run)
     if record.state is not RunState.RUNNING or len(recent) < 2 or not record.steps:
         return None
     first, last = recent[0], recent[-1]
@@ -242,10 +244,10 @@ def remaining_s(run_dir: RunDir, record: RunRecord) -> float | None:
     return max(0.0, (record.steps - last["step"]) * pace_s)
 
 
-def log_tail(run_dir: RunDir, lines: int = 20) -> list[str]:
+def log_tail(run: RunStore, lines: int = 20) -> list[str]:
     """The last lines the worker printed."""
     try:
-        text = run_dir.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+        text = run.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except FileNotFoundError:
         return []
     return text.splitlines()[-lines:]
@@ -266,10 +268,10 @@ def _fold_state(record: RunRecord, data: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _last_words(run_dir: RunDir, record: RunRecord) -> str:
-    if is_elsewhere(run_dir):
-        return last_reason(run_dir)
-    worker = worker_of(run_dir, record)
+def _last_words(run: RunStore, record: RunRecord) -> str:
+    if is_elsewhere(run):
+        return last_reason(run)
+    worker = worker_of(run, record)
     if worker is None or (record.state is RunState.PENDING and not worker.detached):
         return "whoever submitted the run ended before its worker was started"
     code = worker.exit_code()
@@ -311,8 +313,8 @@ def _whole_records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _size(run_dir: RunDir) -> int:
+def _size(run: RunStore) -> int:
     try:
-        return run_dir.events.stat().st_size
+        return run.events.stat().st_size
     except FileNotFoundError:
         return 0

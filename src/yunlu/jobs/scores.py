@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
-from yunlu.jobs.report_model import ClassScore, ConfusionMatrix, EvaluationRow, Example, Headline
 from yunlu.jobs.recorded import number, numbers
+from yunlu.jobs.report_model import ClassScore, ConfusionMatrix, EvaluationRow, Example, Headline
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:

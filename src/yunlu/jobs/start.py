@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
 from yunlu.jobs import service
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 _HF = "hf:"
@@ -76,7 +77,7 @@ def find_start(text: str | Path) -> Start:
     name = str(text)
     path = Path(name.removeprefix(_HF)).expanduser()
     if path.is_dir():
-        run = RunDir(path.absolute())
+        run = open_run(path.absolute())
         is_run = run.events.is_file() and run.job.is_file()
         return _of_run(run) if is_run else _of_directory(path.absolute())
     if name.startswith(_HF):  # from the hub: looked for by whoever loads it
@@ -93,7 +94,7 @@ def find_start(text: str | Path) -> Start:
         raise StoreError(error.message, hint=hint) from error
 
 
-def _of_run(run: RunDir) -> Start:
+def _of_run(run: RunStore) -> Start:
     if not run.model.is_dir():
         state = service.read_record(run).state
         raise StoreError(

@@ -20,13 +20,15 @@ from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
 from yunlu.jobs.run import RunRecord, new_record, settle
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
+
+    from yunlu.runs.run_store import RunStore
 
 T = TypeVar("T")
 
@@ -76,26 +78,26 @@ class Store:
         gone, and marks a run lost when its worker vanished.
         """
         known = {record.id: record for record in self.records()}
-        found = {run_dir.id: run_dir for run_dir in _run_directories(self.home)}
+        found = {run.id: run for run in _run_directories(self.home)}
         current: list[RunRecord] = []
-        for run_id, run_dir in found.items():
+        for run_id, run in found.items():
             before = known.get(run_id)
-            start = before or new_record(run_dir)
+            start = before or new_record(run)
             if start is None:  # a stranger's directory
                 continue
-            after = settle(run_dir, start) if _may_change(run_dir, before) else start
+            after = settle(run, start) if _may_change(run, before) else start
             current.append(after)
             if after != before:
                 self._put(after)
         self._forget(known.keys() - found.keys())
         return sorted(current, key=lambda record: record.created_at, reverse=True)
 
-    def refresh(self, run_dir: RunDir) -> RunRecord:
+    def refresh(self, run: RunStore) -> RunRecord:
         """Bring one row up to date."""
-        start = self.get(run_dir.id) or new_record(run_dir)
+        start = self.get(run.id) or new_record(run)
         if start is None:
-            raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
-        record = settle(run_dir, start)
+            raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+        record = settle(run, start)
         self._put(record)
         return record
 
@@ -266,17 +268,17 @@ def _alone(home: Path) -> Generator[None]:
         yield
 
 
-def _run_directories(home: Path) -> Iterator[RunDir]:
+def _run_directories(home: Path) -> Iterator[RunStore]:
     for path in home.iterdir():
         if path.is_dir() and not path.name.startswith("."):
-            yield RunDir(path)
+            yield open_run(path)
 
 
-def _may_change(run_dir: RunDir, record: RunRecord | None) -> bool:
+def _may_change(run: RunStore, record: RunRecord | None) -> bool:
     """Whether it is worth reading: a run at rest without new events is not."""
     if record is None or record.state.is_active:
         return True
     try:
-        return run_dir.events.stat().st_size != record.offset
+        return run.events.stat().st_size != record.offset
     except FileNotFoundError:
         return True

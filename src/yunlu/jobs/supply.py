@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from yunlu.hardware.catalog import Catalog, CatalogError
 from yunlu.hardware.offer import HERE
 from yunlu.jobs.calibration import read_calibration, this_machine
-from yunlu.planning.guess import name_work
+from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.predict.step_time import step_time
 from yunlu.planning.search.options import PlanError
 from yunlu.planning.search.rigs import Price, gather_rigs

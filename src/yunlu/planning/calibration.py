@@ -55,7 +55,7 @@ _ROUNDS = 500
 _SETTLED = 1e-10
 
 
-class RunFigure(Figures):
+class RunMeasurement(Figures):
     """One quantity of one run, foretold without calibration, beside what was measured."""
 
     run: str
@@ -85,7 +85,7 @@ class RunFigure(Figures):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
+class RatioEstimate:
     """About the log of measured over predicted."""
 
     mean: float
@@ -109,7 +109,7 @@ class Calibration(Figures):
     """All that runs have taught; frozen, and small enough for a file that people can read."""
 
     version: Literal[1] = VERSION
-    figures: tuple[RunFigure, ...] = ()
+    figures: tuple[RunMeasurement, ...] = ()
 
     def belief(
         self,
@@ -119,7 +119,7 @@ class Calibration(Figures):
         work: str | None = None,
         *,
         quantity: Quantity = "step_s",
-    ) -> Belief:
+    ) -> RatioEstimate:
         """What is to be expected of this; of what no run has met, what is known of its like."""
         asked = [device, stack, precision, work]
         return self._beliefs[quantity].at([each for each in asked if each is not None])
@@ -145,7 +145,7 @@ def parse_calibration(text: bytes | str) -> Calibration:
     return Calibration(figures=tuple(each for each in found.figures if _is_sound(each)))
 
 
-def learn(calibration: Calibration, figures: Sequence[RunFigure]) -> Calibration:
+def learn(calibration: Calibration, figures: Sequence[RunMeasurement]) -> Calibration:
     """With some more runs; one that was there is replaced, the oldest beyond the limit forgotten."""
     told = [each for each in figures if _is_sound(each)]
     new = {(each.run, each.quantity) for each in told}
@@ -164,7 +164,7 @@ def forget(calibration: Calibration, runs: set[str]) -> Calibration:
     return Calibration(figures=tuple(e for e in calibration.figures if e.run not in runs))
 
 
-def _is_sound(figure: RunFigure) -> bool:
+def _is_sound(figure: RunMeasurement) -> bool:
     values = figure.predicted, figure.measured, figure.busy
     return all(math.isfinite(value) and value > 0 for value in values)
 
@@ -204,7 +204,7 @@ class _Beliefs:
     """The expectations of all that runs share, found together: a joint normal, one row for each run."""
 
     def __init__(
-        self, figures: Sequence[RunFigure], *, spreads: tuple[float, ...], noise: float
+        self, figures: Sequence[RunMeasurement], *, spreads: tuple[float, ...], noise: float
     ) -> None:
         self._variances = np.square(spreads)
         names = [each.path[: depth + 1] for each in figures for depth in range(len(spreads))]
@@ -220,24 +220,24 @@ class _Beliefs:
         # What was not believed is doubt about the run, and so about what it taught.
         self._sure = np.linalg.inv(shared + np.diag(own + (seen - believed) ** 2))
 
-    def at(self, path: Sequence[str]) -> Belief:
+    def at(self, path: Sequence[str]) -> RatioEstimate:
         unknown = float(self._variances[: len(path)].sum())
         asked = [self._numbers.get(tuple(path[: depth + 1]), -1) for depth in range(len(path))]
         met = self._paths[:, : len(path)] == asked
         # What two have in common varies in both: this is their covariance.
         shared = met @ self._variances[: len(path)]
         if not shared.any():
-            return Belief(mean=0.0, sd=math.sqrt(unknown), runs=0)
+            return RatioEstimate(mean=0.0, sd=math.sqrt(unknown), runs=0)
         variance = unknown - float(shared @ self._sure @ shared)
         depths = met.sum(axis=1)
-        return Belief(
+        return RatioEstimate(
             mean=float(shared @ self._pull),
             sd=math.sqrt(max(variance, 0.0)),
             runs=int((depths == depths.max()).sum()),
         )
 
 
-def _own_variance(figures: Sequence[RunFigure], noise: float) -> Column:
+def _own_variance(figures: Sequence[RunMeasurement], noise: float) -> Column:
     """Of each run by itself: more while a device has few, and where others had the machine."""
     runs = Counter(each.device for each in figures)
     # Nobody knows whether the load that was foretold stayed or went: the factor is in doubt as a whole.

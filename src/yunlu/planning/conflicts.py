@@ -9,7 +9,7 @@ from yunlu.core.errors import JobError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.planning.facts import Axis, ModelFacts
+    from yunlu.planning.split_constraints import Axis, SplitConstraints
     from yunlu.planning.layout import Layout
     from yunlu.spec.job import Job
 
@@ -17,7 +17,7 @@ _ALL: tuple[Axis, ...] = ("dp", "fsdp", "tp", "pp")
 _CUT: tuple[Axis, ...] = ("fsdp", "tp", "pp")
 
 
-class Clash(NamedTuple):
+class Conflict(NamedTuple):
     """A key of the job, the axes it does not go with, and why."""
 
     key: str
@@ -29,7 +29,7 @@ class Clash(NamedTuple):
 
 def refuse_conflicts(job: Job, layout: Layout) -> None:
     """Raise where the job asks for something that the layout cannot give."""
-    for clash in find_clashes(job):
+    for clash in find_conflicts(job):
         used = [axis for axis in clash.axes if layout.size_of(axis) > 1]
         if used:
             raise JobError(
@@ -43,10 +43,10 @@ def refuse_conflicts(job: Job, layout: Layout) -> None:
             )
 
 
-def restrict(facts: ModelFacts, job: Job) -> ModelFacts:
+def restrict(facts: SplitConstraints, job: Job) -> SplitConstraints:
     """The facts with the axes that the job's own wishes exclude: nothing else will be chosen."""
     why_not, why_not_zero1 = dict(facts.why_not), facts.why_not_zero1
-    for clash in find_clashes(job):
+    for clash in find_conflicts(job):
         for axis in clash.axes:
             why_not.setdefault(axis, f"{clash.key}: {clash.why}")
         if clash.zero1:
@@ -54,46 +54,46 @@ def restrict(facts: ModelFacts, job: Job) -> ModelFacts:
     return facts.model_copy(update={"why_not": why_not, "why_not_zero1": why_not_zero1})
 
 
-def find_clashes(job: Job) -> Iterator[Clash]:
+def find_conflicts(job: Job) -> Iterator[Conflict]:
     """Everything in the job that some axis excludes."""
     yield from _clashes_with_any(job)
     train, optimizer = job.train, job.train.optimizer
     if optimizer.name in {"lamb", "lars"}:
         why = f"{optimizer.name} needs the norm of each whole weight, and the weights are cut"
-        yield Clash("train.optimizer.name", ("fsdp", "tp"), why)
+        yield Conflict("train.optimizer.name", ("fsdp", "tp"), why)
     if optimizer.state == "8bit":
         why = "its blocks of 256 numbers would be cut"
-        yield Clash("train.optimizer.state: 8bit", ("fsdp", "tp"), why)
+        yield Conflict("train.optimizer.state: 8bit", ("fsdp", "tp"), why)
     if train.ema is not None:
-        yield Clash("train.ema", _CUT, "the average is kept of whole weights only")
+        yield Conflict("train.ema", _CUT, "the average is kept of whole weights only")
     if job.model.adapter is not None:
         why = "the layers that carry an adapter cannot be cut or parted yet"
-        yield Clash("model.adapter", ("tp", "pp"), why)
+        yield Conflict("model.adapter", ("tp", "pp"), why)
     if train.precision == "fp16":
         why = "the loss scale is not yet agreed between workers that hold parts of the weights"
-        yield Clash("train.precision: fp16", _CUT, why)
+        yield Conflict("train.precision: fp16", _CUT, why)
         why = "each replica would unscale and check only the gradients of the weights it updates"
-        yield Clash("train.precision: fp16", (), why, zero1=True)
+        yield Conflict("train.precision: fp16", (), why, zero1=True)
 
 
-def _clashes_with_any(job: Job) -> Iterator[Clash]:
+def _clashes_with_any(job: Job) -> Iterator[Conflict]:
     train = job.train
     if train.gradient_release:
         why = "gradients are summed over the workers before a weight may move"
-        yield Clash("train.gradient_release", _ALL, why)
+        yield Conflict("train.gradient_release", _ALL, why)
     if train.compile is True or train.compile == "xla":
-        yield Clash("train.compile", _ALL, "compiled models run on one worker so far")
+        yield Conflict("train.compile", _ALL, "compiled models run on one worker so far")
     if train.quantize == "int8":
-        yield Clash("train.quantize: int8", _ALL, "it runs on one worker so far")
+        yield Conflict("train.quantize: int8", _ALL, "it runs on one worker so far")
     if train.precision == "fp8":
-        yield Clash("train.precision: fp8", _ALL, "it runs on one worker so far")
+        yield Conflict("train.precision: fp8", _ALL, "it runs on one worker so far")
     if train.adapt_precision is True:
         why = "workers would have to agree on each module's precision"
-        yield Clash("train.adapt_precision", _ALL, why)
+        yield Conflict("train.adapt_precision", _ALL, why)
     if train.profile:
-        yield Clash("train.profile", _ALL, "a trace is made of one worker")
+        yield Conflict("train.profile", _ALL, "a trace is made of one worker")
 
 
-def _other_layout(clash: Clash) -> str:
+def _other_layout(clash: Conflict) -> str:
     allowed = [axis for axis in _ALL if axis not in clash.axes]
     return f"split over {' and '.join(allowed)} only" if allowed else "train on one device"

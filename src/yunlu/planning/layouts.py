@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from yunlu.core.errors import JobError, ModelError, YunluError
 from yunlu.core.units import show_bytes
-from yunlu.planning.conflicts import find_clashes, refuse_conflicts, restrict
-from yunlu.planning.facts import NOBODY_LOOKED, ModelFacts, Share, moved_share, worker_bytes
+from yunlu.planning.conflicts import find_conflicts, refuse_conflicts, restrict
+from yunlu.planning.split_constraints import NOBODY_LOOKED, SplitConstraints, WorkerShare, moved_share, worker_bytes
 from yunlu.planning.layout import Layout
 from yunlu.spec.layout import SPLITTING, LayoutSpec
 
@@ -31,7 +31,7 @@ __all__ = [
     "restrict",
 ]
 
-_SMALLEST = Share(micro_batch=1, micros=1)
+_SMALLEST = WorkerShare(micro_batch=1, micros=1)
 _NOBODY_ASKED = LayoutSpec()
 
 _Key: TypeAlias = "Callable[[Layout], tuple[float, ...]]"
@@ -50,7 +50,7 @@ def count_devices(job: Job, *, gpus: int) -> int:
     if job.devices != "auto":
         return job.devices
     said = job.layout.said_workers
-    is_bound_to_one = any("dp" in clash.axes for clash in find_clashes(job))
+    is_bound_to_one = any("dp" in clash.axes for clash in find_conflicts(job))
     if job.layout.is_whole or said > gpus or is_bound_to_one:
         return said
     return max(gpus // said * said, 1)
@@ -78,7 +78,7 @@ def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
     )
 
 
-def check_layout(layout: Layout, facts: ModelFacts, *, devices: int, batch: int) -> None:
+def check_layout(layout: Layout, facts: SplitConstraints, *, devices: int, batch: int) -> None:
     """Raise, with the reason, where the model, the batch or the devices do not allow the layout."""
     if layout.world > devices:
         raise JobError(
@@ -92,7 +92,7 @@ def check_layout(layout: Layout, facts: ModelFacts, *, devices: int, batch: int)
 
 def choose_layout(
     devices: int,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     *,
     batch: int,
     room_bytes: float,
@@ -135,7 +135,7 @@ def choose_layout(
 def replan(
     layout: Layout,
     devices: int,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     *,
     batch: int,
     room_bytes: float,
@@ -152,7 +152,7 @@ def replan(
 def replan_with_reason(
     layout: Layout,
     devices: int,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     *,
     batch: int,
     room_bytes: float,
@@ -189,7 +189,7 @@ def replan_with_reason(
     return found, _with_idle(reason, found, devices, refused)
 
 
-def _refusal(layout: Layout, facts: ModelFacts, batch: int) -> YunluError | None:
+def _refusal(layout: Layout, facts: SplitConstraints, batch: int) -> YunluError | None:
     """Why the layout cannot be, if it cannot."""
     for axis in SPLITTING:
         if layout.size_of(axis) > 1 and axis in facts.why_not:
@@ -245,7 +245,7 @@ def _option_refusal(layout: Layout) -> YunluError | None:
 
 def _search(
     devices: int,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     options: LayoutSpec,
     *,
     batch: int,
@@ -278,12 +278,12 @@ def _search(
     return tight, refused
 
 
-def fits(layout: Layout, facts: ModelFacts, room_bytes: float) -> bool:
+def fits(layout: Layout, facts: SplitConstraints, room_bytes: float) -> bool:
     """Whether one worker's part, with one sample at a time, fits its device."""
     return worker_bytes(layout, facts, _SMALLEST) <= room_bytes
 
 
-def _allowed(layout: Layout, facts: ModelFacts) -> Layout:
+def _allowed(layout: Layout, facts: SplitConstraints) -> Layout:
     """The layout without the options that the model does not allow: one stage a rank, no zero1."""
     if layout.zero1 and facts.why_not_share(layout):
         layout = layout.model_copy(update={"zero1": False})
@@ -340,7 +340,7 @@ def _options_of(layout: Layout) -> LayoutSpec:
 
 
 def _reason(
-    layout: Layout, facts: ModelFacts, *, batch: int, devices: int, room_bytes: float
+    layout: Layout, facts: SplitConstraints, *, batch: int, devices: int, room_bytes: float
 ) -> str:
     if layout.is_single:
         return "one worker holds the whole model" + _doubt(layout, facts, room_bytes)
@@ -357,14 +357,14 @@ def _reason(
     return f"{cause}: {', '.join(deeds)}" + _doubt(layout, facts, room_bytes)
 
 
-def _doubt(layout: Layout, facts: ModelFacts, room_bytes: float) -> str:
+def _doubt(layout: Layout, facts: SplitConstraints, room_bytes: float) -> str:
     if fits(layout, facts, room_bytes):
         return ""
     needed = show_bytes(worker_bytes(layout, facts, _SMALLEST))
     return f"; may not fit, a worker takes about {needed} of {show_bytes(room_bytes)}"
 
 
-def _lost_zero1(layout: Layout, facts: ModelFacts, options: LayoutSpec) -> str:
+def _lost_zero1(layout: Layout, facts: SplitConstraints, options: LayoutSpec) -> str:
     is_lost = options.zero1 and not layout.zero1 and layout.dp > 1 and layout.fsdp == 1
     return f"; without zero1, {facts.why_not_share(layout)}" if is_lost else ""
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from yunlu.core.value import Value
 from yunlu.hardware.links import Link
-from yunlu.planning.facts import ModelFacts
+from yunlu.planning.split_constraints import SplitConstraints
 from yunlu.planning.layout import Layout, parse_layout
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -94,7 +94,7 @@ class Profile(Value):
     """The figure people quote for this task."""
     metrics: tuple[str, ...]
     """Every figure an evaluation gives."""
-    facts: ModelFacts | None = None
+    facts: SplitConstraints | None = None
     """How the model can be split; None where nobody looked, and then only replicas can be had."""
     link: Link | None = None
     """What a probe found between two workers of this machine."""
@@ -156,7 +156,7 @@ class Plan(Settings):
     """How the work is split over them; ``micro_batch`` and ``accumulation`` are one replica's."""
     alone: Settings | None = None
     """What was measured on one worker: another layout is fitted from it."""
-    facts: ModelFacts | None = None
+    facts: SplitConstraints | None = None
     """How the model can be split, and what the job excludes: what a resize needs to know."""
     room_bytes: float = 0.0
     """Memory that all workers of a CPU together, or the one of a GPU, may take."""

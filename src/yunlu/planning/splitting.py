@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError, ModelError
 from yunlu.hardware.links import LOOPBACK, PCIE
-from yunlu.planning.facts import (
+from yunlu.planning.split_constraints import (
     NOBODY_LOOKED,
-    ModelFacts,
+    SplitConstraints,
     bubble,
     messages,
     moved_bytes,
-    share_of,
+    worker_share,
     state_bytes_of,
     worker_bytes,
 )
@@ -30,7 +30,7 @@ from yunlu.planning.layouts import (
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.facts import Share
+    from yunlu.planning.split_constraints import WorkerShare
     from yunlu.planning.plan import Plan, Profile, Settings
     from yunlu.spec.job import Job
 
@@ -51,8 +51,8 @@ class Split:
     reason: str
     devices: int
     """As many as were asked for."""
-    facts: ModelFacts
-    share: Share
+    facts: SplitConstraints
+    share: WorkerShare
     settings: Settings
     reasons: dict[str, str]
     """Why settings are other than those measured on one worker."""
@@ -70,9 +70,9 @@ def optimizer_state_bytes(job: Job, trainable: int) -> float:
     return state
 
 
-def facts_of(job: Job, profile: Profile) -> ModelFacts:
+def facts_of(job: Job, profile: Profile) -> SplitConstraints:
     """What was found out about the model, without the axes that the job itself excludes."""
-    facts = profile.facts or ModelFacts(
+    facts = profile.facts or SplitConstraints(
         parameters=profile.parameters,
         trainable=profile.trainable,
         state_bytes=optimizer_state_bytes(job, profile.trainable),
@@ -117,7 +117,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
         reason=reason,
         devices=devices,
         facts=facts,
-        share=share_of(layout, batch=batch, micro_batch=settings.micro_batch),
+        share=worker_share(layout, batch=batch, micro_batch=settings.micro_batch),
         settings=settings,
         reasons=reasons,
         room_bytes=room,
@@ -155,7 +155,7 @@ def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1
     settings, _ = suit_settings(
         plan.alone or plan, job, layout, facts, cores=cores, batch=batch, room_bytes=room
     )
-    share = share_of(layout, batch=plan.batch, micro_batch=settings.micro_batch)
+    share = worker_share(layout, batch=plan.batch, micro_batch=settings.micro_batch)
     changes = {
         "layout": layout,
         "accumulation": share.micros,
@@ -175,7 +175,7 @@ def _relayout(plan: Plan, job: Job, *, devices: int, nodes: int) -> tuple[Layout
     )  # fmt: skip
 
 
-def _known_facts(plan: Plan, devices: int) -> ModelFacts:
+def _known_facts(plan: Plan, devices: int) -> SplitConstraints:
     if plan.facts is None:
         raise ModelError(
             "This run was planned for one worker, and nobody looked how its model can be split.",
@@ -208,7 +208,7 @@ def suit_settings(
     settings: Settings,
     job: Job,
     layout: Layout,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     *,
     cores: int,
     batch: int,
@@ -238,7 +238,7 @@ def suit_settings(
 def _suit_micro_batch(
     wanted: int,
     layout: Layout,
-    facts: ModelFacts,
+    facts: SplitConstraints,
     *,
     batch: int,
     room_bytes: float,
@@ -254,7 +254,7 @@ def _suit_micro_batch(
         reason += f"; small, to keep all {layout.stages} stages busy"
     fitted = reason
     while micro > 1:
-        share = share_of(layout, batch=batch, micro_batch=micro)
+        share = worker_share(layout, batch=batch, micro_batch=micro)
         if worker_bytes(layout, facts, share) <= room_bytes:
             break
         micro //= 2

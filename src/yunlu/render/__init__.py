@@ -1,1 +1,1 @@
-"""What people look at: tables in the terminal, pages, figures, texts in both languages."""
+"""What people look at: pages, figures, terminal output, texts in both languages."""

@@ -19,7 +19,7 @@ from yunlu.core.value import Value
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 MAX_FRAME_BYTES = 4 << 20
 """No message comes near this; a peer that announces more is not one of ours."""
@@ -67,10 +67,10 @@ class Crew(Value):
     members: tuple[CrewMember, ...] = ()
 
 
-def read_crew(run_dir: RunDir) -> Crew | None:
+def read_crew(run: RunStore) -> Crew | None:
     """The journal; none where the run has no crew."""
     try:
-        return Crew.model_validate_json(run_dir.crew.read_bytes())
+        return Crew.model_validate_json(run.crew.read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -82,17 +82,17 @@ def count_workers(crew: Crew) -> int:
     return crew.target
 
 
-def write_crew(run_dir: RunDir, crew: Crew) -> None:
+def write_crew(run: RunStore, crew: Crew) -> None:
     """Publish the journal, readable by its owner alone: it holds the token.
 
     Not flushed to the disk: it outlives a process, and no process outlives a power cut.
     """
-    aside = run_dir.crew.with_name(f".{run_dir.crew.name}.{os.getpid()}.part")
+    aside = run.crew.with_name(f".{run.crew.name}.{os.getpid()}.part")
     aside.unlink(missing_ok=True)
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(crew.model_dump_json())
-    aside.replace(run_dir.crew)
+    aside.replace(run.crew)
 
 
 class FrameError(StoreError):

@@ -23,7 +23,7 @@ from yunlu.scheduler.queue import put_back, read_entry, scan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 PROGRAM = (sys.executable, "-m", "yunlu.scheduler.program")
 _POLL_S = 0.05
@@ -44,11 +44,11 @@ def find_service(home: Path) -> ServiceRecord | None:
         return ServiceRecord(pid=0, process_started_at=0.0, host=socket.gethostname(), began_at=0.0)
 
 
-def is_queued_again(run_dir: RunDir) -> bool:
+def is_queued_again(run: RunStore) -> bool:
     """Put a run of the pool back into its queue; false where nobody would start it from there."""
-    if read_entry(run_dir) is None:
+    if read_entry(run) is None:
         return False
-    put_back(run_dir)
+    put_back(run)
     return find_service(service.home()) is not None
 
 
@@ -109,12 +109,12 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
     if stop_jobs:
         # They keep their place in the queue: the next service goes on with them.
         leaving = Intention(kind="stop", reason="the pool went down")
-        for run_dir in scan(home):
-            notes = read_notes(run_dir)
+        for run in scan(home):
+            notes = read_notes(run)
             if notes.shares:
                 notes = notes.model_copy(update={"intention": leaving})
-                write_notes(run_dir, notes, is_intention=True)
-                service.request_stop(run_dir)
+                write_notes(run, notes, is_intention=True)
+                service.request_stop(run)
     return found is not None
 
 

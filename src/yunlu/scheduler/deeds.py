@@ -48,9 +48,9 @@ class Deeds:
         try:
             match move.kind:
                 case "start":
-                    self.hands.start(stand.run_dir, move.placement)
+                    self.hands.start(stand.run, move.placement)
                 case "resize":
-                    if not self.hands.resize(stand.run_dir, move.placement):
+                    if not self.hands.resize(stand.run, move.placement):
                         self._intend(stand, Intention(kind="stop", reason="moved", by=self.name))
                         self._ask_to_stop(stand)
                 case "stop":
@@ -82,14 +82,14 @@ class Deeds:
             return
         self._asked[stand.id] = (first, now)
         try:
-            self.hands.stop(stand.run_dir, now=is_stalled and now - first > _STALLED_S)
+            self.hands.stop(stand.run, now=is_stalled and now - first > _STALLED_S)
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"it cannot be stopped: {error}"
 
     def dismiss(self, stand: Stand, reason: str) -> None:
         """Stop a run that may not go on, until its owner says otherwise."""
         try:
-            change_entry(stand.run_dir, wish="pause")
+            change_entry(stand.run, wish="pause")
             self._ask_to_stop(stand)
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"{reason}, but it cannot be paused: {error}"
@@ -116,15 +116,15 @@ class Deeds:
             return None
         words = stand.notes.given_up
         try:
-            with launch_lock(stand.run_dir, wait=False):
-                record = read_record(stand.run_dir)
+            with launch_lock(stand.run, wait=False):
+                record = read_record(stand.run)
                 if record.state in {RunState.LOST, RunState.STOPPED}:
-                    record_worker(stand.run_dir, this_process())
+                    record_worker(stand.run, this_process())
                     record = move_state(
-                        stand.run_dir, record, RunState.PENDING, reason="looked at by the pool"
+                        stand.run, record, RunState.PENDING, reason="looked at by the pool"
                     )
                 if record.state is RunState.PENDING:
-                    move_state(stand.run_dir, record, RunState.FAILED, reason=words)
+                    move_state(stand.run, record, RunState.FAILED, reason=words)
         except (YunluError, OSError):
             return None  # tried again at the next look
         return words
@@ -132,7 +132,7 @@ class Deeds:
     def _ask_to_stop(self, stand: Stand) -> None:
         now = time.monotonic()
         self._asked[stand.id] = (self._asked.get(stand.id, (now, now))[0], now)
-        self.hands.stop(stand.run_dir)
+        self.hands.stop(stand.run)
 
     def _intend(self, stand: Stand, intention: Intention) -> None:
         notes = stand.notes.model_copy(update={"intention": intention})

@@ -17,7 +17,7 @@ from yunlu.scheduler.queue import read_entry
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.notes import Notes
     from yunlu.scheduler.queue import Entry
 
@@ -52,34 +52,34 @@ class Explanation(Value):
         return self.history[-1] if self.history else None
 
 
-def explain(home: Path, run_dir: RunDir) -> Explanation:
+def explain(home: Path, run: RunStore) -> Explanation:
     """Put together what the files say."""
-    entry = read_entry(run_dir)
+    entry = read_entry(run)
     if entry is None:
         raise StoreError(
-            f"{run_dir.id} is not in the queue: the pool decides nothing about it",
+            f"{run.id} is not in the queue: the pool decides nothing about it",
             hint="yunlu submit queues a job; yunlu ps lists every run",
         )
     journal = Journal(home)
     view = journal.read_view() or {}
     is_up = find_service(home) is not None
     runs: list[dict[str, Any]] = view.get("runs") or []
-    own = next((each for each in runs if each.get("id") == run_dir.id), None)
+    own = next((each for each in runs if each.get("id") == run.id), None)
     holders = {str(each["id"]): int(each["devices"]) for each in runs if each.get("devices")}
-    history = [told for line in journal.read_decisions(run_dir.id) if (told := _told(line))]
+    history = [told for line in journal.read_decisions(run.id) if (told := _told(line))]
     return Explanation(
-        run=run_dir.id,
-        standing=_standing(run_dir, entry, read_notes(run_dir), own, is_up=is_up),
+        run=run.id,
+        standing=_standing(run, entry, read_notes(run), own, is_up=is_up),
         holders=holders if is_up else {},
         history=tuple(history[-_FEW:]),
     )
 
 
 def _standing(
-    run_dir: RunDir, entry: Entry, notes: Notes, own: dict[str, Any] | None, *, is_up: bool
+    run: RunStore, entry: Entry, notes: Notes, own: dict[str, Any] | None, *, is_up: bool
 ) -> str:
-    state = read_record(run_dir).state
-    again = f"yunlu resume {run_dir.id} queues it again"
+    state = read_record(run).state
+    again = f"yunlu resume {run.id} queues it again"
     wait_s = notes.wait_s() - (time.time() - (notes.failed_at or 0.0))
     times = "once" if notes.failures == 1 else f"{notes.failures} times"
     cases = (

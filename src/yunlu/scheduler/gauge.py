@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.hardware.fleet import Node
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.stand import Stand
 
 LOOK_S = 5.0
@@ -78,25 +78,25 @@ class Gauge:
         sessions = _processes_by_session()
         found: dict[str, Usage] = {}
         for run_id, stand in alive.items():
-            run_dir = stand.run_dir
-            if is_elsewhere(run_dir):  # numbers of processes mean nothing on another machine
-                found[run_id] = self._hear(run_dir)
+            run = stand.run
+            if is_elsewhere(run):  # numbers of processes mean nothing on another machine
+                found[run_id] = self._hear(run)
                 continue
-            pids = {pid for session in _sessions_of(run_dir) for pid in sessions.get(session, ())}
+            pids = {pid for session in _sessions_of(run) for pid in sessions.get(session, ())}
             cores, memory_bytes = self._meter.measure(run_id, pids)
             found[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
         self._meter.keep(alive)
         self._heard = {key: seen for key, seen in self._heard.items() if key[0] in alive}
         return found
 
-    def _hear(self, run_dir: RunDir) -> Usage:
+    def _hear(self, run: RunStore) -> Usage:
         """What its leases say of themselves; each on its own machine, by its own clock."""
-        record = read_record(run_dir)
+        record = read_record(run)
         names = [lease.name for lease in record.wanted] if record is not None else []
         cores: float | None = None
         memory_bytes, now = 0.0, time.monotonic()
-        for lease, use in read_uses(run_dir, names):
-            key = (run_dir.id, lease)
+        for lease, use in read_uses(run, names):
+            key = (run.id, lease)
             told_at, since = self._heard.get(key, (math.nan, now))
             if told_at != use.at:
                 since = now
@@ -143,9 +143,9 @@ def _processes_by_session() -> dict[int, list[int]]:
     return sessions
 
 
-def _sessions_of(run_dir: RunDir) -> set[int]:
+def _sessions_of(run: RunStore) -> set[int]:
     """A crew keeps to the session of its first supervisor, also when another one takes over."""
-    worker, crew = recorded_worker(run_dir), read_crew(run_dir)
+    worker, crew = recorded_worker(run), read_crew(run)
     pids = {worker.pid} if worker is not None and worker.detached else set[int]()
     pids |= {member.pid for member in crew.members} if crew is not None else set()
     sessions: set[int] = set()

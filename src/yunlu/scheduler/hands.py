@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from yunlu.executors.executor import Executor, RunStatus
     from yunlu.hardware.fleet import Node, Placement
     from yunlu.jobs.run import RunRecord
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.notes import Shares
 
 
@@ -43,23 +43,23 @@ class Hands(Protocol):
         """The machines that are there now."""
         ...
 
-    def look(self, run_dir: RunDir) -> Sight:
+    def look(self, run: RunStore) -> Sight:
         """How a run stands now."""
         ...
 
-    def start(self, run_dir: RunDir, placement: Placement) -> None:
+    def start(self, run: RunStore, placement: Placement) -> None:
         """Start a run that waits, or go on with one that rests."""
         ...
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+    def resize(self, run: RunStore, placement: Placement) -> bool:
         """Ask a run to go on with other devices; False where only a restart can do it."""
         ...
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """Ask a run to save and stop, or end it at once; does not wait."""
         ...
 
-    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+    def find_strays(self, run_dirs: Sequence[RunStore]) -> None:
         """Write down who works on these runs, where whoever started them had no time to."""
         ...
 
@@ -90,18 +90,18 @@ class ExecutorHands:
         lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
         return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in found)
 
-    def look(self, run_dir: RunDir) -> Sight:
+    def look(self, run: RunStore) -> Sight:
         """How a run stands, by its own log and what its executor sees of it."""
-        before = self._records.get(run_dir.id) or new_record(run_dir)
+        before = self._records.get(run.id) or new_record(run)
         if before is None:
-            raise StoreError(f"{run_dir.path} is not a run: its job.json is missing or torn")
-        record = settle(run_dir, before)
-        self._records[run_dir.id] = record
-        life = self._find_life(run_dir)
+            raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+        record = settle(run, before)
+        self._records[run.id] = record
+        life = self._find_life(run)
         is_alive = life.is_alive
-        recorded = recorded_worker(run_dir)
+        recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
-        usable, is_ready = _crew_of(run_dir) if is_alive else (None, False)
+        usable, is_ready = _crew_of(run) if is_alive else (None, False)
         return Sight(
             state=record.state,
             is_alive=is_alive,
@@ -117,31 +117,31 @@ class ExecutorHands:
             step=record.step or 0,
             steps=record.steps,
             error=record.error,
-            error_code=self._error_code(run_dir, record),
+            error_code=self._error_code(run, record),
         )
 
-    def start(self, run_dir: RunDir, placement: Placement) -> None:
+    def start(self, run: RunStore, placement: Placement) -> None:
         """Elastic runs start under a supervisor, even on one device: only so can they grow."""
-        if service.read_record(run_dir).state is RunState.PENDING:
-            service.start(run_dir, on=self.executor, placement=placement)
+        if service.read_record(run).state is RunState.PENDING:
+            service.start(run, on=self.executor, placement=placement)
         else:
-            service.resume(run_dir, on=self.executor, placement=placement)
+            service.resume(run, on=self.executor, placement=placement)
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+    def resize(self, run: RunStore, placement: Placement) -> bool:
         """Through its executor; no step is lost."""
-        resized = service.place(run_dir, placement)
+        resized = service.place(run, placement)
         if resized.how == "later":
             raise NotNowError(resized.text)
         return resized.how == "live"
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """Through the run's own verbs."""
-        record = service.request_stop(run_dir, now=now)
-        if record.state.can_resume and is_elsewhere(run_dir):
+        record = service.request_stop(run, now=now)
+        if record.state.can_resume and is_elsewhere(run):
             # It rests, and its cluster would start it again: a lease that was preempted is queued there.
-            self.executor.stop(run_dir, now=now)
+            self.executor.stop(run, now=now)
 
-    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
+    def find_strays(self, run_dirs: Sequence[RunStore]) -> None:
         """A process of this machine whose starter died before it could write it down.
 
         What a cluster was asked for it knows itself, by name.
@@ -168,20 +168,20 @@ class ExecutorHands:
                     ),
                 )
 
-    def _find_life(self, run_dir: RunDir) -> _Life:
-        if read_leases(run_dir) is None:  # never with an executor, or started by hand
-            worker = recorded_worker(run_dir)
+    def _find_life(self, run: RunStore) -> _Life:
+        if read_leases(run) is None:  # never with an executor, or started by hand
+            worker = recorded_worker(run)
             by_hand = worker is not None and worker.detached and worker.is_alive()
-            if not by_hand and worker_lock_is_free(run_dir):
+            if not by_hand and worker_lock_is_free(run):
                 return _Life(is_alive=False)
-            crew = read_crew(run_dir)
+            crew = read_crew(run)
             return _Life(is_alive=True, devices=crew.target if crew is not None else 1)
-        status = self.executor.status(run_dir)
-        lost = self._note_losses(run_dir, status)
+        status = self.executor.status(run)
+        lost = self._note_losses(run, status)
         if not status.is_alive:
             return _Life(is_alive=False, lost_nodes=lost)
         # Who was sent away takes a device until the next step's end; who is to come, already.
-        if is_elsewhere(run_dir):
+        if is_elsewhere(run):
             shares = _taken(status)
             return _Life(
                 is_alive=True,
@@ -197,7 +197,7 @@ class ExecutorHands:
             is_settled=status.workers == held == status.wanted.devices,
         )
 
-    def _note_losses(self, run_dir: RunDir, status: RunStatus) -> tuple[str, ...]:
+    def _note_losses(self, run: RunStore, status: RunStatus) -> tuple[str, ...]:
         """Machines that were lost under the run a moment ago."""
         lost = {
             each.lease.name: each.node or each.lease.node
@@ -206,18 +206,18 @@ class ExecutorHands:
         }
         now, recent = time.monotonic(), list[str]()
         for lease, node in lost.items():
-            _, at = self._lost.setdefault((run_dir.id, lease), (node, now))
+            _, at = self._lost.setdefault((run.id, lease), (node, now))
             recent += [node] * (now - at < _DISTRUST_S)
         return tuple(recent)
 
-    def _error_code(self, run_dir: RunDir, record: RunRecord) -> str | None:
+    def _error_code(self, run: RunStore, record: RunRecord) -> str | None:
         if record.state is not RunState.FAILED:
             return None
-        known = self._codes.get(run_dir.id)
+        known = self._codes.get(run.id)
         if known is None or known[0] != record.offset:
-            error = error_of(event for event, _ in run_dir.read_events())
+            error = error_of(event for event, _ in run.read_events())
             known = (record.offset, error.code if error is not None else None)
-            self._codes[run_dir.id] = known
+            self._codes[run.id] = known
         return known[1]
 
 
@@ -249,11 +249,11 @@ def _is_settled(status: RunStatus) -> bool:
     return all(each.state in steady for each in status.leases)
 
 
-def _crew_of(run_dir: RunDir) -> tuple[int | None, bool]:
+def _crew_of(run: RunStore) -> tuple[int | None, bool]:
     """The most workers it can use, and whether it can be asked for another number."""
-    if run_dir.servers.is_dir():
+    if run.servers.is_dir():
         return None, True
-    crew = read_crew(run_dir)
+    crew = read_crew(run)
     if crew is None or not crew.layouts:
         return None, False
     return max(crew.layouts), crew.generation > 0

@@ -13,7 +13,8 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler.notes import Seen
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import Event, RunDir
+    from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 _RECENT = 50
 _WARM_UP = 2
@@ -33,8 +34,8 @@ class _Group:
 class Course:
     """One run, watched."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run: RunStore) -> None:
+        self.run = run
         self.base_batch: int | None = None
         """What its learning rate is meant for: a useful sample is one of it."""
         self.batch: int | None = None
@@ -58,10 +59,10 @@ class Course:
     def take(self) -> bool:
         """Read what was written since the last time; whether anything was."""
         before = (self._events, self._metrics)
-        for event, after in self.run_dir.read_events(offset=self._events):
+        for event, after in self.run.read_events(offset=self._events):
             self._events = after
             self._take_event(event)
-        for record, after in self.run_dir.read_metrics(offset=self._metrics):
+        for record, after in self.run.read_metrics(offset=self._metrics):
             self._metrics = after
             if isinstance(record, dict):  # pyright: ignore[reportUnnecessaryIsInstance] (a torn log)
                 self._take_metric(record)

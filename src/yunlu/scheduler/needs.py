@@ -35,11 +35,11 @@ def find_needs(job: Job, *, least: int | None = None, most: int | None = None) -
 
     A job that names its devices or its whole layout is rigid, unless bounds are given.
     """
-    from yunlu.planning.conflicts import find_clashes  # noqa: PLC0415 (slow to import)
+    from yunlu.planning.conflicts import find_conflicts  # noqa: PLC0415 (slow to import)
 
     multiple = _cut_ways(job)
     fixed = _fixed_devices(job)
-    clash = next((clash for clash in find_clashes(job) if "dp" in clash.axes), None)
+    clash = next((clash for clash in find_conflicts(job) if "dp" in clash.axes), None)
     if clash is not None:
         if (least or 1) > 1 or (most or 1) > 1:
             raise JobError(

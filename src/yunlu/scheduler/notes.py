@@ -19,7 +19,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.queue import Entry
     from yunlu.scheduler.sight import Sight
 
@@ -102,17 +102,17 @@ class Notes(Value):
         return 0 <= now - self.failed_at < self.wait_s()
 
 
-def read_notes(run_dir: RunDir) -> Notes:
+def read_notes(run: RunStore) -> Notes:
     """The notes; empty ones where there are none, or none that can be read: they can be rebuilt."""
     try:
-        return Notes.model_validate_json((run_dir.path / NOTES).read_bytes())
+        return Notes.model_validate_json((run.path / NOTES).read_bytes())
     except (OSError, ValidationError):
         return Notes()
 
 
-def write_notes(run_dir: RunDir, notes: Notes, *, is_intention: bool = False) -> None:
+def write_notes(run: RunStore, notes: Notes, *, is_intention: bool = False) -> None:
     """Publish the notes; an intention is on the disk before anything is done about it."""
-    path = run_dir.path / NOTES
+    path = run.path / NOTES
     text = notes.model_dump_json()
     if is_intention:
         write_atomically(path, text)

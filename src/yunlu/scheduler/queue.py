@@ -24,7 +24,7 @@ from yunlu.executors.worker_process import (
     recorded_worker,
 )
 from yunlu.jobs import service
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.states import RunState
 from yunlu.scheduler.needs import Needs, find_needs
 from yunlu.spec.goal import read_span_s
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 QUEUE = "queue.json"
@@ -91,11 +92,11 @@ def read_asked(*, deadline: str | None = None, **told: Any) -> Asked:
     return Asked(deadline_s=deadline_s, **told)
 
 
-def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None) -> RunDir:
+def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None) -> RunStore:
     """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
     asked = asked or Asked()
     needs = find_needs(job, least=asked.min_devices, most=asked.max_devices)
-    run_dir = service.submit(job, source=source)
+    run = service.submit(job, source=source)
     now = time.time()
     deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
     entry = Entry(
@@ -110,54 +111,54 @@ def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None)
         signature=sign(job),
     )
     try:
-        with launch_lock(run_dir, wait=True):
-            _write(run_dir, entry)
+        with launch_lock(run, wait=True):
+            _write(run, entry)
             # From here on nobody's death is the run's: it waits for a pool, not for this process.
-            record_worker(run_dir, _NOBODY)
+            record_worker(run, _NOBODY)
     except OSError as error:
-        raise StoreError(f"{run_dir.id} cannot be queued: {error}") from error
-    return run_dir
+        raise StoreError(f"{run.id} cannot be queued: {error}") from error
+    return run
 
 
-def read_entry(run_dir: RunDir) -> Entry | None:
+def read_entry(run: RunStore) -> Entry | None:
     """What is wanted of the run; none where it is not in the queue."""
     try:
-        return Entry.model_validate_json((run_dir.path / QUEUE).read_bytes())
+        return Entry.model_validate_json((run.path / QUEUE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{run_dir.path / QUEUE} cannot be read: {first}",
+            f"{run.path / QUEUE} cannot be read: {first}",
             hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
         ) from error
 
 
-def change_entry(run_dir: RunDir, **changes: Any) -> Entry:
+def change_entry(run: RunStore, **changes: Any) -> Entry:
     """Want something else of a queued run."""
     try:
-        with launch_lock(run_dir, wait=True):
-            entry = read_entry(run_dir)
+        with launch_lock(run, wait=True):
+            entry = read_entry(run)
             if entry is None:
                 raise StoreError(
-                    f"{run_dir.id} is not in the queue",
+                    f"{run.id} is not in the queue",
                     hint="yunlu submit puts a job there; yunlu stop and resume work on any run",
                 )
             entry = entry.model_copy(update=changes)
-            _write(run_dir, entry)
+            _write(run, entry)
             return entry
     except OSError as error:
-        raise StoreError(f"{run_dir.id} cannot be changed: {error}") from error
+        raise StoreError(f"{run.id} cannot be changed: {error}") from error
 
 
-def set_priority(run_dir: RunDir, priority: int) -> Entry:
+def set_priority(run: RunStore, priority: int) -> Entry:
     """Let a run go before others, or after them."""
     _check_priority(priority)
-    return change_entry(run_dir, priority=priority)
+    return change_entry(run, priority=priority)
 
 
 def change_terms(
-    run_dir: RunDir,
+    run: RunStore,
     *,
     priority: int | None = None,
     deadline: str | None = None,
@@ -168,7 +169,7 @@ def change_terms(
     """Change what was asked for a queued run; what is not said stays as it is.
 
     Args:
-        run_dir: The run.
+        run: The run.
         priority: Higher goes first.
         deadline: A span from now, such as ``36h``; ``none`` takes it away.
         budget: Dollars, what is spent already included; ``none`` takes it away.
@@ -184,42 +185,42 @@ def change_terms(
         changes["budget_dollars"] = None if budget == _NONE else _read_dollars(budget)
     if min_devices is not None or max_devices is not None:
         read_asked(min_devices=min_devices, max_devices=max_devices)
-        before = read_entry(run_dir)
+        before = read_entry(run)
         least = min_devices if min_devices is not None or before is None else before.needs.least
         most = max_devices if max_devices is not None or before is None else before.needs.most
-        changes["needs"] = find_needs(_job_of(run_dir), least=least, most=most)
-    return change_entry(run_dir, **changes)
+        changes["needs"] = find_needs(_job_of(run), least=least, most=most)
+    return change_entry(run, **changes)
 
 
-def pause(run_dir: RunDir) -> Entry:
+def pause(run: RunStore) -> Entry:
     """Save and stop a run, and keep its place in the queue for later."""
-    _refuse_over(run_dir)
-    entry = change_entry(run_dir, wish="pause")
-    service.request_stop(run_dir)
+    _refuse_over(run)
+    entry = change_entry(run, wish="pause")
+    service.request_stop(run)
     return entry
 
 
-def withdraw(run_dir: RunDir) -> None:
+def withdraw(run: RunStore) -> None:
     """Take a run out of the queue, if it is in it. Whoever stops a run says so first."""
-    if (run_dir.path / QUEUE).exists() and not _is_finished(run_dir):
+    if (run.path / QUEUE).exists() and not _is_finished(run):
         with suppress(StoreError):  # a run whose entry cannot be read, the pool leaves alone
-            change_entry(run_dir, wish="stop")
+            change_entry(run, wish="stop")
 
 
-def put_back(run_dir: RunDir) -> Entry:
+def put_back(run: RunStore) -> Entry:
     """Queue a run again that was paused, stopped or given up."""
-    _refuse_over(run_dir)
-    entry = read_entry(run_dir)
-    entry = change_entry(run_dir, wish="run", ticket=entry.ticket + 1 if entry else 1)
-    _hand_over(run_dir)
+    _refuse_over(run)
+    entry = read_entry(run)
+    entry = change_entry(run, wish="run", ticket=entry.ticket + 1 if entry else 1)
+    _hand_over(run)
     return entry
 
 
-def scan(home: Path) -> Iterator[RunDir]:
+def scan(home: Path) -> Iterator[RunStore]:
     """Every run of this home that was ever queued."""
     for path in home.glob(f"*/{QUEUE}"):
         if not path.parent.name.startswith("."):
-            yield RunDir(path.parent)
+            yield open_run(path.parent)
 
 
 def sign(job: Job) -> str:
@@ -240,10 +241,10 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _job_of(run_dir: RunDir) -> Job:
+def _job_of(run: RunStore) -> Job:
     from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
 
-    return Job.model_validate_json(run_dir.job.read_bytes())
+    return Job.model_validate_json(run.job.read_bytes())
 
 
 def _read_dollars(text: str) -> float:
@@ -256,28 +257,28 @@ def _read_dollars(text: str) -> float:
     return dollars
 
 
-def _hand_over(run_dir: RunDir) -> None:
+def _hand_over(run: RunStore) -> None:
     """A pending run whose keeper is gone waits for the pool."""
-    with launch_lock(run_dir, wait=True):
-        worker = recorded_worker(run_dir)
+    with launch_lock(run, wait=True):
+        worker = recorded_worker(run)
         if worker is not None and not worker.detached:
-            record_worker(run_dir, _NOBODY)
+            record_worker(run, _NOBODY)
 
 
-def _is_finished(run_dir: RunDir) -> bool:
-    return service.read_record(run_dir).state is RunState.FINISHED
+def _is_finished(run: RunStore) -> bool:
+    return service.read_record(run).state is RunState.FINISHED
 
 
-def _refuse_over(run_dir: RunDir) -> None:
-    if _is_finished(run_dir):
+def _refuse_over(run: RunStore) -> None:
+    if _is_finished(run):
         raise StoreError(
-            f"{run_dir.id} is finished: there is nothing left to do",
-            hint=f"its model is in {run_dir.model}",
+            f"{run.id} is finished: there is nothing left to do",
+            hint=f"its model is in {run.model}",
         )
 
 
-def _write(run_dir: RunDir, entry: Entry) -> None:
-    write_atomically(run_dir.path / QUEUE, entry.model_dump_json(indent=2))
+def _write(run: RunStore, entry: Entry) -> None:
+    write_atomically(run.path / QUEUE, entry.model_dump_json(indent=2))
 
 
 def _deadline_s(job: Job) -> float | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.clock import SteadyClock
     from yunlu.scheduler.hands import Hands
     from yunlu.scheduler.notes import Notes
@@ -42,7 +42,7 @@ class Register:
         Args:
             types: Machines that are there, and the type of their devices.
         """
-        found = {run_dir.id: run_dir for run_dir in scan(self.home)}
+        found = {run.id: run for run in scan(self.home)}
         for run_id in [run_id for run_id in self.stands if run_id not in found]:
             # Its directory is gone. What still runs of it we cannot know; nothing is given away.
             if not self.stands[run_id].notes.claims:
@@ -52,8 +52,8 @@ class Register:
             self._has_looked = True
             starting = [d for d in fresh if _was_starting(read_notes(d))]
             self.hands.find_strays(starting)
-        for run_dir in fresh:
-            self._look(run_dir, types)
+        for run in fresh:
+            self._look(run, types)
 
     def ordered(self) -> list[Stand]:
         """In the order in which they are served: by priority, then as they came."""
@@ -64,7 +64,7 @@ class Register:
     def put(self, stand: Stand, notes: Notes, *, is_intention: bool = False) -> None:
         """Change the notes on a run; an intention that cannot be written must not be acted on."""
         if is_intention:
-            write_notes(stand.run_dir, notes, is_intention=True)
+            write_notes(stand.run, notes, is_intention=True)
             self._unkept.discard(stand.id)
         else:
             self._keep(stand, notes)
@@ -102,27 +102,27 @@ class Register:
             del self.stands[stand.id]
         return [stand.id for stand in over]
 
-    def _look(self, run_dir: RunDir, types: Mapping[str, str]) -> None:
-        self._over.pop(run_dir.id, None)
-        before = self.stands.get(run_dir.id)
-        notes = before.notes if before is not None else read_notes(run_dir)
-        course = before.course if before is not None else Course(run_dir)
-        now, age = self.clock.now(), _age(run_dir)
+    def _look(self, run: RunStore, types: Mapping[str, str]) -> None:
+        self._over.pop(run.id, None)
+        before = self.stands.get(run.id)
+        notes = before.notes if before is not None else read_notes(run)
+        course = before.course if before is not None else Course(run)
+        now, age = self.clock.now(), _age(run)
         try:
-            entry = read_entry(run_dir)
+            entry = read_entry(run)
             if entry is None:  # withdrawn by hand between two looks
                 return
-            sight = self.hands.look(run_dir)
+            sight = self.hands.look(run)
             course.take()
         except (YunluError, OSError, ValueError) as error:
-            self._hold(run_dir, notes, course, before, str(error))
+            self._hold(run, notes, course, before, str(error))
             return
         after = resolve(entry, notes, sight, now=now, nodes=types.keys(), service=self.name)
         if sight.is_alive and (seen := course.seen(_type_of(after, types))):
             after = after.model_copy(update={"seen": seen})
         phase = find_phase(entry, after, sight, now=now)
         stand = Stand(
-            run_dir=run_dir,
+            run=run,
             entry=entry,
             notes=after,
             sight=sight,
@@ -130,26 +130,26 @@ class Register:
             phase=phase,
             age=age,
         )
-        self.stands[run_dir.id] = stand
-        self.troubles.pop(run_dir.id, None)
+        self.stands[run.id] = stand
+        self.troubles.pop(run.id, None)
         if _gist(after) != _gist(notes):
             self._keep(stand, after)
         elif after != notes:
-            self._unkept.add(run_dir.id)
-        elif run_dir.id in self._unkept and phase.is_over:
+            self._unkept.add(run.id)
+        elif run.id in self._unkept and phase.is_over:
             self._keep(stand, after)
 
     def _hold(
-        self, run_dir: RunDir, notes: Notes, course: Course, before: Stand | None, problem: str
+        self, run: RunStore, notes: Notes, course: Course, before: Stand | None, problem: str
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
-        self.troubles[run_dir.id] = problem
+        self.troubles[run.id] = problem
         if before is not None:
             before.problem, before.phase = problem, Phase.TROUBLED
             return
         devices = max(notes.placement.devices, 1)
-        self.stands[run_dir.id] = Stand(
-            run_dir=run_dir,
+        self.stands[run.id] = Stand(
+            run=run,
             entry=Entry(
                 submitted_at=self.clock.now(),
                 needs=Needs(least=devices, most=devices, asked=devices),
@@ -163,7 +163,7 @@ class Register:
 
     def _keep(self, stand: Stand, notes: Notes) -> None:
         try:
-            write_notes(stand.run_dir, notes)
+            write_notes(stand.run, notes)
             self._unkept.discard(stand.id)
         except (
             OSError
@@ -187,10 +187,10 @@ def _type_of(notes: Notes, types: Mapping[str, str]) -> str:
     return types.get(names[0], "device") if names else "device"
 
 
-def _age(run_dir: RunDir) -> tuple[int, ...]:
+def _age(run: RunStore) -> tuple[int, ...]:
     """Changes when anybody writes what would wake the run."""
     ages: list[int] = []
-    for path in (run_dir.path / QUEUE, run_dir.events):
+    for path in (run.path / QUEUE, run.events):
         try:
             found = path.stat()
             ages += [found.st_mtime_ns, found.st_size]

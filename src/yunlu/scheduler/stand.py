@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.clock import SteadyClock
     from yunlu.scheduler.journal import PoolSettings
     from yunlu.scheduler.monitor import Course
@@ -51,7 +51,7 @@ class Phase(StrEnum):
 class Stand:
     """All that is known of one run."""
 
-    run_dir: RunDir
+    run: RunStore
     entry: Entry
     notes: Notes
     sight: Sight
@@ -65,7 +65,7 @@ class Stand:
     @property
     def id(self) -> str:
         """The run's."""
-        return self.run_dir.id
+        return self.run.id
 
     @property
     def is_free(self) -> bool:

@@ -164,7 +164,7 @@ class Steward:
         for run_id, words in self._gauge.look(alive, self.nodes).items():
             self._tell(run_id, "lies", words)
             with suppress(OSError):
-                alive[run_id].run_dir.warn(f"the pool: {words}")
+                alive[run_id].run.warn(f"the pool: {words}")
 
     # Decide.
 

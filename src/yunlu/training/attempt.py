@@ -13,13 +13,13 @@ import psutil
 
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.memory.shortage import is_out_of_memory
 from yunlu.training.callbacks import StopRequest
+from yunlu.training.memory.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.runs.states import RunState
 
 
@@ -27,19 +27,19 @@ class RunBusyError(StoreError):
     """Another worker holds the run."""
 
 
-def move(directory: RunDir, state: RunState, **data: Any) -> RunState:
+def move(directory: RunStore, state: RunState, **data: Any) -> RunState:
     """Say where the run stands now."""
     directory.emit(EventKind.STATE, state=state, **data)
     return state
 
 
-def newest_life(directory: RunDir) -> tuple[int, float]:
+def newest_life(directory: RunStore) -> tuple[int, float]:
     """The number of the life that the run is in, and when it began."""
     lives = [event for event, _ in directory.read_events() if event.kind is EventKind.LIFE]
     return len(lives), lives[-1].data["began_at"]
 
 
-def begin_life(directory: RunDir, *, began_at: float | None = None) -> tuple[int, float]:
+def begin_life(directory: RunStore, *, began_at: float | None = None) -> tuple[int, float]:
     """Tell who lives, and since when; the process's own start tells it from a later namesake.
 
     ``began_at`` is given where the run is younger than the process.
@@ -58,7 +58,7 @@ def begin_life(directory: RunDir, *, began_at: float | None = None) -> tuple[int
 
 
 @contextmanager
-def only_worker(directory: RunDir, *, held: int | None = None) -> Generator[int]:
+def only_worker(directory: RunStore, *, held: int | None = None) -> Generator[int]:
     """Hold the run's lock, and give it: two workers on one run would destroy each other's work.
 
     ``held`` is the lock itself, where this process had it as another program.

@@ -19,14 +19,14 @@ from yunlu.training.metric_log import MetricLog
 from yunlu.training.trial_control import Ruling, open_gate
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.checkpoint.crew import Crew
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.checkpoint.files import Entry
     from yunlu.training.checkpoint.reader import FileReader
-    from yunlu.training.communication.step_sync import Ask
+    from yunlu.training.checkpoint.save_group import Crew
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
-    from yunlu.training.trackers.open import TrackerThread
+    from yunlu.training.trackers.registry import TrackerThread
 
 
 class StopRequest:
@@ -91,7 +91,7 @@ class TrainingWatch:
     def __init__(
         self,
         engine: Engine,
-        run: RunDir,
+        run: RunStore,
         *,
         trackers: TrackerThread,
         stop: StopRequest,
@@ -178,7 +178,7 @@ class TrainingWatch:
         except (OSError, ValueError):
             return None
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         """A worker alone asks nobody."""
         return ""
 

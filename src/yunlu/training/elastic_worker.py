@@ -22,16 +22,18 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
-from yunlu.training.checkpoint.crew import Crew
-from yunlu.training.copies import Copy, Keeper, describe, make_blank
-from yunlu.training.crew_watch import CrewLog, CrewWatch
+from yunlu.training.checkpoint.save_group import Crew
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finalize import finish
-from yunlu.training.memory.shortage import cap_of_worker, is_out_of_memory, memory_capped, smaller
-from yunlu.training.parallel.arrangement import blank_like
-from yunlu.training.parallel.boxes import join_groups
-from yunlu.training.parallel.exchange import (
+from yunlu.training.memory.out_of_memory import (
+    cap_of_worker,
+    is_out_of_memory,
+    memory_capped,
+    smaller,
+)
+from yunlu.training.parallel.parallel_model import blank_like
+from yunlu.training.parallel.redistribute import (
     Uncovered,
     broadcast_json,
     exchange,
@@ -39,9 +41,12 @@ from yunlu.training.parallel.exchange import (
     gather_specs,
     least_of_all,
 )
+from yunlu.training.parallel.tensor_slices import join_groups
+from yunlu.training.peer_replicas import PeerReplicas, StateReplica, describe, make_blank
 from yunlu.training.prepare import build_model
 from yunlu.training.probe import probe_machine
-from yunlu.training.trackers.open import TrackerThread, open_trackers
+from yunlu.training.trackers.registry import TrackerThread, open_trackers
+from yunlu.training.worker_group_callbacks import WorkerGroupCallbacks, WorkerGroupLog
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,15 +54,15 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
     from yunlu.planning.layout import Layout
     from yunlu.spec.job import Job
-    from yunlu.training.elastic.worker_agent import Member
-    from yunlu.training.elastic.messages import Assignment, Seat
-    from yunlu.training.parallel.boxes import Piece
+    from yunlu.training.elastic.messages import Assignment, RankAssignment
+    from yunlu.training.elastic.worker_agent import WorkerAgent
+    from yunlu.training.parallel.tensor_slices import Piece
     from yunlu.training.parallel.world import World
     from yunlu.training.training_inputs import Parts
 
 
 @dataclass(frozen=True)
-class Loaded:
+class NodeInputs:
     """What all workers of a node share."""
 
     job: Job
@@ -66,24 +71,24 @@ class Loaded:
     """The model's build without its weights: to cut a model up changes it for good."""
 
 
-class Worker:
+class ElasticWorker:
     """What one process keeps from generation to generation."""
 
-    def __init__(self, member: Member, loaded: Loaded) -> None:
+    def __init__(self, member: WorkerAgent, loaded: NodeInputs) -> None:
         self._member, self._loaded = member, loaded
-        self._run = member.run_dir
+        self._run = member.run
         self._plan: Plan | None = None
         self._model: nn.Module | None = loaded.parts.model
         """As it was built; none once it was cut up."""
         self._engine: Engine | None = None
-        self._watch: CrewWatch | None = None
-        self._keeper: Keeper | None = None
-        self._seats: tuple[Seat, ...] = ()
+        self._watch: WorkerGroupCallbacks | None = None
+        self._keeper: PeerReplicas | None = None
+        self._seats: tuple[RankAssignment, ...] = ()
         self._machine: Machine | None = None
         self._given: list[Piece] = []
         self._given_numbers: dict[str, Any] | None = None
         """What those who left gave away."""
-        self._log: CrewLog | None = None
+        self._log: WorkerGroupLog | None = None
         self._trackers = TrackerThread([], warn=self._run.warn)
         self._is_tracking = False
         self._most_samples: int | None = None
@@ -195,7 +200,7 @@ class Worker:
         here = sum(seat.host == socket.gethostname() for seat in self._seats) or 1
         return cap_of_worker(self._loaded.job, self._machine, engine.device, workers=here)
 
-    def _wait_for_save(self, watch: CrewWatch) -> None:
+    def _wait_for_save(self, watch: WorkerGroupCallbacks) -> None:
         # The next generation saves elsewhere: what is half written here would be lost.
         self._member.beat(phase="checkpoint")
         watch.checkpoints.wait()
@@ -241,7 +246,7 @@ class Worker:
         if world.is_leader:
             self._speak(assignment, resumed_from)
         self._given, self._given_numbers = [], None
-        self._keeper = Keeper(engine, world, assignment.generation, before=self._copies())
+        self._keeper = PeerReplicas(engine, world, assignment.generation, before=self._copies())
         self._keep(0.0)
 
     def _speak(self, assignment: Assignment, resumed_from: int | None) -> None:
@@ -280,7 +285,7 @@ class Worker:
     def _fetch(
         self,
         engine: Engine,
-        watch: CrewWatch,
+        watch: WorkerGroupCallbacks,
         held: list[Piece],
         numbers: dict[str, Any] | None,
         step: int,
@@ -333,10 +338,12 @@ class Worker:
         engine.keeps_ledger = True
         return engine
 
-    def _make_watch(self, engine: Engine, world: World, assignment: Assignment) -> CrewWatch:
+    def _make_watch(
+        self, engine: Engine, world: World, assignment: Assignment
+    ) -> WorkerGroupCallbacks:
         if self._log is None:
             self._life = sum(event.kind is EventKind.LIFE for event, _ in self._run.read_events())
-            self._log = CrewLog(
+            self._log = WorkerGroupLog(
                 self._run,
                 device=engine.device,
                 life=self._life,
@@ -347,7 +354,7 @@ class Worker:
             size=world.layout.world,
             token=f"{self._life}-{assignment.generation}",
         )
-        watch = CrewWatch(
+        watch = WorkerGroupCallbacks(
             engine,
             self._run,
             member=self._member,
@@ -371,7 +378,7 @@ class Worker:
             self._plan = Plan.model_validate_json(self._run.plan.read_bytes())
         return self._plan
 
-    def _copies(self) -> list[Copy]:
+    def _copies(self) -> list[StateReplica]:
         return [] if self._keeper is None else self._keeper.copies
 
     def _forget_after(self, step: int) -> None:

@@ -15,6 +15,17 @@ from torch import Tensor, nn
 from yunlu.core.errors import DataError
 from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind
+from yunlu.training.batch_schedule import Course
+from yunlu.training.clipping import Clipper, measure_norm, measure_square
+from yunlu.training.communication.engine_communication import EngineCommunication
+from yunlu.training.compiler import (
+    compile_model,
+    compiled_call,
+    set_compiled_call,
+    xla_device,
+)
+from yunlu.training.data.batches import Share, step_batches
+from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_builders import (
     arrange,
     level,
@@ -22,31 +33,20 @@ from yunlu.training.engine_builders import (
     make_optimizer,
     seed_step,
 )
-from yunlu.training.clipping import Clipper, measure_norm, measure_square
-from yunlu.training.communication.engine_communication import Company
-from yunlu.training.compiler import (
-    compile_model,
-    compiled_call,
-    set_compiled_call,
-    xla_device,
-)
-from yunlu.training.batch_schedule import Course
-from yunlu.training.data.batches import Share, step_batches
-from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_state import EngineState
+from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.guard import Guard, Verdict
-from yunlu.training.memory.recompute import apply_recompute
-from yunlu.training.memory.shortage import (
+from yunlu.training.memory.out_of_memory import (
     StepStart,
     free_memory,
     is_out_of_memory,
     let_go,
     smaller,
 )
-from yunlu.training.gradient_noise import NoiseScale
-from yunlu.training.optim.frozen import hold_moments
-from yunlu.training.optim.schedule import Plateau
-from yunlu.training.parallel.boxes import find_aliases
+from yunlu.training.memory.recompute import apply_recompute
+from yunlu.training.optim.frozen_adam import hold_moments
+from yunlu.training.optim.plateau import Plateau
+from yunlu.training.parallel.tensor_slices import find_aliases
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
 from yunlu.training.tasks.task import collate_for
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.communication.step_sync import Agreed, Ask
-    from yunlu.training.data.growth import RunOrder
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.communication.step_sync import StepRequest, StepTotals
+    from yunlu.training.data.batch_phases import RunOrder
     from yunlu.training.tasks.task import Batch
+    from yunlu.training.training_inputs import Parts
 
 
 _ADAPTING_STEPS = 20
@@ -94,7 +94,7 @@ class Engine:
         self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
         samples, replicas = len(parts.splits.train), self.world.layout.replicas
         self.course = Course(job, plan, self.lengths, samples=samples, replicas=replicas)
-        self.company = Company(job, plan, self.model, self.course, tell)
+        self.company = EngineCommunication(job, plan, self.model, self.course, tell)
         self.company.join(self.world, self.steps_done)
         self.arranged = arrange(self.model, self.world, self.company.communicator)
         self.weights = self.arranged.leaves
@@ -139,7 +139,7 @@ class Engine:
             digests=self.keeps_ledger,
         )
 
-    def agree(self, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
+    def agree(self, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
         """What the step holds over all workers, and whether one of them asks for an end."""
         self.note_waiting()
         agreed, is_new = self.company.agree(micros, ask, self.steps_done)

@@ -10,11 +10,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from yunlu.planning.large_batch import phases_of
 from yunlu.training.compiler import run_xla_steps
-from yunlu.training.data.growth import GrowingOrder
-from yunlu.training.data.order import make_order
-from yunlu.training.memory.release import ReleasingOptimizer, release_gradients
+from yunlu.training.data.batch_phases import GrowingOrder
+from yunlu.training.data.sample_order import make_order
+from yunlu.training.memory.gradient_release import ReleasingOptimizer, release_gradients
 from yunlu.training.optim.build import build_optimizer
-from yunlu.training.parallel.whole import Whole
+from yunlu.training.parallel.single_model import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator
-    from yunlu.training.parallel.whole import Arranged
+    from yunlu.training.parallel.single_model import Arranged
     from yunlu.training.parallel.world import World
 
 
 def arrange(model: nn.Module, world: World, communicator: Communicator) -> Arranged:
     """Lay a model over the workers; one that steps alone does not even load what that takes."""
     if communicator.is_apart and communicator.summation is not None:
-        from yunlu.training.parallel.mates import Mates  # noqa: PLC0415 - as below
+        from yunlu.training.parallel.site_replicas import Mates  # noqa: PLC0415 - as below
 
         return Mates(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
     if world.layout.is_single or communicator.is_apart:
         return Whole(model)
-    from yunlu.training.parallel.arrangement import Arrangement  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.parallel_model import Arrangement  # noqa: PLC0415 - slow to import
 
     return Arrangement(model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes)
 

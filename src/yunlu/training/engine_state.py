@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import DataError
 from yunlu.training.checkpoint import state as states
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.parallel.boxes import GroupReader, Piece, weights_of, whole
-from yunlu.training.parallel.boxes import fill as fill_pieces
-from yunlu.training.parallel.moments import (
+from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
     leaf_pieces,
     optimizer_pieces,
     wanted_optimizer,
 )
+from yunlu.training.parallel.tensor_slices import GroupReader, Piece, weights_of, whole
+from yunlu.training.parallel.tensor_slices import fill as fill_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.training.checkpoint.reader import FileReader
     from yunlu.training.engine import Engine
-    from yunlu.training.parallel.boxes import Spec
+    from yunlu.training.parallel.tensor_slices import Spec
 
 Groups = dict[str, dict[str, Piece]]
 

@@ -15,7 +15,7 @@ from yunlu.core.files import sync_directory, sync_tree
 from yunlu.core.units import show_count, show_number
 from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
-from yunlu.training.models.weights import describe_start
+from yunlu.training.models.initial_weights import describe_start
 from yunlu.training.quantize import convert_int8
 from yunlu.training.tasks.task import SavesParts
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Splits, Task
 
@@ -40,7 +40,7 @@ class Lineage:
     """Split → metrics."""
 
 
-def export(run: RunDir, job: Job, task: Task, model: nn.Module, lineage: Lineage) -> list[str]:
+def export(run: RunStore, job: Job, task: Task, model: nn.Module, lineage: Lineage) -> list[str]:
     """Write ``model/`` aside, then publish it whole; returns the names of its files."""
     aside = run.path / ".model.part"
     shutil.rmtree(aside, ignore_errors=True)
@@ -95,7 +95,7 @@ def _class_name(model: nn.Module) -> str:
     return f"{type(model).__module__}:{type(model).__qualname__}"
 
 
-def _card(run: RunDir, job: Job, model: nn.Module, lineage: Lineage) -> str:
+def _card(run: RunStore, job: Job, model: nn.Module, lineage: Lineage) -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
     about = lineage.splits.about
     rows = [

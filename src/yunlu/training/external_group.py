@@ -8,45 +8,45 @@ from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.checkpoint.crew import Crew
-from yunlu.training.crew_watch import CrewLog, CrewWatch, Unsupervised
+from yunlu.training.checkpoint.save_group import Crew
 from yunlu.training.parallel.world import form_world
+from yunlu.training.worker_group_callbacks import Unsupervised, WorkerGroupCallbacks, WorkerGroupLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.engine import Engine
-    from yunlu.training.muster import Muster
-    from yunlu.training.trackers.open import TrackerThread
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
+    from yunlu.training.engine import Engine
+    from yunlu.training.launch_rendezvous import Rendezvous
+    from yunlu.training.trackers.registry import TrackerThread
 
 
-class LaunchedCrew:
+class ExternalWorkerGroup:
     """One worker's side: its engine and watch, and who else is there.
 
     Whoever is lost ends the life of such a run; only who steps aside is gone on without.
     """
 
-    watch: CrewWatch
+    watch: WorkerGroupCallbacks
 
     def __init__(
         self,
-        run_dir: RunDir,
+        run: RunStore,
         engine: Engine,
-        muster: Muster,
+        muster: Rendezvous,
         trackers: TrackerThread,
         stop: StopRequest,
         *,
         life: int,
     ) -> None:
-        self.run_dir, self.engine, self.muster = run_dir, engine, muster
+        self.run, self.engine, self.muster = run, engine, muster
         self.ranks = list(range(muster.place.size))
         """As the launcher counts, of those who train."""
         self._trackers, self._stop, self._life = trackers, stop, life
         self._generation = 1
-        self._log = CrewLog(
-            run_dir,
+        self._log = WorkerGroupLog(
+            run,
             device=engine.device,
             life=life,
             forward=lambda values, step: trackers.log(values, step=step),
@@ -57,7 +57,7 @@ class LaunchedCrew:
         """All hold the same, and go on."""
         self.watch.begin(self._generation)
         layout, muster = self.engine.world.layout, self.muster
-        self.run_dir.emit(
+        self.run.emit(
             EventKind.CREW,
             generation=self._generation,
             layout=str(layout),
@@ -99,12 +99,12 @@ class LaunchedCrew:
         who = ", ".join(str(member) for member in gone)
         self.begin(f"worker {who} {'steps' if len(gone) == 1 else 'step'} aside")
 
-    def _make_watch(self) -> CrewWatch:
+    def _make_watch(self) -> WorkerGroupCallbacks:
         world = self.engine.world
         token = f"{self._life}-{self._generation}"
-        return CrewWatch(
+        return WorkerGroupCallbacks(
             self.engine,
-            self.run_dir,
+            self.run,
             member=Unsupervised(self._stop),
             crew=Crew(rank=world.rank, size=world.layout.world, token=token),
             log=self._log,

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.machine import Machine
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.engine import Engine
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import TrainingWatch
+    from yunlu.training.engine import Engine
 
 
 def finish(
-    directory: RunDir,
+    directory: RunStore,
     engine: Engine,
     watch: TrainingWatch,
     environment: dict[str, Any],

@@ -21,14 +21,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.settings import launch_variables, use_network_interface
-from yunlu.training.elastic.sockets import interface_of
 from yunlu.training.attempt import as_user_error
+from yunlu.training.elastic.sockets import interface_of
 from yunlu.training.parallel.sockets import tells_of_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.core.launch import Launched
+    from yunlu.core.launch import LaunchInfo
 
 _MEET_S = 600.0
 """Importing torch from a network drive on many machines takes minutes."""
@@ -40,14 +40,14 @@ _LEAVE_S = 3.0
 """Whoever has not come out of a collective by then, while another one failed, will not."""
 
 
-class OthersFailedError(Exception):
+class PeerFailedError(Exception):
     """Another worker failed, and said so."""
 
 
-class Muster:
+class Rendezvous:
     """All workers of a launch, from the view of one."""
 
-    def __init__(self, place: Launched, store: Store) -> None:
+    def __init__(self, place: LaunchInfo, store: Store) -> None:
         self.place, self.store = place, store
         self.hosts: list[str] = []
         """Of each rank."""
@@ -139,14 +139,14 @@ class Muster:
 
     def _wait_a_moment(self) -> None:
         if self.store.check(["failure"]):
-            raise OthersFailedError("another worker failed")
+            raise PeerFailedError("another worker failed")
         time.sleep(_LOOK_S)
 
     def explain(self, error: Exception) -> dict[str, Any]:
         """Whose failure it is that ended us, as the data of one event; all agree on the first."""
         own = describe_failure(error, self.place.rank)
         try:
-            if not isinstance(error, OthersFailedError) and not tells_of_loss(error):
+            if not isinstance(error, PeerFailedError) and not tells_of_loss(error):
                 return json.loads(self.store.compare_set("failure", "", json.dumps(own)))
             self.come("broken")
             return self._find_cause() or own
@@ -218,11 +218,11 @@ def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
     }
 
 
-def assemble(place: Launched, *, turn: int) -> Muster:
+def join_rendezvous(place: LaunchInfo, *, turn: int) -> Rendezvous:
     """Meet at the store; ``turn`` counts the runs that these processes train one after another."""
     # Named: whoever comes to another launch's port finds nobody there, rather than strangers.
     name = f"yunlu-{place.id}-{place.restarts}-{turn}"
-    muster = Muster(place, PrefixStore(name, _open(place, turn)))
+    muster = Rendezvous(place, PrefixStore(name, _open(place, turn)))
     muster.introduce()
     if "GLOO_SOCKET_IFNAME" not in launch_variables():
         address = muster.address
@@ -230,7 +230,7 @@ def assemble(place: Launched, *, turn: int) -> Muster:
     return muster
 
 
-def _open(place: Launched, turn: int) -> Store:
+def _open(place: LaunchInfo, turn: int) -> Store:
     span = timedelta(seconds=_MEET_S)
     try:
         if place.by == "torchrun":

@@ -13,7 +13,7 @@ from yunlu.training.guard import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.step_sync import Ask
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
     from yunlu.training.tasks.task import Batch
 
@@ -43,7 +43,7 @@ class Step:
 class Watch(Protocol):
     """What looks on around every step: the log, evaluation, checkpoints, going back, stopping."""
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         """What to ask of the others before the next step."""
         ...
 
@@ -52,7 +52,7 @@ class Watch(Protocol):
         ...
 
 
-def run(engine: Engine, watch: Watch) -> Ask:
+def run(engine: Engine, watch: Watch) -> StepRequest:
     """Train until the plan's last step or until the watch says stop; or until a worker asked."""
     for part in engine.arranged.parts:
         part.train()

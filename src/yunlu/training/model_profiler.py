@@ -37,9 +37,9 @@ from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.hf import is_hf
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.stages import why_not_split
-from yunlu.training.parallel.tensor import why_not_tensor
-from yunlu.training.tasks.open import open_task
+from yunlu.training.parallel.pipeline_stages import why_not_split
+from yunlu.training.parallel.tensor_parallel import why_not_tensor
+from yunlu.training.tasks.registry import open_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yunlu.training.elastic.messages import Holding
-from yunlu.training.parallel.boxes import Box, Piece, join_groups
-from yunlu.training.parallel.exchange import exchange, gather_json
+from yunlu.training.elastic.messages import HeldState
+from yunlu.training.parallel.redistribute import exchange, gather_json
+from yunlu.training.parallel.tensor_slices import Box, Piece, join_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,26 +26,26 @@ _MOST_STEPS = 200
 
 
 @dataclass(frozen=True)
-class Copy:
+class StateReplica:
     """The state after some steps, as far as one worker keeps it: its own part, and its neighbour's."""
 
     step: int
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldState, ...]
     pieces: dict[str, Piece]
     numbers: dict[str, Any]
 
 
-class Keeper:
+class PeerReplicas:
     """Makes copies now and then, as often as they are cheap; the one before stays until the next is whole."""
 
     def __init__(
-        self, engine: Engine, world: World, generation: int, *, before: Sequence[Copy] = ()
+        self, engine: Engine, world: World, generation: int, *, before: Sequence[StateReplica] = ()
     ) -> None:
         """``before`` are copies of the generation before, kept until there are newer ones."""
         self._engine, self._world, self._generation = engine, world, generation
         layout = world.layout
         self.is_needed = not layout.is_single and (layout.dp == 1 or layout.zero1)
-        self.copies: list[Copy] = list(before[-1:])
+        self.copies: list[StateReplica] = list(before[-1:])
         self._every = 1
         self._next_step = engine.steps_done
         self._neighbour: list[Piece] = []
@@ -82,14 +82,14 @@ class Keeper:
         exchange(own, theirs)
         place_of, size = self._world.layout.place_of, self._world.layout.world
         holdings = tuple(
-            Holding(step=engine.steps_done, generation=self._generation, place=place_of(rank))
+            HeldState(step=engine.steps_done, generation=self._generation, place=place_of(rank))
             for rank in (self._world.rank, (self._world.rank + 1) % size)
         )
         numbers = engine.state.numbers() | {"extra": kept}
         pieces = {f"{number}:{piece.name}": piece for number, piece in enumerate([*own, *theirs])}
         self.copies = [
             *self.copies[-1:],
-            Copy(step=engine.steps_done, holdings=holdings, pieces=pieces, numbers=numbers),
+            StateReplica(step=engine.steps_done, holdings=holdings, pieces=pieces, numbers=numbers),
         ]
         self._plan_next(perf_counter() - started_at)
 

@@ -8,7 +8,7 @@ import torch
 
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
-from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
+from yunlu.planning.analytic_estimate import crowding, make_estimate, measured_with, name_work
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
@@ -16,28 +16,28 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.models.weights import begin_from
-from yunlu.training.training_inputs import Parts
+from yunlu.training.models.initial_weights import begin_from
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
 from yunlu.training.probing.machine_profile import known_probe
 from yunlu.training.probing.profile_store import load_of_others, recall_calibration
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
-from yunlu.training.tasks.open import open_task
+from yunlu.training.tasks.registry import open_task
 from yunlu.training.tasks.task import SPECIAL_KEYS, Heeds
+from yunlu.training.training_inputs import Parts
 
 if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.machine import Machine
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.training.models.weights import Origin
+    from yunlu.training.models.initial_weights import Origin
     from yunlu.training.tasks.task import Task
 
 
-def prepare(directory: RunDir, job: Job, task: Task | None = None) -> Parts:
+def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Parts:
     """Load and build, telling what was found."""
     directory.emit(EventKind.PROGRESS, phase="loading data")
     task = task or open_task(job.task)
@@ -83,7 +83,7 @@ def build_model(job: Job, task: Task) -> tuple[nn.Module, Origin | None]:
 
 
 def settle_plan(
-    directory: RunDir, job: Job, parts: Parts, machine: Machine, *, started_at: float
+    directory: RunStore, job: Job, parts: Parts, machine: Machine, *, started_at: float
 ) -> Plan:
     """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
     if directory.plan.exists():
@@ -99,7 +99,7 @@ def settle_plan(
         profile, work = measure(job, parts, machine, started_at=started_at)
         guess = None
         if work is not None:
-            guess = make_guess(
+            guess = make_estimate(
                 profile, work, probed, recall_calibration(), name=name_work(job),
                 busy=crowding(load, cores=machine.cores, threads=profile.settings.threads),
                 workers=count_devices(job, gpus=machine.gpus),
@@ -110,7 +110,7 @@ def settle_plan(
     return plan
 
 
-def _convert_to_fp8(directory: RunDir, model: nn.Module) -> None:
+def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
     """FP8 for the layers whose shapes allow it; ``check_precision`` has the last word on the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_precision("fp8", device)
@@ -118,7 +118,7 @@ def _convert_to_fp8(directory: RunDir, model: nn.Module) -> None:
         directory.warn("train.precision is fp8, but no layer of this model has a shape for it.")
 
 
-def _check_precision(directory: RunDir, job: Job, machine: Machine) -> None:
+def _check_precision(directory: RunStore, job: Job, machine: Machine) -> None:
     """Refuse what the device cannot do, and warn of what it does slowly."""
     name, device = job.train.precision, machine.best_device
     if name in {"auto", "fp32"}:
@@ -145,7 +145,7 @@ def _refuse_keys_that_need_validation(job: Job) -> None:
             )
 
 
-def _warn_of_idle_keys(directory: RunDir, job: Job, task: Task) -> None:
+def _warn_of_idle_keys(directory: RunStore, job: Job, task: Task) -> None:
     """A key that this task does not read is a mistake its user wants to know of."""
     if not isinstance(task, Heeds):  # somebody's own task may read anything
         return

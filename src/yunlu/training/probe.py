@@ -250,7 +250,7 @@ def _telling_size(kind: str, clock: Clock) -> int:
 def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
     import torch  # noqa: PLC0415
 
-    from yunlu.training.precision.room import tf32_products  # noqa: PLC0415
+    from yunlu.training.precision.autocast import tf32_products  # noqa: PLC0415
 
     made = torch.Generator().manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

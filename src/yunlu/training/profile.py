@@ -24,14 +24,14 @@ from yunlu.planning.planner import (
     memory_room_bytes,
 )
 from yunlu.planning.splitting import optimizer_state_bytes
-from yunlu.training.checkpoint.state import copy_random, restore_random
-from yunlu.training.memory.resident import peak_resident_bytes
-from yunlu.training.memory.shortage import is_out_of_memory, memory_capped
-from yunlu.training.precision import Precision
-from yunlu.training.autotune.memory_fit import fit
 from yunlu.training.autotune.knobs import start_settings
+from yunlu.training.autotune.memory_fit import fit
 from yunlu.training.autotune.timer import ModelMeter
 from yunlu.training.autotune.tune import tune
+from yunlu.training.checkpoint.state import copy_random, restore_random
+from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
+from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.precision import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.facts import ModelFacts
+    from yunlu.planning.split_constraints import SplitConstraints
     from yunlu.planning.plan import Settings
     from yunlu.planning.predict.local import Work
     from yunlu.spec.job import Job
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch, Task
+    from yunlu.training.training_inputs import Parts
 
 _TIMED_S = 0.3
 _TIMED_PASSES = 5
@@ -138,11 +138,11 @@ def _count(
 
 def _find_facts(
     job: Job, model: nn.Module, probe: Batch, machine: Machine, bytes_per_sample: float
-) -> ModelFacts | None:
+) -> SplitConstraints | None:
     """How the model can be split; nobody asks for one worker, and the looking costs seconds."""
     if count_devices(job, gpus=machine.gpus) == 1:
         return None
-    from yunlu.training.parallel.facts import find_facts  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.split_constraints import find_facts  # noqa: PLC0415 - slow to import
 
     trainable = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return find_facts(

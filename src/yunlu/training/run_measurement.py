@@ -11,10 +11,10 @@ from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 
-def measure_run(directory: RunDir, *, samples: int, machine: Machine) -> Measured:
+def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measured:
     """Memory, step time, speed, total time and cost of a run that is about to finish."""
     # A step that a later life repeated stands twice; the later record wins. Two numbers of each
     # step, not its record: after millions of steps those would not fit beside the model.
@@ -34,7 +34,7 @@ def measure_run(directory: RunDir, *, samples: int, machine: Machine) -> Measure
     )
 
 
-def _seconds_alive(directory: RunDir) -> float:
+def _seconds_alive(directory: RunStore) -> float:
     total_s, began_at, seen_at = 0.0, None, 0.0
     for event, _ in directory.read_events():
         if event.kind is EventKind.LIFE:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, exec_module
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.muster import Muster
+    from yunlu.runs.run_store import RunStore
+    from yunlu.training.launch_rendezvous import Rendezvous
 
 
-def give_way(
-    run_dir: RunDir, muster: Muster, lock: int | None = None, *, is_new: bool = False
+def switch_to_async(
+    run: RunStore, muster: Rendezvous, lock: int | None = None, *, is_new: bool = False
 ) -> NoReturn:
     """The leader keeps the servers and one worker, each of the others lends one; nobody is started.
 
@@ -25,11 +25,11 @@ def give_way(
         muster.come("given way")
     here = ("--devices", "1", "--here", str(muster.workers_here))
     if not muster.leads:
-        words = (str(run_dir.path), "--node", f"rank-{muster.place.rank}", *here)
-        become(ASYNCHRONOUS_NODE, *words)
-    words = (str(run_dir.path), *here, "--shares", str(muster.place.size))
+        words = (str(run.path), "--node", f"rank-{muster.place.rank}", *here)
+        exec_module(ASYNCHRONOUS_NODE, *words)
+    words = (str(run.path), *here, "--shares", str(muster.place.size))
     if not is_new:
         assert lock is not None
         os.set_inheritable(lock, True)
         words += ("--lock", str(lock))
-    become(ASYNCHRONOUS, *words, bind=muster.address)
+    exec_module(ASYNCHRONOUS, *words, bind=muster.address)

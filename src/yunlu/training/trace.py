@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList, FunctionEvent, FunctionEventAvg
 
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.engine import Engine
 
 PHASES = ("data", "forward", "backward", "norm", "update")
@@ -52,7 +52,7 @@ class Window(NamedTuple):
 
 
 @contextmanager
-def traced(engine: Engine, run: RunDir) -> Generator[None]:
+def traced(engine: Engine, run: RunStore) -> Generator[None]:
     """Trace a few steps of the loop that runs inside; everything is as it was after them."""
     window = choose_window(engine.plan, steps_done=engine.steps_done)
     if window is None:
@@ -92,7 +92,7 @@ class Trace:
     first step of a life is never traced.
     """
 
-    def __init__(self, run: RunDir, *, first_step: int, steps: int) -> None:
+    def __init__(self, run: RunStore, *, first_step: int, steps: int) -> None:
         if first_step < 2 or steps < 1:
             raise ValueError(f"cannot trace {steps} steps from step {first_step}")
         self._run, self._first_step, self._steps = run, first_step, steps

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 PATIENCE_S = 5.0
 """How long a run waits at its last rung for another word; then it saves, and frees its devices."""
@@ -34,7 +34,7 @@ class Ruling:
 class TrialGate:
     """Reads what the study decided; one worker of a run asks it."""
 
-    def __init__(self, run: RunDir, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, run: RunStore, *, patience_s: float = PATIENCE_S) -> None:
         self._path, self._patience_s = run.verdict, patience_s
         about = json.loads(run.trial.read_bytes())
         self.saves: bool = about.get("saves", False)
@@ -80,6 +80,6 @@ class TrialGate:
             return
 
 
-def open_gate(run: RunDir) -> TrialGate | None:
+def open_gate(run: RunStore) -> TrialGate | None:
     """The gate of a run that is a trial; others have none."""
     return TrialGate(run) if run.trial.exists() else None

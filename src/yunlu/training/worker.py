@@ -20,15 +20,11 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.checkpoint.state import seed_everything
-from yunlu.training.determinism import set_deterministic
-from yunlu.training.engine import Engine
-from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finish
 from yunlu.training.attempt import (
     RunBusyError,
     as_user_error,
@@ -37,32 +33,38 @@ from yunlu.training.attempt import (
     only_worker,
     signals_as_stop,
 )
-from yunlu.training.memory.shortage import memory_capped
+from yunlu.training.callbacks import TrainingWatch
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.engine import Engine
+from yunlu.training.environment import describe_environment
+from yunlu.training.finalize import finish
+from yunlu.training.memory.out_of_memory import memory_capped
 from yunlu.training.prepare import prepare, settle_plan
 from yunlu.training.probe import probe_machine
-from yunlu.training.trackers.open import TrackerThread, open_trackers
-from yunlu.training.callbacks import TrainingWatch
+from yunlu.training.trackers.registry import TrackerThread, open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from yunlu.training.tasks.task import Task
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
+    from yunlu.training.tasks.task import Task
 
 
 def main() -> int:
     """The command line that executors use."""
     parser = argparse.ArgumentParser(prog="yunlu.training.worker")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--plan-only", action="store_true")
     asked = parser.parse_args()
-    state = run(asked.run_dir, plan_only=asked.plan_only)
+    state = run(asked.run, plan_only=asked.plan_only)
     return 1 if state is RunState.FAILED else 0
 
 
-def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
+def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
     """Live one life of a run; every way it can end is an event, never an escaped exception."""
-    directory = RunDir(run_dir)
+    directory = open_run(run)
     try:
         with only_worker(directory), _torch_as_it_was(), signals_as_stop() as stop:
             # In somebody's own Python process, the run begins now, not when that process did.
@@ -80,7 +82,7 @@ def run(run_dir: Path, *, task: Task | None = None, plan_only: bool = False) -> 
 
 
 def _live(
-    directory: RunDir,
+    directory: RunStore,
     task: Task | None,
     stop: StopRequest,
     *,
@@ -138,7 +140,7 @@ def _live(
     return move(directory, state, **about)
 
 
-def _tracing(engine: Engine, directory: RunDir) -> AbstractContextManager[None]:
+def _tracing(engine: Engine, directory: RunStore) -> AbstractContextManager[None]:
     from yunlu.training.trace import traced  # noqa: PLC0415 - the profiler is slow to import
 
     return traced(engine, directory)
@@ -161,7 +163,7 @@ def _torch_as_it_was() -> Generator[None]:
         set_deterministic(strict, warn_only=warn_only)
 
 
-def _report_failure(directory: RunDir, error: Exception) -> None:
+def _report_failure(directory: RunStore, error: Exception) -> None:
     shown = as_user_error(error)
     details = "".join(traceback.format_exception(error))
     sys.stderr.write(details)  # into the worker's own log

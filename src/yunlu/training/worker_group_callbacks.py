@@ -15,31 +15,31 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
-from yunlu.training.data.order import digest_of
+from yunlu.training.callbacks import StopRequest, TrainingWatch
+from yunlu.training.data.sample_order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.parallel.exchange import broadcast_json, gather_json
+from yunlu.training.parallel.redistribute import broadcast_json, gather_json
 from yunlu.training.tasks.task import Evaluation
 from yunlu.training.trial_control import Ruling
-from yunlu.training.callbacks import StopRequest, TrainingWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.checkpoint.crew import Crew
-    from yunlu.training.communication.step_sync import Ask
+    from yunlu.runs.run_store import RunStore
+    from yunlu.training.checkpoint.save_group import Crew
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
-    from yunlu.training.trackers.open import TrackerThread
+    from yunlu.training.trackers.registry import TrackerThread
 
 _REMEMBERED = 1024
 """Steps that everyone remembers: whoever leads next tells what the last leader could not."""
 
 
-class Mate(Protocol):
+class WorkerControl(Protocol):
     """What asks things of a worker among others, and hears how it does: a member of a crew."""
 
     @property
@@ -96,12 +96,12 @@ class Unsupervised:
         """Nobody listens."""
 
 
-class CrewLog(MetricLog):
+class WorkerGroupLog(MetricLog):
     """The log and the ledger of the steps; everyone knows them, the leader writes them."""
 
     def __init__(
         self,
-        run: RunDir,
+        run: RunStore,
         *,
         device: torch.device,
         life: int,
@@ -164,19 +164,19 @@ class CrewLog(MetricLog):
             append_lines(self._ledger_path, records)
 
 
-class CrewWatch(TrainingWatch):
+class WorkerGroupCallbacks(TrainingWatch):
     """Looks on in every worker; only the leader writes."""
 
-    log: CrewLog
+    log: WorkerGroupLog
 
     def __init__(
         self,
         engine: Engine,
-        run: RunDir,
+        run: RunStore,
         *,
-        member: Mate,
+        member: WorkerControl,
         crew: Crew,
-        log: CrewLog,
+        log: WorkerGroupLog,
         trackers: TrackerThread,
         life: int,
         keep: Callable[[float], None],
@@ -218,7 +218,7 @@ class CrewWatch(TrainingWatch):
     def _note_waiting(self, *, is_over: bool = False) -> None:
         self._member.beat(phase=self._phase if is_over else "sync")
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         """Ask the others for what the supervisor asked of us."""
         self._member.check()
         if self._engine.company.is_aside:

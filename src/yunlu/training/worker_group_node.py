@@ -11,43 +11,43 @@ from yunlu.planning.splitting import layouts_by_count
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.worker_group import read_crew
 from yunlu.spec.job import Job
-from yunlu.training.crew_worker import Loaded, Worker
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.node import run_node
+from yunlu.training.elastic_worker import ElasticWorker, NodeInputs
 from yunlu.training.environment import describe_environment
-from yunlu.training.parallel.arrangement import pattern_of
+from yunlu.training.parallel.parallel_model import pattern_of
 from yunlu.training.prepare import prepare as prepare_parts
 from yunlu.training.prepare import settle_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.runs.worker_group import Crew
-    from yunlu.training.elastic.worker_agent import Member
+    from yunlu.training.elastic.worker_agent import WorkerAgent
 
 _MOST_WORKERS = 64
 
 
-def load(run_dir: RunDir) -> Loaded:
+def load(run: RunStore) -> NodeInputs:
     """Read the data and build the model, once for all workers of this machine."""
-    crew = read_crew(run_dir)
-    run_dir.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
-    job = Job.model_validate_json(run_dir.job.read_text())
+    crew = read_crew(run)
+    run.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
+    job = Job.model_validate_json(run.job.read_text())
     if _may_cut(job, crew):
         # Seconds, spent once here rather than in the middle of a recovery: sharding loads a compiler.
-        for name in ("yunlu.training.parallel.cutting", "torch._dynamo"):
+        for name in ("yunlu.training.parallel.parallelize", "torch._dynamo"):
             importlib.import_module(name)
     set_deterministic(job.train.deterministic)
-    parts = prepare_parts(run_dir, job)
-    return Loaded(job, parts, pattern_of(parts.model))
+    parts = prepare_parts(run, job)
+    return NodeInputs(job, parts, pattern_of(parts.model))
 
 
-def lay_out(run_dir: RunDir, loaded: Loaded, devices: int) -> dict[int, Layout]:
+def lay_out(run: RunStore, loaded: NodeInputs, devices: int) -> dict[int, Layout]:
     """Settle the plan, and how the work is split for any number of workers."""
     machine = probe_machine()
-    run_dir.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+    run.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
     job = loaded.job.model_copy(update={"devices": devices})
-    plan = settle_plan(run_dir, job, loaded.parts, machine, started_at=_began_at(run_dir))
+    plan = settle_plan(run, job, loaded.parts, machine, started_at=_began_at(run))
     return layouts_by_count(plan, job, most=_MOST_WORKERS)
 
 
@@ -62,14 +62,14 @@ def _may_cut(job: Job, crew: Crew | None) -> bool:
     return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in every)
 
 
-def _began_at(run_dir: RunDir) -> float:
-    lives = [event for event, _ in run_dir.read_events() if event.kind is EventKind.LIFE]
+def _began_at(run: RunStore) -> float:
+    lives = [event for event, _ in run.read_events() if event.kind is EventKind.LIFE]
     return lives[-1].data["began_at"]
 
 
-def work(member: Member, loaded: Loaded) -> None:
+def work(member: WorkerAgent, loaded: NodeInputs) -> None:
     """A worker's whole life."""
-    worker = Worker(member, loaded)
+    worker = ElasticWorker(member, loaded)
     while (assignment := member.wait_assignment()) is not None:
         try:
             worker.take_part(assignment)

@@ -10,7 +10,7 @@ import pytest
 
 from yunlu.cli.join import join
 from yunlu.core.errors import StoreError
-from yunlu.training.elastic.control_server import Links
+from yunlu.training.elastic.control_server import ControlServer
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(
 
 
 def test_a_wrong_token_is_called_one() -> None:
-    links = Links("127.0.0.1", "right")
+    links = ControlServer("127.0.0.1", "right")
     is_over = threading.Event()
 
     def serve() -> None:

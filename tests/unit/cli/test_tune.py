@@ -35,9 +35,9 @@ from yunlu.render.terminal.study_tables import (
 from yunlu.planning.search.options import Interval
 from yunlu.tuning import forecast
 from yunlu.tuning.forecast import TrialTime
-from yunlu.tuning.showing.dump import dump_study
-from yunlu.tuning.showing.naming import train_command
-from yunlu.tuning.showing.telling import show_dollars
+from yunlu.render.study_report.dump import dump_study
+from yunlu.render.study_report.commands import train_command
+from yunlu.render.study_report.format import show_dollars
 from yunlu.tuning.values import Point, TrialState
 
 HOME = Path("home/studies/digits-search")

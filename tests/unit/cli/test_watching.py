@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from yunlu.render.terminal.run_display import Course, JsonDisplay, LiveDisplay, PlainDisplay, step_line
 from yunlu.cli.main import main
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.render.terminal.run_display import (
+    Course,
+    JsonDisplay,
+    LiveDisplay,
+    PlainDisplay,
+    step_line,
+)
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import Event, EventKind
 from yunlu.spec.job import Job
 
 FAKE = Path(__file__).parents[1] / "jobs" / "fake_worker.py"
@@ -131,7 +138,7 @@ def test_pipe_gets_plain_lines():
 
 def test_json_lines_are_strict_json():
     out = io.StringIO()
-    display = JsonDisplay(RunDir(Path("digits-1")), out)
+    display = JsonDisplay(open_run(Path("digits-1")), out)
     for happening in story():
         display.show(happening)
     display.show(metric(51, loss=math.nan, grad_norm=math.inf))
@@ -196,10 +203,10 @@ def test_pace_forgets_what_a_resumed_life_undid():
 def test_train_shows_the_plan_the_result_and_where_it_is(job_file, capsys):
     assert main(["train", job_file(), "--name", "mine"]) == 0
     out = capsys.readouterr().out
-    run_dir = service.find("mine")
+    run = service.find("mine")
     assert "exact on this device" in out
-    assert str(run_dir.report_html) in out
-    assert run_dir.report_html.exists()
+    assert str(run.report_html) in out
+    assert run.report_html.exists()
     assert "\x1b" not in out
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.cli.main import main
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric
+from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.run_dir import Event, EventKind
 
 RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_crew.py"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.launch import first_host, launched
+from yunlu.core.launch import first_host, detect_launch
 
 TORCHRUN = {
     "RANK": "3",
@@ -31,14 +31,14 @@ MPIRUN = {
 
 
 def test_torchrun() -> None:
-    found = launched(TORCHRUN)
+    found = detect_launch(TORCHRUN)
     assert found is not None
     assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
     assert (found.host, found.port, found.by) == ("head", 29500, "torchrun")
 
 
 def test_srun_meets_at_the_first_node_on_a_port_all_derive_alike() -> None:
-    found, other = launched(SRUN), launched({**SRUN, "SLURM_PROCID": "0"})
+    found, other = detect_launch(SRUN), detect_launch({**SRUN, "SLURM_PROCID": "0"})
     assert found is not None
     assert other is not None
     assert (found.rank, found.size, found.host) == (2, 8, "gpu07")
@@ -46,19 +46,19 @@ def test_srun_meets_at_the_first_node_on_a_port_all_derive_alike() -> None:
 
 
 def test_mpirun_on_one_machine_needs_no_address() -> None:
-    found = launched(MPIRUN)
+    found = detect_launch(MPIRUN)
     assert found is not None
     assert (found.rank, found.size, found.local_rank, found.host) == (1, 2, 1, "127.0.0.1")
 
 
 def test_mpiexec_with_an_address() -> None:
-    found = launched({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    found = detect_launch({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert found is not None
     assert (found.rank, found.size, found.host) == (0, 2, "a")
 
 
 def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
-    found = launched({**SRUN, **TORCHRUN})
+    found = detect_launch({**SRUN, **TORCHRUN})
     assert found is not None
     assert found.by == "torchrun"
 
@@ -73,7 +73,7 @@ def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
     ],
 )
 def test_a_plain_process_was_launched_by_nobody(variables: dict[str, str]) -> None:
-    assert launched(variables) is None
+    assert detect_launch(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -89,21 +89,21 @@ def test_a_plain_process_was_launched_by_nobody(variables: dict[str, str]) -> No
 )
 def test_half_a_launch_is_refused_with_the_reason(variables: dict[str, str], words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        launched(variables)
+        detect_launch(variables)
 
 
 def test_a_step_of_its_own_size_within_a_larger_job() -> None:
-    found = launched({**SRUN, "SLURM_STEP_NUM_TASKS": "3"})
+    found = detect_launch({**SRUN, "SLURM_STEP_NUM_TASKS": "3"})
     assert found is not None
     assert found.size == 3
 
 
 def test_a_restart_bears_the_name_of_the_launch() -> None:
     again = {"TORCHELASTIC_RUN_ID": "night", "TORCHELASTIC_RESTART_COUNT": "2"}
-    found = launched({**TORCHRUN, **again})
+    found = detect_launch({**TORCHRUN, **again})
     assert found is not None
     assert (found.id, found.restarts) == ("night", 2)
-    found = launched({**SRUN, "SLURM_RESTART_COUNT": "1"})
+    found = detect_launch({**SRUN, "SLURM_RESTART_COUNT": "1"})
     assert found is not None
     assert (found.id, found.restarts) == ("4711.0", 1)
 

@@ -10,12 +10,14 @@ import pytest
 
 from yunlu.executors.lease import Holder, lead_program
 from yunlu.executors.record import Record, read_happenings, write_record
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path)
+def run(tmp_path: Path) -> RunStore:
+    made = open_run(tmp_path)
     made.job.write_text('{"spares": 2}')
     record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 2)
@@ -24,14 +26,14 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def hold(run: RunDir, lease: str) -> int:
+def hold(run: RunStore, lease: str) -> int:
     words = [sys.executable, "-m", "yunlu.executors.lease", str(run.path), lease]
     return subprocess.run(words, check=False, timeout=60, capture_output=True).returncode
 
 
 @pytest.mark.parametrize("change", [{"is_ending": True}, {"leases": ()}])
 def test_a_lease_that_is_not_wanted_any_more_is_given_back_at_once(
-    run: RunDir, change: dict[str, object]
+    run: RunStore, change: dict[str, object]
 ) -> None:
     record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
     write_record(run, record.model_copy(update=change))
@@ -41,7 +43,9 @@ def test_a_lease_that_is_not_wanted_any_more_is_given_back_at_once(
 
 @pytest.mark.parametrize("lease", ["a.0", "b.1"])
 @pytest.mark.parametrize("state", ["finished", "failed"])
-def test_nobody_wakes_or_waits_for_a_run_that_is_over(run: RunDir, lease: str, state: str) -> None:
+def test_nobody_wakes_or_waits_for_a_run_that_is_over(
+    run: RunStore, lease: str, state: str
+) -> None:
     for each in ("planning", "running", state):
         run.emit(EventKind.STATE, state=each)
     assert hold(run, lease) == 0
@@ -57,7 +61,7 @@ def test_nobody_wakes_or_waits_for_a_run_that_is_over(run: RunDir, lease: str, s
     ],
 )
 def test_a_lead_that_comes_back_gives_the_run_another_life(
-    run: RunDir, before: list[str], after: list[str]
+    run: RunStore, before: list[str], after: list[str]
 ) -> None:
     for state in before:
         run.emit(EventKind.STATE, state=state)
@@ -69,14 +73,14 @@ def test_a_lead_that_comes_back_gives_the_run_another_life(
     assert [event.data["state"] for event, _ in run.read_events()] == ["pending", *before, *after]
 
 
-def test_even_a_run_on_one_device_has_a_supervisor(run: RunDir) -> None:
+def test_even_a_run_on_one_device_has_a_supervisor(run: RunStore) -> None:
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--spares", "2")
     run.job.write_text('{"communication": {"method": "asynchronous"}}')
     assert "yunlu.training.asynchronous.supervisor" in lead_program(run, 1)
 
 
-def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunDir) -> None:
+def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunStore) -> None:
     record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 3)
     write_record(run, record)

@@ -17,7 +17,8 @@ from yunlu.executors.finding import open_executor, read_address
 from yunlu.executors.local import LocalExecutor
 from yunlu.executors.record import known_record
 from yunlu.hardware.fleet import Placement
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_store import RunStore
 
 
 @pytest.fixture
@@ -88,18 +89,18 @@ def test_two_runs_on_one_machine_get_different_gpus(
     monkeypatch.setattr(module, "count_gpus", lambda: 3)
     idle = (sys.executable, "-c", "import time; time.sleep(600)")
 
-    def program(run_dir: RunDir, devices: int) -> tuple[str, ...]:
+    def program(store: RunStore, devices: int) -> tuple[str, ...]:
         return idle
 
     monkeypatch.setattr(module, "lead_program", program)
     with pytest.raises(ExecutorError, match="has 3 GPUs, not 4"):
         LocalExecutor("local://?devices=4")
     executor = LocalExecutor("local://?node=here")
-    runs: list[RunDir] = []
+    runs: list[RunStore] = []
     try:
         for name, count in (("one", 2), ("two", 1)):
             (tmp_path / name).mkdir()
-            runs.append(RunDir(tmp_path / name))
+            runs.append(open_run(tmp_path / name))
             executor.start(runs[-1], Placement((("here", count),)))
         slots = [known_record(run).leases[0].slots for run in runs]
         assert slots == [(0, 1), (2,)]
@@ -109,7 +110,7 @@ def test_two_runs_on_one_machine_get_different_gpus(
         assert b"CUDA_VISIBLE_DEVICES=0,1" in environment
         (tmp_path / "three").mkdir()
         with pytest.raises(ExecutorError, match="0 are free"):
-            executor.start(RunDir(tmp_path / "three"), Placement((("here", 1),)))
+            executor.start(open_run(tmp_path / "three"), Placement((("here", 1),)))
         assert executor.resize(runs[0], Placement((("here", 1),))).how == "restart"
         assert not executor.capabilities().resizes_live
     finally:

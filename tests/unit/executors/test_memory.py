@@ -17,7 +17,9 @@ from yunlu.executors import local, memory
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
 needs_groups = pytest.mark.skipif(
@@ -168,14 +170,14 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
 ) -> None:
     programs = {"greedy": _SUPERVISOR, "modest": "import time; time.sleep(600)"}
 
-    def program(run_dir: RunDir, devices: int) -> tuple[str, ...]:
-        return (sys.executable, "-c", programs[run_dir.id])
+    def program(store: RunStore, devices: int) -> tuple[str, ...]:
+        return (sys.executable, "-c", programs[store.id])
 
     monkeypatch.setattr(local, "lead_program", program)
     monkeypatch.setattr(local, "count_gpus", lambda: 0)
     monkeypatch.setattr(memory, "choose_bytes", lambda **_: MOST)
     executor = LocalExecutor("local://?node=here&devices=2")
-    runs = {name: RunDir(tmp_path / name) for name in programs}
+    runs = {name: open_run(tmp_path / name) for name in programs}
     try:
         for run in runs.values():
             run.path.mkdir()

@@ -17,7 +17,9 @@ from yunlu.executors.worker_group import end_workers, living_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
 from yunlu.jobs.run import new_record, settle, worker_of
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, read_crew, write_crew
 
@@ -32,7 +34,7 @@ def sleeper() -> Iterator[psutil.Process]:
         child.wait()
 
 
-def write_journal(run: RunDir, process: psutil.Process, *, port: int = 1) -> None:
+def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> None:
     member = CrewMember(
         member=0,
         node="local",
@@ -56,9 +58,9 @@ def write_journal(run: RunDir, process: psutil.Process, *, port: int = 1) -> Non
 
 
 @pytest.fixture
-def running(make_run: Any) -> RunDir:
+def running(make_run: Any) -> RunStore:
     """A run whose supervisor, process 2**22 + 1, is long gone."""
-    run: RunDir = make_run()
+    run: RunStore = make_run()
     for state in (RunState.PENDING, RunState.PLANNING, RunState.RUNNING):
         run.emit(EventKind.STATE, state=state)
     run.emit(EventKind.LIFE, number=1, pid=2**22 + 1, process_started_at=1.0, began_at=1.0)
@@ -66,7 +68,7 @@ def running(make_run: Any) -> RunDir:
 
 
 def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = open_run(tmp_path)
     assert read_crew(run) is None
     write_journal(run, psutil.Process())
     assert run.crew.stat().st_mode & 0o777 == 0o600
@@ -76,7 +78,7 @@ def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert found.wanted == {"local": 1, "far": 1}
 
 
-def test_a_run_whose_workers_live_is_not_lost(running: RunDir, sleeper: psutil.Process) -> None:
+def test_a_run_whose_workers_live_is_not_lost(running: RunStore, sleeper: psutil.Process) -> None:
     record = new_record(running)
     assert record is not None
     write_journal(running, sleeper)
@@ -88,7 +90,7 @@ def test_a_run_whose_workers_live_is_not_lost(running: RunDir, sleeper: psutil.P
 
 
 def test_a_supervisor_that_took_over_answers_for_the_run(
-    running: RunDir, sleeper: psutil.Process
+    running: RunStore, sleeper: psutil.Process
 ) -> None:
     record = new_record(running)
     assert record is not None
@@ -102,7 +104,7 @@ def test_a_supervisor_that_took_over_answers_for_the_run(
     assert worker_of(running, settle(running, record)) == worker
 
 
-def test_only_a_crew_that_trains_can_be_resized(running: RunDir, sleeper: psutil.Process) -> None:
+def test_only_a_crew_that_trains_can_be_resized(running: RunStore, sleeper: psutil.Process) -> None:
     with pytest.raises(StoreError, match="cannot train anything"):
         resize(running, devices=0)
     record_worker(

@@ -20,19 +20,19 @@ from yunlu.executors.worker_process import (
     this_process,
     worker_lock_is_free,
 )
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 
 SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    return RunDir(tmp_path)
+def run(tmp_path):
+    return open_run(tmp_path)
 
 
 @pytest.fixture
-def sleeper(run_dir):
-    worker = start_worker(run_dir, [sys.executable, "-c", SLEEPER])
+def sleeper(run):
+    worker = start_worker(run, [sys.executable, "-c", SLEEPER])
     yield worker
     worker.kill()
     reap(worker)
@@ -43,18 +43,18 @@ def reap(worker):
         time.sleep(0.01)
 
 
-def test_worker_runs_in_its_own_session_with_output_in_its_log(run_dir):
+def test_worker_runs_in_its_own_session_with_output_in_its_log(run):
     script = "import os, sys; print(os.getsid(0) == os.getpid(), sys.argv[1]); sys.exit(5)"
-    run_dir.log.write_text("an earlier life\n")
-    worker = start_worker(run_dir, [sys.executable, "-c", script])
+    run.log.write_text("an earlier life\n")
+    worker = start_worker(run, [sys.executable, "-c", script])
     reap(worker)
     assert worker.exit_code() == 5
-    assert run_dir.log.read_text() == f"an earlier life\nTrue {run_dir.path}\n"
+    assert run.log.read_text() == f"an earlier life\nTrue {run.path}\n"
     assert not worker.is_alive()
 
 
-def test_started_worker_is_written_down(run_dir, sleeper):
-    assert recorded_worker(run_dir) == sleeper
+def test_started_worker_is_written_down(run, sleeper):
+    assert recorded_worker(run) == sleeper
     assert sleeper.is_alive()
     assert sleeper.process_started_at == psutil.Process(sleeper.pid).create_time()
 
@@ -65,17 +65,17 @@ def test_stop_sends_sigterm(sleeper):
     assert sleeper.exit_code() == -signal.SIGTERM
 
 
-def test_kill_ends_the_workers_own_children_too(run_dir):
+def test_kill_ends_the_workers_own_children_too(run):
     script = (
         "import subprocess, sys, time;"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
         "print(child.pid, flush=True); time.sleep(60)"
     )
-    worker = start_worker(run_dir, [sys.executable, "-c", script])
-    while not run_dir.log.read_text().endswith("\n"):
+    worker = start_worker(run, [sys.executable, "-c", script])
+    while not run.log.read_text().endswith("\n"):
         assert worker.is_alive()
         time.sleep(0.01)
-    child = psutil.Process(int(run_dir.log.read_text()))
+    child = psutil.Process(int(run.log.read_text()))
     worker.kill()
     reap(worker)
     psutil.wait_procs([child], timeout=10)
@@ -103,23 +103,23 @@ def test_process_that_is_not_ours_is_never_signalled():
     assert this.pid == os.getpid()
 
 
-def test_directory_that_is_gone_is_said(run_dir):
+def test_directory_that_is_gone_is_said(run):
     with pytest.raises(StoreError, match="no longer there"):
-        start_worker(run_dir, [sys.executable, "-c", ""], directory=run_dir.path / "gone")
+        start_worker(run, [sys.executable, "-c", ""], directory=run.path / "gone")
 
 
-def test_launch_lock_keeps_others_out(run_dir):
-    first, second = launch_lock(run_dir, wait=False), launch_lock(run_dir, wait=False)
+def test_launch_lock_keeps_others_out(run):
+    first, second = launch_lock(run, wait=False), launch_lock(run, wait=False)
     with first, pytest.raises(BlockingIOError), second:
         pass
-    with launch_lock(run_dir, wait=False):
+    with launch_lock(run, wait=False):
         pass
 
 
-def test_unreadable_record_of_a_worker_counts_as_none(run_dir):
-    (run_dir.path / "worker.json").write_text("{")
-    assert recorded_worker(run_dir) is None
-    assert worker_lock_is_free(run_dir)
+def test_unreadable_record_of_a_worker_counts_as_none(run):
+    (run.path / "worker.json").write_text("{")
+    assert recorded_worker(run) is None
+    assert worker_lock_is_free(run)
 
 
 def test_one_worker_is_plain_unless_others_may_join_it():
@@ -130,8 +130,8 @@ def test_one_worker_is_plain_unless_others_may_join_it():
     assert one == (*ASYNCHRONOUS, "--devices", "1")
 
 
-def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run_dir):
-    assert is_asynchronous(run_dir, "asynchronous")
-    assert not is_asynchronous(run_dir, "auto")
-    run_dir.servers.mkdir()
-    assert is_asynchronous(run_dir, "auto")
+def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run):
+    assert is_asynchronous(run, "asynchronous")
+    assert not is_asynchronous(run, "auto")
+    run.servers.mkdir()
+    assert is_asynchronous(run, "auto")

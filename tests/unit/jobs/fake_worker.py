@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 PLAN = {
     "device": "cpu", "precision": "fp32", "batch": 32, "micro_batch": 32, "accumulation": 1,
@@ -28,7 +30,7 @@ PLAN = {
 
 
 def main() -> int:
-    run = RunDir(Path(sys.argv[1]))
+    run = open_run(Path(sys.argv[1]))
     fate = json.loads(run.job.read_bytes())["model"]["args"].get("fate", "finish")
     if fate == "die at once":
         sys.stdout.write("a library is missing\n")
@@ -40,7 +42,7 @@ def main() -> int:
         return live(run, fate, asked)
 
 
-def live(run: RunDir, fate: str, asked: threading.Event) -> int:
+def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
     run.emit(EventKind.LIFE, number=lives + 1, pid=os.getpid(), process_started_at=started_at)
@@ -74,7 +76,7 @@ def live(run: RunDir, fate: str, asked: threading.Event) -> int:
     return 0
 
 
-def train(run: RunDir, first: int, last: int) -> None:
+def train(run: RunStore, first: int, last: int) -> None:
     for step in range(first, last + 1):
         record = {
             "step": step, "epoch": step / 10, "loss": 1 / step, "lr": 0.001, "samples": 32 * step,

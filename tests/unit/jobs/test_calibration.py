@@ -17,12 +17,15 @@ from tests.unit.planning.test_probed import pace, planned, probe
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import calibration as known
-from yunlu.jobs.report_builder import build_report, write_report
+from yunlu.jobs.report_builder import build_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.plan import Measured
 from yunlu.planning.probed import FOLDER, StartFigures, dump_probes
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.render.run_report.write import write_report
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +44,11 @@ def store_probe(cache: Path, **changes: object) -> None:
 
 def finished_run(
     home: Path, name: str, *, slower: float = 1.5, state: str = "finished", **guessed: Any
-) -> RunDir:
+) -> RunStore:
     """As a worker leaves it, with steps that took longer than foretold."""
     path = home / name
     path.mkdir(parents=True)
-    run, plan = RunDir(path), planned(**guessed)
+    run, plan = open_run(path), planned(**guessed)
     assert plan.foretold is not None
     run.job.write_text(job().model_dump_json())
     run.plan.write_text(plan.model_dump_json())
@@ -94,7 +97,7 @@ def test_this_machine_is_a_device_and_an_offer_without_a_price(
 def started_run(home: Path, name: str, start_s: float | None, *, in_process_s: float = 0.0) -> None:
     """A run that began at 1000 and made its first step later, or none."""
     (home / name).mkdir(parents=True)
-    run = RunDir(home / name)
+    run = open_run(home / name)
     run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0 - in_process_s)
     steps = [] if start_s is None else [start_s, start_s + 1.0]
     append_lines(run.metrics, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)])

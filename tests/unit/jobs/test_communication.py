@@ -15,10 +15,13 @@ from rich.console import Console
 from yunlu.cli.main import main
 from yunlu.core.files import append_lines
 from yunlu.jobs.communication import Communication, communication_lines
+from yunlu.jobs.report_builder import build_report
+from yunlu.jobs.report_model import Report
 from yunlu.render.run_report.page import render_page
-from yunlu.jobs.report_builder import Report, build_report, write_report
+from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
@@ -53,7 +56,7 @@ class Talk:
 
     def __init__(self, path: Path) -> None:
         self.writer = RUNS["Writer"](path, RUNS["job_of"]("text-classification"))
-        self.run: RunDir = self.writer.run
+        self.run: RunStore = self.writer.run
         self.writer.begin()
 
     def choose(self, step: int, name: str, setting: dict[str, Any], **more: Any) -> None:
@@ -92,7 +95,7 @@ class Talk:
         append_lines(self.run.metrics, records)
 
 
-def write_talk(path: Path) -> RunDir:
+def write_talk(path: Path) -> RunStore:
     """A slow link is noticed, and averaging takes the place of sums."""
     talk = Talk(path)
     talk.measure(0, "direct int4", INT4, 0.12)
@@ -104,11 +107,11 @@ def write_talk(path: Path) -> RunDir:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path) -> RunStore:
     return write_talk(tmp_path / "talk-1")
 
 
-def read(run: RunDir) -> Communication:
+def read(run: RunStore) -> Communication:
     found = build_report(run).communication
     assert found is not None
     return found
@@ -121,7 +124,7 @@ def told(report: Report) -> str:
     return console.file.getvalue()
 
 
-def test_each_choice_has_what_followed_until_the_next(run: RunDir) -> None:
+def test_each_choice_has_what_followed_until_the_next(run: RunStore) -> None:
     first, second = read(run).choices
     assert (first.from_step, first.steps, first.name) == (0, 40, "direct int4")
     assert (second.from_step, second.steps, second.setting["every"]) == (40, 60, 4)
@@ -129,7 +132,7 @@ def test_each_choice_has_what_followed_until_the_next(run: RunDir) -> None:
     assert second.compression_error is None
 
 
-def test_predicted_stands_beside_measured(run: RunDir) -> None:
+def test_predicted_stands_beside_measured(run: RunStore) -> None:
     found = {each.quantity: each for each in read(run).choices[0].expectations}
     assert list(found) == ["step_s", "exchange_s", "wait_s", "sent_bytes"]
     values = {name: (each.predicted, each.measured) for name, each in found.items()}
@@ -140,7 +143,7 @@ def test_predicted_stands_beside_measured(run: RunDir) -> None:
     assert found["step_s"].ratio == pytest.approx(0.14 / 0.12)
 
 
-def test_rare_exchanges_are_spread_over_the_steps_between_them(run: RunDir) -> None:
+def test_rare_exchanges_are_spread_over_the_steps_between_them(run: RunStore) -> None:
     newest = read(run).newest
     step, sent = newest.expectation("step_s"), newest.expectation("sent_bytes")
     assert step is not None
@@ -162,7 +165,7 @@ def test_too_few_steps_for_an_exchange_have_no_ratio(tmp_path: Path) -> None:
     assert (step.measured, step.ratio) == (pytest.approx(0.1), None)
 
 
-def test_links_are_told_by_host(run: RunDir) -> None:
+def test_links_are_told_by_host(run: RunStore) -> None:
     a, b = read(run).newest.links
     assert (a.host, a.workers, b.host, b.workers) == ("node-a", 2, "node-b", 1)
     assert (a.send_bytes_per_s, b.send_bytes_per_s) == (12.5e6, 3.1e6)
@@ -250,7 +253,7 @@ def test_what_another_version_wrote_is_passed_over(tmp_path: Path, data: dict[st
     assert 'id="communication"' in render_page(report)
 
 
-def test_the_page_tells_the_choice_its_rivals_and_the_links(run: RunDir) -> None:
+def test_the_page_tells_the_choice_its_rivals_and_the_links(run: RunStore) -> None:
     page = render_page(build_report(run))
     section = page[page.index('<section id="communication">') : page.index('<section id="time">')]
     assert '<a href="#communication">' in page
@@ -266,7 +269,7 @@ def test_the_page_tells_the_choice_its_rivals_and_the_links(run: RunDir) -> None
     assert english == chinese
 
 
-def test_the_terminal_needs_three_lines(run: RunDir) -> None:
+def test_the_terminal_needs_three_lines(run: RunStore) -> None:
     lines = list(communication_lines(read(run)))
     assert lines == [
         f"{AVERAGED} (near): links of 24.8 to 100 Mbit/s; 3.10 times as fast as all-reduce to the same loss",

@@ -15,13 +15,16 @@ from rich.console import Console
 
 from yunlu.core.files import append_lines
 from yunlu.jobs.crew import newest_crew, read_crew, read_samples
+from yunlu.jobs.recorded import Recorded
+from yunlu.jobs.report_builder import build_report
+from yunlu.jobs.report_model import Report
+from yunlu.planning.layout import Layout, parse_layout
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.workers import picture_layout
-from yunlu.jobs.recorded import Recorded
-from yunlu.jobs.report_builder import Report, build_report, write_report
+from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
-from yunlu.planning.layout import Layout, parse_layout
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ class CrewWriter:
 
     def __init__(self, path: Path, *, steps: int = 420) -> None:
         self.writer = RUNS["Writer"](path, RUNS["job_of"]("text-classification"))
-        self.run: RunDir = self.writer.run
+        self.run: RunStore = self.writer.run
         self.generation = 0
         self.members: Sequence[int] = ()
         self.layout = Layout()
@@ -162,7 +165,7 @@ class CrewWriter:
         )
 
 
-def write_crew(path: Path) -> RunDir:
+def write_crew(path: Path) -> RunStore:
     """Four workers; one is killed, three go on, a new one joins, one is slow."""
     crew = CrewWriter(path)
     crew.form("dp2 x tp2", [0, 1, 2, 3], reason="start", from_step=0)
@@ -180,7 +183,7 @@ def write_crew(path: Path) -> RunDir:
     return crew.run
 
 
-def write_staged(path: Path) -> RunDir:
+def write_staged(path: Path) -> RunStore:
     """Eight workers in a pipeline; steps are done again after a fault, and then one fails."""
     crew = CrewWriter(path, steps=100)
     stages = ["embedding, layers 1–3", "layers 4–6, head"]
@@ -203,7 +206,7 @@ def write_staged(path: Path) -> RunDir:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path) -> RunStore:
     return write_crew(tmp_path / "crew-1")
 
 
@@ -214,7 +217,7 @@ def told(report: Report) -> str:
     return console.file.getvalue()
 
 
-def test_lives_of_the_crew_are_told_in_order(run: RunDir) -> None:
+def test_lives_of_the_crew_are_told_in_order(run: RunStore) -> None:
     crew = build_report(run).crew
 
     assert crew is not None
@@ -228,7 +231,7 @@ def test_lives_of_the_crew_are_told_in_order(run: RunDir) -> None:
     assert [(each.member, each.ratio) for each in crew.stragglers] == [("2", 1.8)]
 
 
-def test_lost_time_is_what_lay_between_the_steps_of_two_layouts(run: RunDir) -> None:
+def test_lost_time_is_what_lay_between_the_steps_of_two_layouts(run: RunStore) -> None:
     crew = build_report(run).crew
 
     assert crew is not None
@@ -319,7 +322,7 @@ def test_what_a_new_crew_did_before_it_was_told_of_still_counts(tmp_path: Path) 
     assert [row.step for row in build_report(crew.run).evaluations] == [20, 21, 22]
 
 
-def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunDir) -> None:
+def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunStore) -> None:
     crew = build_report(run).crew
 
     assert crew is not None
@@ -335,7 +338,7 @@ def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunD
     assert slow.compute_s[-1] > 1.5 * slow.compute_s[0]
 
 
-def test_the_report_survives_the_trip_through_json(run: RunDir) -> None:
+def test_the_report_survives_the_trip_through_json(run: RunStore) -> None:
     write_report(run)
 
     assert Report.model_validate_json(run.report_json.read_bytes()) == build_report(run)
@@ -377,11 +380,11 @@ def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> N
     assert len(set(colours)) == min(len(colours), 8)
 
 
-def test_hostile_text_of_a_worker_is_only_text(run: RunDir) -> None:
+def test_hostile_text_of_a_worker_is_only_text(run: RunStore) -> None:
     assert SCRIPT not in render_page(build_report(run))
 
 
-def test_the_terminal_tells_it_on_one_screen(run: RunDir) -> None:
+def test_the_terminal_tells_it_on_one_screen(run: RunStore) -> None:
     text = told(build_report(run))
 
     for words in (
@@ -426,7 +429,7 @@ def test_one_plain_worker_has_nothing_of_it(tmp_path: Path) -> None:
     assert "effective" not in told(report)
 
 
-def test_events_of_another_version_do_not_hide_the_run(run: RunDir) -> None:
+def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
     for kind, data in (
         (EventKind.CREW, {"generation": "x"}),
         (EventKind.CREW, {"generation": 9, "layout": "dp2", "ranks": "gone"}),

@@ -4,11 +4,12 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.follow import Metric, end_of, follow
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import Event, EventKind
 
 
 @pytest.fixture
-def run_dir(make_job):
+def run(make_job):
     return service.submit(make_job())
 
 
@@ -16,54 +17,54 @@ def happenings(batches):
     return [happening for batch in batches for happening in batch]
 
 
-def test_everything_comes_in_order_until_the_run_rests(run_dir):
-    run_dir.emit(EventKind.STATE, state="planning")
-    append_lines(run_dir.metrics, [{"step": 1, "at": 1.0}])
-    watching = follow(run_dir, poll_s=0)
+def test_everything_comes_in_order_until_the_run_rests(run):
+    run.emit(EventKind.STATE, state="planning")
+    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    watching = follow(run, poll_s=0)
     first = next(watching)
     assert isinstance(first[0], Metric)
     assert [event.data["state"] for event in first[1:]] == ["pending", "planning"]
     assert next(watching) == []
-    run_dir.emit(EventKind.STATE, state="failed")
+    run.emit(EventKind.STATE, state="failed")
     assert [event.data["state"] for event in happenings(watching)] == ["failed"]
 
 
-def test_rest_of_an_earlier_life_does_not_end_it(run_dir):
+def test_rest_of_an_earlier_life_does_not_end_it(run):
     for state in ("failed", "pending", "planning"):
-        run_dir.emit(EventKind.STATE, state=state)
-    watching = follow(run_dir, poll_s=0)
+        run.emit(EventKind.STATE, state=state)
+    watching = follow(run, poll_s=0)
     assert len(next(watching)) == 4
     assert next(watching) == []
-    run_dir.emit(EventKind.STATE, state="failed")
+    run.emit(EventKind.STATE, state="failed")
     assert len(happenings(watching)) == 1
 
 
-def test_what_was_before_the_position_is_left_out(run_dir):
-    append_lines(run_dir.metrics, [{"step": 1, "at": 1.0}])
-    since = end_of(run_dir)
-    run_dir.emit(EventKind.STATE, state="failed")
-    append_lines(run_dir.metrics, [{"step": 2, "at": 2.0}])
-    metric, event = happenings(follow(run_dir, since=since, poll_s=0))
+def test_what_was_before_the_position_is_left_out(run):
+    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    since = end_of(run)
+    run.emit(EventKind.STATE, state="failed")
+    append_lines(run.metrics, [{"step": 2, "at": 2.0}])
+    metric, event = happenings(follow(run, since=since, poll_s=0))
     assert metric.record["step"] == 2
     assert isinstance(event, Event)
 
 
-def test_following_a_resting_run_ends_at_once(run_dir):
-    run_dir.emit(EventKind.STATE, state="failed")
-    assert happenings(follow(run_dir, since=end_of(run_dir), poll_s=0)) == []
+def test_following_a_resting_run_ends_at_once(run):
+    run.emit(EventKind.STATE, state="failed")
+    assert happenings(follow(run, since=end_of(run), poll_s=0)) == []
 
 
-def test_half_a_line_is_waited_for(run_dir):
-    watching = follow(run_dir, poll_s=0)
+def test_half_a_line_is_waited_for(run):
+    watching = follow(run, poll_s=0)
     next(watching)
-    with run_dir.metrics.open("a") as file:
+    with run.metrics.open("a") as file:
         file.write('{"step": 1, "at"')
     assert next(watching) == []
-    with run_dir.metrics.open("a") as file:
+    with run.metrics.open("a") as file:
         file.write(": 5.0}\n")
     assert next(watching) == [Metric({"step": 1, "at": 5.0})]
 
 
 def test_directory_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(StoreError, match="is not a run"):
-        next(follow(RunDir(tmp_path)))
+        next(follow(open_run(tmp_path)))

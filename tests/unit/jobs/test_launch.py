@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from yunlu.core.errors import JobError
-from yunlu.core.launch import Launched
+from yunlu.core.launch import LaunchInfo
 from yunlu.jobs import launch, service
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 
 LAUNCHED = {
@@ -22,7 +22,7 @@ LAUNCHED = {
     "MASTER_PORT": "29500",
 }
 JOB: dict[str, Any] = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
-PLACE = Launched(
+PLACE = LaunchInfo(
     rank=0, size=2, local_rank=0, host="localhost", port=1, by="torchrun", id="none", restarts=1
 )
 
@@ -48,20 +48,20 @@ def test_one_process_of_its_own_is_no_launch(monkeypatch: pytest.MonkeyPatch) ->
     assert launch.find_launch(Job.model_validate({**JOB, "devices": 3}), waits=False) is None
 
 
-def record(run_dir: RunDir, place: Launched, **changes: str) -> None:
+def record(run: RunStore, place: LaunchInfo, **changes: str) -> None:
     data = launch.identify(place) | {"asker": "an earlier process"} | changes
-    (run_dir.path / "launch.json").write_text(json.dumps(data))
+    (run.path / "launch.json").write_text(json.dumps(data))
 
 
 @pytest.mark.parametrize("name", [None, "named"])
 def test_a_restart_finds_the_run_of_its_own_job(name: str | None) -> None:
     job = Job.model_validate({**JOB, "name": name})
-    run_dir = service.submit(job)
-    record(run_dir, PLACE)
+    run = service.submit(job)
+    record(run, PLACE)
     other = Job.model_validate({**JOB, "name": name, "data": "other.txt"})
     found = launch.find_former(job, PLACE)
     assert found is not None
-    assert found.path == run_dir.path
+    assert found.path == run.path
     assert launch.find_former(other, PLACE) is None
 
 
@@ -79,7 +79,7 @@ def test_a_restart_finds_the_run_of_its_own_job(name: str | None) -> None:
     ],
 )
 def test_a_restart_is_told_from_a_new_launch(
-    place: Launched, changes: dict[str, str], is_restart: bool
+    place: LaunchInfo, changes: dict[str, str], is_restart: bool
 ) -> None:
     job = Job.model_validate(JOB)
     record(service.submit(job), place, **changes)
@@ -88,6 +88,6 @@ def test_a_restart_is_told_from_a_new_launch(
 
 def test_a_program_may_train_the_same_job_twice() -> None:
     job = Job.model_validate(JOB)
-    run_dir = service.submit(job)
-    (run_dir.path / "launch.json").write_text(json.dumps(launch.identify(PLACE)))
+    run = service.submit(job)
+    (run.path / "launch.json").write_text(json.dumps(launch.identify(PLACE)))
     assert launch.find_former(job, PLACE) is None

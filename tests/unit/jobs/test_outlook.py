@@ -21,14 +21,15 @@ from yunlu.jobs.amounts import block_length, count_amounts
 from yunlu.jobs.asking import ask_job
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.outlook import foresee, look_ahead, make_ask
-from yunlu.jobs.outlook_plot import draw_outlook, find_front
 from yunlu.jobs.shapes import FoundShape, find_shape
-from yunlu.planning.calibration import Calibration, RunFigure
-from yunlu.planning.guess import name_work
+from yunlu.planning.calibration import Calibration, RunMeasurement
+from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
 from yunlu.planning.search.options import Interval, Option, PlanError
 from yunlu.planning.search.spot import START_HERE_S
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.render.figures.plan_options import draw_outlook, find_front
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job
 
@@ -403,7 +404,7 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
     assert len(here) == 1
     assert not here.notes
     assert here.best.total_parts["start_up"] == START_HERE_S
-    run = RunDir(own_home / "earlier")
+    run = open_run(own_home / "earlier")
     run.path.mkdir(parents=True)
     run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
     append_lines(run.metrics, [{"step": 1, "at": 1007.0}])
@@ -453,7 +454,7 @@ def small_job(**train: Any) -> Job:
 
 def teach(job: Job, device: str, *, busy: float = 1.0, **measured: float) -> None:
     figures = [
-        RunFigure(
+        RunMeasurement(
             run="a-run",
             at=1.0,
             quantity=quantity,  # pyright: ignore[reportArgumentType]

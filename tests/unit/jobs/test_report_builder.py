@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from yunlu.core.files import append_lines
-from yunlu.jobs.report_builder import Report, build_report, write_report
+from yunlu.jobs.report_builder import build_report
+from yunlu.jobs.report_model import Report
 from yunlu.planning.plan import Choice, Plan, Prediction
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.render.run_report.write import write_report
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ class Writer:
 
     def __init__(self, path: Path, job: dict[str, Any] | None) -> None:
         path.mkdir(parents=True)
-        self.run = RunDir(path)
+        self.run = open_run(path)
         self.now = START
         if job is not None:
             self.run.job.write_text(json.dumps(job))
@@ -143,7 +147,7 @@ def falling_loss(step: int) -> float:
     return 2.3 * math.exp(-step / 90) + 0.08 + 0.05 * random.Random(step).random()
 
 
-def write_classification(path: Path, *, steps: int = 450) -> RunDir:
+def write_classification(path: Path, *, steps: int = 450) -> RunStore:
     """A finished run with everything a report can show, and hostile text where data can put it."""
     writer = Writer(path, job_of("tabular-classification"))
     labels = [str(digit) for digit in range(9)] + [SCRIPT]
@@ -209,7 +213,7 @@ def write_classification(path: Path, *, steps: int = 450) -> RunDir:
     return writer.run
 
 
-def write_regression(path: Path) -> RunDir:
+def write_regression(path: Path) -> RunStore:
     """Running still: no test score, no confusion, nothing measured yet."""
     writer = Writer(path, job_of("tabular-regression"))
     writer.begin()
@@ -232,7 +236,7 @@ def tuned_record(step: int) -> dict[str, float]:
     }
 
 
-def write_tuned(path: Path) -> RunDir:
+def write_tuned(path: Path) -> RunStore:
     """A finished run of the engine that tunes itself: tries, trouble, noise, padding, a trace."""
     writer = Writer(path, job_of("text-classification"))
     writer.begin()
@@ -286,7 +290,7 @@ def write_tuned(path: Path) -> RunDir:
     return writer.run
 
 
-def write_failed(path: Path) -> RunDir:
+def write_failed(path: Path) -> RunStore:
     """Diverged at step 31."""
     writer = Writer(path, job_of("tabular-classification"))
     writer.begin()
@@ -303,11 +307,11 @@ def write_failed(path: Path) -> RunDir:
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> RunDir:
+def finished(tmp_path: Path) -> RunStore:
     return write_classification(tmp_path / "digits-1")
 
 
-def test_a_finished_run_is_told_completely(finished: RunDir) -> None:
+def test_a_finished_run_is_told_completely(finished: RunStore) -> None:
     report = build_report(finished)
 
     assert report.state is RunState.FINISHED
@@ -338,7 +342,7 @@ def test_a_finished_run_is_told_completely(finished: RunDir) -> None:
     assert "keep_last" not in report.job_yaml
 
 
-def test_measured_figures_stand_beside_the_predicted_ones(finished: RunDir) -> None:
+def test_measured_figures_stand_beside_the_predicted_ones(finished: RunStore) -> None:
     step_time = build_report(finished).comparison("step_s")
 
     assert (step_time.predicted, step_time.measured) == (0.045, 0.049)
@@ -369,7 +373,7 @@ def test_the_lowest_error_is_the_best(tmp_path: Path) -> None:
 
 
 def test_items_have_a_curve_only_where_they_differ_from_samples(
-    finished: RunDir, tmp_path: Path
+    finished: RunStore, tmp_path: Path
 ) -> None:
     tokens = build_report(write_regression(tmp_path / "r"))
 
@@ -398,14 +402,14 @@ def test_values_that_are_not_finite_survive_the_trip_through_json(tmp_path: Path
 
 def test_a_run_that_never_started_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    report = write_report(RunDir(tmp_path / "empty"))
+    report = write_report(open_run(tmp_path / "empty"))
 
     assert (report.state, report.name, report.curves) == (RunState.PENDING, "empty", ())
     assert report.headline is None
     assert (tmp_path / "empty" / "report.html").is_file()
 
 
-def test_torn_and_unknown_lines_are_passed_over(finished: RunDir) -> None:
+def test_torn_and_unknown_lines_are_passed_over(finished: RunStore) -> None:
     with finished.events.open("a") as events, finished.metrics.open("a") as metrics:
         events.write('{"kind": "of another version", "at": 1}\n[]\n{"kind": "sta')
         metrics.write('[1, 2]\n{"no": "step"}\n{"step": 451, "lo')
@@ -413,7 +417,7 @@ def test_torn_and_unknown_lines_are_passed_over(finished: RunDir) -> None:
     assert build_report(finished).step == 450
 
 
-def test_an_unreadable_job_does_not_hide_the_run(finished: RunDir) -> None:
+def test_an_unreadable_job_does_not_hide_the_run(finished: RunStore) -> None:
     finished.job.write_text("{")
 
     assert build_report(finished).name == "digits-1"
@@ -503,7 +507,7 @@ def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
     assert sum(report.time.totals.values()) == pytest.approx(total)
 
 
-def test_time_shares_fill_every_stretch(finished: RunDir) -> None:
+def test_time_shares_fill_every_stretch(finished: RunStore) -> None:
     time = build_report(finished).time
 
     assert time is not None
@@ -575,7 +579,7 @@ def test_the_trace_survives_the_trip_through_json(tmp_path: Path) -> None:
     assert trace.table[0].name == "aten::mm"
 
 
-def test_a_run_without_any_of_it_has_none_of_it(finished: RunDir) -> None:
+def test_a_run_without_any_of_it_has_none_of_it(finished: RunStore) -> None:
     report = build_report(finished)
 
     assert (report.findings, report.incidents, report.padding, report.trace) == ((), (), None, None)
@@ -601,7 +605,7 @@ def test_the_batch_is_judged_by_the_noise_of_the_gradient(
     assert [finding.key for finding in build_report(writer.run).findings] == [said]
 
 
-def test_incidents_and_traces_of_another_version_do_not_hide_the_run(finished: RunDir) -> None:
+def test_incidents_and_traces_of_another_version_do_not_hide_the_run(finished: RunStore) -> None:
     for kind, data in (
         (EventKind.SKIP, {"why": "?"}),
         (EventKind.SKIP, {"step": "NaN"}),

@@ -14,15 +14,18 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
+from yunlu.jobs.report_builder import build_report
 from yunlu.render.run_report.page import render_page
-from yunlu.jobs.report_builder import build_report, write_report
+from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary, sparkline
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.jobs.report_builder import Report
+    from yunlu.jobs.report_model import Report
 
 # The same runs as in the tests of the value, written by the same hand.
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
@@ -30,7 +33,7 @@ TEMPLATES = Path(build_report.__code__.co_filename).with_name("templates")
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> RunDir:
+def finished(tmp_path: Path) -> RunStore:
     return RUNS["write_classification"](tmp_path / "digits-1")
 
 
@@ -41,7 +44,7 @@ def told(report: Report, *, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def test_the_page_asks_for_nothing_beyond_itself(finished: RunDir) -> None:
+def test_the_page_asks_for_nothing_beyond_itself(finished: RunStore) -> None:
     page = render_page(build_report(finished))
 
     assert not re.search(r'(?:src|href)="(?!#|data:)', page)
@@ -49,7 +52,7 @@ def test_the_page_asks_for_nothing_beyond_itself(finished: RunDir) -> None:
     assert "default-src 'none'" in page
 
 
-def test_hostile_text_is_only_text(finished: RunDir) -> None:
+def test_hostile_text_is_only_text(finished: RunStore) -> None:
     page = render_page(build_report(finished))
 
     assert RUNS["SCRIPT"] not in page
@@ -61,7 +64,7 @@ def test_hostile_text_is_only_text(finished: RunDir) -> None:
     }
 
 
-def test_hover_data_is_json_and_cannot_leave_its_element(finished: RunDir) -> None:
+def test_hover_data_is_json_and_cannot_leave_its_element(finished: RunStore) -> None:
     run = RUNS["write_failed"](finished.path.with_name("failed"))
     page = render_page(build_report(run))
 
@@ -72,7 +75,7 @@ def test_hover_data_is_json_and_cannot_leave_its_element(finished: RunDir) -> No
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_reader_s_language_comes_first_and_both_are_there(
-    finished: RunDir, language: str
+    finished: RunStore, language: str
 ) -> None:
     page = render_page(build_report(finished), language=language)
 
@@ -90,7 +93,7 @@ def test_every_text_has_both_languages() -> None:
 
 @pytest.mark.parametrize("kind", ["write_regression", "write_failed"])
 def test_a_page_without_confusion_or_end_is_whole(tmp_path: Path, kind: str) -> None:
-    write: Callable[[Path], RunDir] = RUNS[kind]
+    write: Callable[[Path], RunStore] = RUNS[kind]
     page = render_page(build_report(write(tmp_path / "r")))
 
     assert page.endswith("</html>")
@@ -147,7 +150,7 @@ def test_very_many_labels_and_evaluations_are_cut_to_what_can_be_read(tmp_path: 
     assert re.search(r'<tr class="best">.*?<td>699</td>', page, re.DOTALL)
 
 
-def test_the_terminal_tells_the_essentials(finished: RunDir) -> None:
+def test_the_terminal_tells_the_essentials(finished: RunStore) -> None:
     text = told(build_report(finished))
 
     for words in ("finished", "97.22 %", "validation ★", "× 1.09", "compute", "report.html", "18"):
@@ -173,7 +176,7 @@ def test_a_failed_run_says_why_on_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_run_without_anything_is_told_too(tmp_path: Path) -> None:
-    assert "pending" in told(build_report(RunDir(tmp_path / "nothing")))
+    assert "pending" in told(build_report(open_run(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_sparklines_rise_fall_and_break(values: list[float], drawn: str) -> None
 
 
 def test_the_command_takes_a_path_and_prints_json(
-    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: RunStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
     code = main(["report", str(finished.path), "--json", "--html", str(page)])
@@ -201,13 +204,13 @@ def test_the_command_takes_a_path_and_prints_json(
 
 
 def test_the_command_prints_the_summary(
-    finished: RunDir, capsys: pytest.CaptureFixture[str]
+    finished: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(finished.path)]) == 0
     assert "Predicted beside measured" in capsys.readouterr().out
 
 
-def test_the_command_opens_the_page(finished: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_opens_the_page(finished: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     main(["report", str(finished.path), "--open"])
@@ -216,7 +219,7 @@ def test_the_command_opens_the_page(finished: RunDir, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_run_and_an_unwritable_page_are_said_in_words(
-    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: RunStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "no-such-run"]) == 1
     assert main(["report", str(finished.path), "--html", str(tmp_path / "no" / "p.html")]) == 1
@@ -226,7 +229,7 @@ def test_an_unknown_run_and_an_unwritable_page_are_said_in_words(
     assert "cannot be written" in words
 
 
-def test_the_page_is_the_same_each_time(finished: RunDir) -> None:
+def test_the_page_is_the_same_each_time(finished: RunStore) -> None:
     write_report(finished)
     first = finished.report_html.read_bytes()
     write_report(finished)
@@ -246,10 +249,10 @@ def test_secrets_of_the_job_never_reach_the_report(tmp_path: Path) -> None:
         assert "anon" in text
 
 
-def test_a_full_disk_is_said_in_words(finished: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_in_words(finished: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, content: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("yunlu.jobs.report_builder.write_atomically", refuse)
+    monkeypatch.setattr("yunlu.render.run_report.write.write_atomically", refuse)
     with pytest.raises(StoreError, match="No space left on device"):
         write_report(finished)

@@ -20,17 +20,18 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.runs.run_dir import Event, EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import LEGAL_MOVES, RunState, check_move, replay_move
 
 STATES = list(RunState)
 
 
 @pytest.fixture
-def run_dir(tmp_path):
+def store(tmp_path):
     path = tmp_path / "digits-0a1b2c"
     path.mkdir()
-    run = RunDir(path)
+    run = open_run(path)
     job = {"name": "digits", "task": "tabular-classification", "model": {"name": "mlp"}}
     run.job.write_text(json.dumps(job))
     record_worker(run, this_process())
@@ -44,129 +45,129 @@ def dead_process(**changes):
     return WorkerProcess(**{**parts, "detached": True, **changes})
 
 
-def begin(run_dir, worker):
-    record_worker(run_dir, worker)
+def begin(run, worker):
+    record_worker(run, worker)
     at = worker.process_started_at
-    run_dir.emit(EventKind.LIFE, number=1, pid=worker.pid, process_started_at=at)
-    run_dir.emit(EventKind.STATE, state="planning")
-    run_dir.emit(EventKind.STATE, state="running")
+    run.emit(EventKind.LIFE, number=1, pid=worker.pid, process_started_at=at)
+    run.emit(EventKind.STATE, state="planning")
+    run.emit(EventKind.STATE, state="running")
 
 
-def test_events_fold_into_one_record(run_dir):
-    begin(run_dir, this_process())
-    run_dir.emit(EventKind.PLAN, steps=100, best_metric="f1")
+def test_events_fold_into_one_record(run):
+    begin(run, this_process())
+    run.emit(EventKind.PLAN, steps=100, best_metric="f1")
     metrics = {"accuracy": 0.9, "f1": 0.8}
-    run_dir.emit(EventKind.EVALUATION, split="validation", step=40, loss=0.3, metrics=metrics)
-    record = settle(run_dir, new_record(run_dir))
+    run.emit(EventKind.EVALUATION, split="validation", step=40, loss=0.3, metrics=metrics)
+    record = settle(run, new_record(run))
     assert (record.state, record.step, record.steps) == (RunState.RUNNING, 40, 100)
     assert (record.metric, record.metric_value) == ("f1", 0.8)
     assert record.progress == 0.4
-    assert record.offset == run_dir.events.stat().st_size
+    assert record.offset == run.events.stat().st_size
     assert record.pid == os.getpid()
 
 
-def test_replaying_piece_by_piece_gives_the_same_record(run_dir):
-    pieces = new_record(run_dir)
-    begin(run_dir, this_process())
-    pieces = replay(run_dir, pieces)
-    run_dir.emit(EventKind.CHECKPOINT, step=7, path="x")
-    pieces = replay(run_dir, pieces)
-    assert pieces == replay(run_dir, new_record(run_dir))
+def test_replaying_piece_by_piece_gives_the_same_record(run):
+    pieces = new_record(run)
+    begin(run, this_process())
+    pieces = replay(run, pieces)
+    run.emit(EventKind.CHECKPOINT, step=7, path="x")
+    pieces = replay(run, pieces)
+    assert pieces == replay(run, new_record(run))
 
 
-def test_torn_last_line_is_left_until_it_is_whole(run_dir):
-    begin(run_dir, this_process())
-    with run_dir.events.open("a") as file:
+def test_torn_last_line_is_left_until_it_is_whole(run):
+    begin(run, this_process())
+    with run.events.open("a") as file:
         file.write('{"kind": "state", "at": 1.0, "da')
-    assert settle(run_dir, new_record(run_dir)).state is RunState.RUNNING
-    run_dir.emit(EventKind.STATE, state="finished")
-    assert settle(run_dir, new_record(run_dir)).state is RunState.FINISHED
+    assert settle(run, new_record(run)).state is RunState.RUNNING
+    run.emit(EventKind.STATE, state="finished")
+    assert settle(run, new_record(run)).state is RunState.FINISHED
 
 
-def test_vanished_worker_is_marked_lost_once(run_dir):
-    begin(run_dir, dead_process())
-    record = settle(run_dir, new_record(run_dir))
+def test_vanished_worker_is_marked_lost_once(run):
+    begin(run, dead_process())
+    record = settle(run, new_record(run))
     assert record.state is RunState.LOST
     assert "vanished" in record.error
-    settle(run_dir, record)
-    lost = [e for e, _ in run_dir.read_events() if e.data.get("state") == "lost"]
+    settle(run, record)
+    lost = [e for e, _ in run.read_events() if e.data.get("state") == "lost"]
     assert len(lost) == 1
 
 
-def test_pid_that_passed_to_a_stranger_does_not_keep_a_run_alive(run_dir):
-    begin(run_dir, dead_process(pid=os.getpid(), process_started_at=1_000_000.0))
-    assert settle(run_dir, new_record(run_dir)).state is RunState.LOST
+def test_pid_that_passed_to_a_stranger_does_not_keep_a_run_alive(run):
+    begin(run, dead_process(pid=os.getpid(), process_started_at=1_000_000.0))
+    assert settle(run, new_record(run)).state is RunState.LOST
 
 
-def test_worker_on_another_host_is_not_judged(run_dir):
-    begin(run_dir, dead_process(host=f"not-{socket.gethostname()}"))
-    assert settle(run_dir, new_record(run_dir)).state is RunState.RUNNING
+def test_worker_on_another_host_is_not_judged(run):
+    begin(run, dead_process(host=f"not-{socket.gethostname()}"))
+    assert settle(run, new_record(run)).state is RunState.RUNNING
 
 
-def test_held_worker_lock_keeps_a_run_alive_whatever_its_pid_says(run_dir):
-    begin(run_dir, dead_process())
-    with (run_dir.path / "worker.lock").open("w") as lock:
+def test_held_worker_lock_keeps_a_run_alive_whatever_its_pid_says(run):
+    begin(run, dead_process())
+    with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert settle(run_dir, new_record(run_dir)).state is RunState.RUNNING
-    assert settle(run_dir, new_record(run_dir)).state is RunState.LOST
+        assert settle(run, new_record(run)).state is RunState.RUNNING
+    assert settle(run, new_record(run)).state is RunState.LOST
 
 
-def test_run_that_is_being_started_is_not_buried(run_dir):
-    record_worker(run_dir, dead_process())
-    with launch_lock(run_dir, wait=False):
-        assert settle(run_dir, new_record(run_dir)).state is RunState.PENDING
-    assert settle(run_dir, new_record(run_dir)).state is RunState.LOST
+def test_run_that_is_being_started_is_not_buried(run):
+    record_worker(run, dead_process())
+    with launch_lock(run, wait=False):
+        assert settle(run, new_record(run)).state is RunState.PENDING
+    assert settle(run, new_record(run)).state is RunState.LOST
 
 
-def test_submitter_that_died_before_starting_a_worker_loses_the_run(run_dir):
-    record_worker(run_dir, dead_process(detached=False))
-    record = settle(run_dir, new_record(run_dir))
+def test_submitter_that_died_before_starting_a_worker_loses_the_run(run):
+    record_worker(run, dead_process(detached=False))
+    record = settle(run, new_record(run))
     assert record.state is RunState.LOST
     assert "before its worker was started" in record.error
 
 
-def test_worker_that_vanished_while_stopping_has_stopped(run_dir):
-    begin(run_dir, dead_process())
-    run_dir.emit(EventKind.STATE, state="stopping")
-    assert settle(run_dir, new_record(run_dir)).state is RunState.STOPPED
+def test_worker_that_vanished_while_stopping_has_stopped(run):
+    begin(run, dead_process())
+    run.emit(EventKind.STATE, state="stopping")
+    assert settle(run, new_record(run)).state is RunState.STOPPED
 
 
-def test_new_life_clears_the_error_and_undoes_later_steps(run_dir):
-    begin(run_dir, this_process())
-    run_dir.emit(EventKind.CHECKPOINT, step=30, path="x")
-    run_dir.emit(EventKind.ERROR, code="training", message="The loss is not finite.")
-    run_dir.emit(EventKind.STATE, state="failed")
-    failed = settle(run_dir, new_record(run_dir))
+def test_new_life_clears_the_error_and_undoes_later_steps(run):
+    begin(run, this_process())
+    run.emit(EventKind.CHECKPOINT, step=30, path="x")
+    run.emit(EventKind.ERROR, code="training", message="The loss is not finite.")
+    run.emit(EventKind.STATE, state="failed")
+    failed = settle(run, new_record(run))
     assert (failed.state, failed.error) == (RunState.FAILED, "The loss is not finite.")
-    run_dir.emit(EventKind.STATE, state="pending")
-    run_dir.emit(EventKind.STATE, state="planning")
-    run_dir.emit(EventKind.STATE, state="running", resumed_from_step=20)
-    again = replay(run_dir, failed)
+    run.emit(EventKind.STATE, state="pending")
+    run.emit(EventKind.STATE, state="planning")
+    run.emit(EventKind.STATE, state="running", resumed_from_step=20)
+    again = replay(run, failed)
     assert (again.state, again.error, again.step) == (RunState.RUNNING, None, 20)
 
 
-def test_illegal_move_is_refused_and_leaves_no_event(run_dir):
-    begin(run_dir, this_process())
-    run_dir.emit(EventKind.STATE, state="finished")
-    before = run_dir.events.read_bytes()
+def test_illegal_move_is_refused_and_leaves_no_event(run):
+    begin(run, this_process())
+    run.emit(EventKind.STATE, state="finished")
+    before = run.events.read_bytes()
     with pytest.raises(StoreError, match="finished cannot become pending"):
-        move(run_dir, settle(run_dir, new_record(run_dir)), RunState.PENDING)
-    assert run_dir.events.read_bytes() == before
+        move(run, settle(run, new_record(run)), RunState.PENDING)
+    assert run.events.read_bytes() == before
 
 
-def test_replaced_log_is_read_from_its_start(run_dir):
-    begin(run_dir, this_process())
-    record = settle(run_dir, new_record(run_dir))
-    run_dir.events.unlink()
-    run_dir.emit(EventKind.STATE, state="pending")
-    assert replay(run_dir, record).state is RunState.PENDING
+def test_replaced_log_is_read_from_its_start(run):
+    begin(run, this_process())
+    record = settle(run, new_record(run))
+    run.events.unlink()
+    run.emit(EventKind.STATE, state="pending")
+    assert replay(run, record).state is RunState.PENDING
 
 
-def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run_dir):
+def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run):
     this = this_process()
-    record_worker(run_dir, this)
-    run_dir.emit(EventKind.LIFE, number=1, pid=this.pid, process_started_at=12345.0)
-    assert worker_of(run_dir, settle(run_dir, new_record(run_dir))) == this
+    record_worker(run, this)
+    run.emit(EventKind.LIFE, number=1, pid=this.pid, process_started_at=12345.0)
+    assert worker_of(run, settle(run, new_record(run))) == this
 
 
 def test_error_comes_back_as_the_class_its_code_names():
@@ -188,26 +189,26 @@ def test_unknown_error_code_is_kept():
     assert error.code == "internal"
 
 
-def test_remaining_time_follows_the_recent_pace(run_dir):
-    begin(run_dir, this_process())
-    run_dir.emit(EventKind.PLAN, steps=100)
+def test_remaining_time_follows_the_recent_pace(run):
+    begin(run, this_process())
+    run.emit(EventKind.PLAN, steps=100)
     lines = [json.dumps({"step": step, "at": 1000.0 + 2 * step}) for step in range(1, 11)]
-    run_dir.metrics.write_text("\n".join(lines) + '\n{"step": 11, "a')
-    record = settle(run_dir, new_record(run_dir))
+    run.metrics.write_text("\n".join(lines) + '\n{"step": 11, "a')
+    record = settle(run, new_record(run))
     assert record.step == 10
-    assert remaining_s(run_dir, record) == pytest.approx(180.0)
+    assert remaining_s(run, record) == pytest.approx(180.0)
 
 
-def test_only_the_end_of_long_metrics_is_read(run_dir):
+def test_only_the_end_of_long_metrics_is_read(run):
     lines = [json.dumps({"step": step, "at": float(step)}) for step in range(1, 5000)]
-    run_dir.metrics.write_text("\n".join(lines) + "\n")
-    recent = recent_metrics(run_dir)
+    run.metrics.write_text("\n".join(lines) + "\n")
+    recent = recent_metrics(run)
     assert recent[-1]["step"] == 4999
     assert len(recent) < 4999
 
 
-def test_log_tail_of_a_worker_that_never_printed_is_empty(run_dir):
-    assert log_tail(run_dir) == []
+def test_log_tail_of_a_worker_that_never_printed_is_empty(run):
+    assert log_tail(run) == []
 
 
 @given(st.lists(st.sampled_from(STATES), max_size=12))

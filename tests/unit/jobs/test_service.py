@@ -15,44 +15,44 @@ from yunlu.spec.job import Job
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
 
-def until_rest(run_dir):
-    for _ in follow(run_dir, poll_s=0.02):
+def until_rest(run):
+    for _ in follow(run, poll_s=0.02):
         pass
-    worker = recorded_worker(run_dir)
+    worker = recorded_worker(run)
     while worker.detached and worker.exit_code() is None:  # reaped: no child is left behind
         time.sleep(0.01)
-    return service.read_record(run_dir)
+    return service.read_record(run)
 
 
-def until(run_dir, kind, **data):
-    for batch in follow(run_dir, poll_s=0.02):
+def until(run, kind, **data):
+    for batch in follow(run, poll_s=0.02):
         for event in batch:
             if getattr(event, "kind", None) is kind and data.items() <= event.data.items():
                 return
     raise AssertionError(f"the run rests without {kind} {data}")
 
 
-def states(run_dir):
-    return [e.data["state"] for e, _ in run_dir.read_events() if e.kind is EventKind.STATE]
+def states(run):
+    return [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
 
 
 def test_submit_makes_a_whole_run_with_a_readable_id(own_home, make_job, tmp_path):
     source = tmp_path / "digits.yaml"
     source.write_text("task: x  # as the user wrote it\n")
-    run_dir = service.submit(make_job(name="My.Digits"), source=source)
-    prefix, _, suffix = run_dir.id.rpartition("-")
+    run = service.submit(make_job(name="My.Digits"), source=source)
+    prefix, _, suffix = run.id.rpartition("-")
     assert prefix == "my-digits"
     assert len(suffix) == 6
     assert int(suffix, 16) >= 0
-    assert Job.model_validate_json(run_dir.job.read_bytes()).name == "My.Digits"
-    assert run_dir.job_source.read_text() == source.read_text()
-    assert states(run_dir) == ["pending"]
+    assert Job.model_validate_json(run.job.read_bytes()).name == "My.Digits"
+    assert run.job_source.read_text() == source.read_text()
+    assert states(run) == ["pending"]
     assert not list(own_home.glob(".new-*"))
 
 
 def test_unnamed_job_gets_a_name_a_job_may_have(make_job):
-    run_dir = service.submit(make_job(name=None, task="my_tasks:Odd"))
-    assert Job.model_validate_json(run_dir.job.read_bytes()).name == "my-tasks-odd"
+    run = service.submit(make_job(name=None, task="my_tasks:Odd"))
+    assert Job.model_validate_json(run.job.read_bytes()).name == "my-tasks-odd"
 
 
 def test_failed_submit_leaves_nothing_behind(own_home, make_job, tmp_path):
@@ -62,137 +62,137 @@ def test_failed_submit_leaves_nothing_behind(own_home, make_job, tmp_path):
 
 
 def test_started_run_goes_from_pending_to_finished(make_job):
-    run_dir = service.submit(make_job())
-    service.start(run_dir)
-    record = until_rest(run_dir)
-    assert states(run_dir) == ["pending", "planning", "running", "finished"]
+    run = service.submit(make_job())
+    service.start(run)
+    record = until_rest(run)
+    assert states(run) == ["pending", "planning", "running", "finished"]
     assert (record.step, record.steps, record.metric_value) == (20, 20, 0.9)
 
 
 def test_worker_runs_where_the_job_was_submitted(make_job, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    run_dir = service.submit(make_job("wait"))
+    run = service.submit(make_job("wait"))
     monkeypatch.chdir(tmp_path)
-    worker = service.start(run_dir)
+    worker = service.start(run)
     assert psutil.Process(worker.pid).cwd() == str(tmp_path / "here")
-    service.stop(run_dir, now=True)
+    service.stop(run, now=True)
 
 
 def test_run_is_started_once(make_job):
-    run_dir = service.submit(make_job("wait"))
-    service.start(run_dir)
+    run = service.submit(make_job("wait"))
+    service.start(run)
     with pytest.raises(StoreError, match="started before"):
-        service.start(run_dir)
-    service.stop(run_dir, now=True)
+        service.start(run)
+    service.stop(run, now=True)
 
 
 def test_stopped_run_saves_and_resumes_to_the_end(make_job):
-    run_dir = service.submit(make_job("wait"))
-    service.start(run_dir)
-    until(run_dir, EventKind.STATE, state="running")
-    assert service.stop(run_dir.id).state is RunState.STOPPED
-    until_rest(run_dir)
-    assert service.resume(run_dir.id[:8]).path == run_dir.path
-    assert until_rest(run_dir).state is RunState.FINISHED
-    assert states(run_dir) == [
+    run = service.submit(make_job("wait"))
+    service.start(run)
+    until(run, EventKind.STATE, state="running")
+    assert service.stop(run.id).state is RunState.STOPPED
+    until_rest(run)
+    assert service.resume(run.id[:8]).path == run.path
+    assert until_rest(run).state is RunState.FINISHED
+    assert states(run) == [
         "pending", "planning", "running", "stopping", "stopped",
         "pending", "planning", "running", "finished",
     ]  # fmt: skip
 
 
 def test_run_ended_at_once_has_stopped_and_can_resume(make_job):
-    run_dir = service.submit(make_job("wait"))
-    service.start(run_dir)
-    until(run_dir, EventKind.STATE, state="running")
-    record = service.stop(run_dir, now=True)
+    run = service.submit(make_job("wait"))
+    service.start(run)
+    until(run, EventKind.STATE, state="running")
+    record = service.stop(run, now=True)
     assert record.state is RunState.STOPPED
     assert record.state.can_resume
 
 
 def test_stop_before_the_worker_listens_still_ends_stopped(make_job):
-    run_dir = service.submit(make_job("wait"))
-    service.start(run_dir)  # the interpreter is only starting
-    assert service.stop(run_dir).state is RunState.STOPPED
+    run = service.submit(make_job("wait"))
+    service.start(run)  # the interpreter is only starting
+    assert service.stop(run).state is RunState.STOPPED
 
 
 def test_stop_of_a_run_that_was_never_started(make_job):
-    run_dir = service.submit(make_job())
-    assert service.stop(run_dir).state is RunState.STOPPED
+    run = service.submit(make_job())
+    assert service.stop(run).state is RunState.STOPPED
     with pytest.raises(StoreError, match="it is stopped"):
-        service.start(run_dir)
+        service.start(run)
 
 
 def test_stop_of_a_resting_run_changes_nothing(make_job):
-    run_dir = service.submit(make_job())
-    service.start(run_dir)
-    until_rest(run_dir)
-    before = run_dir.events.read_bytes()
-    assert service.stop(run_dir).state is RunState.FINISHED
-    assert run_dir.events.read_bytes() == before
+    run = service.submit(make_job())
+    service.start(run)
+    until_rest(run)
+    before = run.events.read_bytes()
+    assert service.stop(run).state is RunState.FINISHED
+    assert run.events.read_bytes() == before
 
 
 def test_worker_that_dies_without_a_word_leaves_a_lost_run(make_job):
-    run_dir = service.submit(make_job("die at once"))
-    service.start(run_dir)
-    record = until_rest(run_dir)
+    run = service.submit(make_job("die at once"))
+    service.start(run)
+    record = until_rest(run)
     assert record.state is RunState.LOST
     assert "exit code 3" in record.error
 
 
 def test_finished_run_is_not_resumed(make_job):
-    run_dir = service.submit(make_job())
-    service.start(run_dir)
-    until_rest(run_dir)
+    run = service.submit(make_job())
+    service.start(run)
+    until_rest(run)
     with pytest.raises(StoreError, match="is finished"):
-        service.resume(run_dir.id)
+        service.resume(run.id)
 
 
 def test_running_run_is_not_resumed(make_job):
-    run_dir = service.submit(make_job("wait"))
-    service.start(run_dir)
-    until(run_dir, EventKind.STATE, state="running")
+    run = service.submit(make_job("wait"))
+    service.start(run)
+    until(run, EventKind.STATE, state="running")
     with pytest.raises(StoreError, match="has a worker"):
-        service.resume(run_dir.id)
-    service.stop(run_dir, now=True)
+        service.resume(run.id)
+    service.stop(run, now=True)
 
 
 def test_held_worker_lock_forbids_a_second_worker(make_job, monkeypatch):
     monkeypatch.setattr(service, "_LEAVE_S", 0)
-    run_dir = service.submit(make_job())
-    run_dir.emit(EventKind.STATE, state="failed")
-    with (run_dir.path / "worker.lock").open("w") as lock:
+    run = service.submit(make_job())
+    run.emit(EventKind.STATE, state="failed")
+    with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StoreError, match="has a worker"):
-            service.resume(run_dir)
-    assert states(run_dir) == ["pending", "failed"]
+            service.resume(run)
+    assert states(run) == ["pending", "failed"]
 
 
 def test_run_of_live_objects_is_resumed_only_from_python(make_job):
-    run_dir = service.submit(make_job(task=service.IN_PROCESS))
-    run_dir.emit(EventKind.STATE, state="stopped")
+    run = service.submit(make_job(task=service.IN_PROCESS))
+    run.emit(EventKind.STATE, state="stopped")
     with pytest.raises(StoreError, match="only Python"):
-        service.resume(run_dir)
+        service.resume(run)
 
 
 def test_program_that_trains_in_itself_is_not_signalled(make_job):
-    run_dir = service.submit(make_job(task=service.IN_PROCESS))
-    run_dir.emit(EventKind.STATE, state="planning")
-    run_dir.emit(EventKind.STATE, state="running")
+    run = service.submit(make_job(task=service.IN_PROCESS))
+    run.emit(EventKind.STATE, state="planning")
+    run.emit(EventKind.STATE, state="running")
     with pytest.raises(StoreError, match="inside the Python process") as caught:
-        service.stop(run_dir, now=True)
+        service.stop(run, now=True)
     assert "Ctrl-C" in (caught.value.hint or "")
 
 
 def test_resume_whose_directory_is_gone_rests_again(make_job, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").rmdir()
     with pytest.raises(StoreError, match="no longer there"):
-        service.start(run_dir)
-    assert service.read_record(run_dir).state is RunState.FAILED
+        service.start(run)
+    assert service.read_record(run).state is RunState.FAILED
 
 
 def test_find_takes_an_id_a_unique_beginning_or_last(make_job):

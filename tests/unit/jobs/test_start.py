@@ -11,7 +11,9 @@ import pytest
 from yunlu.client import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.start import find_start
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.load import InvalidJobError
 
@@ -28,8 +30,8 @@ def write_model(directory: Path, *, task: str = "text-classification", **parts: 
     return directory
 
 
-def write_run(home: Path, name: str, *, exported: bool = True) -> RunDir:
-    run = RunDir(home / name)
+def write_run(home: Path, name: str, *, exported: bool = True) -> RunStore:
+    run = open_run(home / name)
     run.path.mkdir(parents=True)
     job = {"task": "text-classification", "model": {"name": "transformer"}, "data": {"train": "x"}}
     run.job.write_text(json.dumps(job))

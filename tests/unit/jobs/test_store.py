@@ -21,9 +21,9 @@ def test_schema_known_to_the_store_is_the_newest_migration():
 
 
 def test_submitted_run_is_in_the_index(own_home, make_job):
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     with Store(own_home) as store:
-        record = store.get(run_dir.id)
+        record = store.get(run.id)
     assert record is not None
     assert (record.name, record.task, record.model) == ("digits", "tabular-classification", "mlp")
     assert record.state is RunState.PENDING
@@ -31,8 +31,8 @@ def test_submitted_run_is_in_the_index(own_home, make_job):
 
 def test_deleted_index_is_rebuilt_from_the_run_directories(own_home, make_job):
     for name in ("a", "b", "c"):
-        run_dir = service.submit(make_job(name=name))
-        run_dir.emit(EventKind.STATE, state="failed")
+        run = service.submit(make_job(name=name))
+        run.emit(EventKind.STATE, state="failed")
     before = service.list_runs()
     (own_home / "index.sqlite").unlink()
     assert service.list_runs() == before
@@ -51,21 +51,21 @@ def test_log_of_a_deleted_index_is_not_replayed_into_the_new_one(own_home, make_
 
 
 def test_damaged_index_is_put_aside_and_rebuilt(own_home, make_job):
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     (own_home / "index.sqlite").write_bytes(b"this is no database, by any reading" * 100)
-    assert [record.id for record in service.list_runs()] == [run_dir.id]
+    assert [record.id for record in service.list_runs()] == [run.id]
     assert list(own_home.glob("index.damaged-*"))
 
 
 def test_damaged_row_is_read_afresh_from_its_run(own_home, make_job):
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     before = service.list_runs()
     with sqlite3.connect(own_home / "index.sqlite") as database:
         database.execute("UPDATE runs SET state = 'runnimg'")
     database.close()
     assert service.list_runs() == before
     with Store(own_home) as store:
-        assert store.get(run_dir.id) == before[0]
+        assert store.get(run.id) == before[0]
 
 
 def test_index_of_a_newer_yunlu_is_refused_before_a_run_is_made(own_home, make_job):
@@ -101,44 +101,44 @@ def test_home_that_is_a_file_is_refused_in_words(own_home, make_job):
 
 
 def test_directory_that_is_no_run_is_passed_over(own_home, make_job):
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     (own_home / "notes").mkdir()
     (own_home / "torn").mkdir()
     (own_home / "torn" / "job.json").write_text('{"task": ')
-    assert [record.id for record in service.list_runs()] == [run_dir.id]
+    assert [record.id for record in service.list_runs()] == [run.id]
 
 
 def test_removed_run_is_forgotten(own_home, make_job):
-    run_dir = service.submit(make_job())
-    shutil.rmtree(run_dir.path)
+    run = service.submit(make_job())
+    shutil.rmtree(run.path)
     assert service.list_runs() == []
     with Store(own_home) as store:
         assert store.records() == []
 
 
 def test_slow_reader_does_not_turn_the_index_back(own_home, make_job):
-    run_dir = service.submit(make_job())
+    run = service.submit(make_job())
     with Store(own_home) as store:
-        old = store.get(run_dir.id)
-        run_dir.emit(EventKind.STATE, state="failed")
-        new = store.refresh(run_dir)
+        old = store.get(run.id)
+        run.emit(EventKind.STATE, state="failed")
+        new = store.refresh(run)
         store._put(old)
-        assert store.get(run_dir.id) == new
+        assert store.get(run.id) == new
 
 
 def test_figure_that_is_not_finite_is_kept(own_home, make_job):
-    run_dir = service.submit(make_job())
-    run_dir.emit(EventKind.EVALUATION, split="test", step=1, loss=float("inf"), metrics={})
+    run = service.submit(make_job())
+    run.emit(EventKind.EVALUATION, split="test", step=1, loss=float("inf"), metrics={})
     with Store(own_home) as store:
-        store.refresh(run_dir)
-        assert store.get(run_dir.id).metric_value == float("inf")
-        run_dir.emit(EventKind.EVALUATION, split="test", step=2, loss=float("nan"), metrics={})
-        assert store.refresh(run_dir).metric_value is None
+        store.refresh(run)
+        assert store.get(run.id).metric_value == float("inf")
+        run.emit(EventKind.EVALUATION, split="test", step=2, loss=float("nan"), metrics={})
+        assert store.refresh(run).metric_value is None
 
 
 def test_run_woken_behind_the_indexs_back_is_noticed(own_home, make_job):
-    run_dir = service.submit(make_job())
-    run_dir.emit(EventKind.STATE, state="failed")
+    run = service.submit(make_job())
+    run.emit(EventKind.STATE, state="failed")
     assert service.list_runs()[0].state is RunState.FAILED
-    run_dir.emit(EventKind.STATE, state="pending")
+    run.emit(EventKind.STATE, state="pending")
     assert service.list_runs()[0].state is RunState.PENDING

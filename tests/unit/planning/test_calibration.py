@@ -15,7 +15,7 @@ from yunlu.planning.calibration import (
     SPREADS,
     Z_80,
     Calibration,
-    RunFigure,
+    RunMeasurement,
     apply,
     forget,
     learn,
@@ -36,8 +36,8 @@ def figure(
     work: str = "w",
     at: float = 0.0,
     busy: float = 1.0,
-) -> RunFigure:
-    return RunFigure(
+) -> RunMeasurement:
+    return RunMeasurement(
         run=run,
         at=at,
         device=device,
@@ -50,7 +50,7 @@ def figure(
     )
 
 
-def taught(*figures: RunFigure) -> Calibration:
+def taught(*figures: RunMeasurement) -> Calibration:
     return learn(Calibration(), figures)
 
 

@@ -17,8 +17,8 @@ from yunlu.planning.models.own_models import own_transformer
 from yunlu.planning.models.shape import Adapter
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.stages import check, split, why_not_split
-from yunlu.training.parallel.tensor import why_not_tensor
+from yunlu.training.parallel.pipeline_stages import check, split, why_not_split
+from yunlu.training.parallel.tensor_parallel import why_not_tensor
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 512,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, ModelError, YunluError
-from yunlu.planning.facts import moved_share, share_of, worker_bytes
+from yunlu.planning.split_constraints import moved_share, worker_share, worker_bytes
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.layouts import (
     ModelFacts,
@@ -228,7 +228,7 @@ def test_replicas_share_the_optimisers_state_only_where_each_gets_a_tensor() -> 
 
 
 def test_on_a_cpu_the_copies_of_shards_weigh_against_sharding() -> None:
-    share = share_of(Layout(fsdp=2), batch=2, micro_batch=1)
+    share = worker_share(Layout(fsdp=2), batch=2, micro_batch=1)
     on_cpu = facts(on_cpu=True)
     more = worker_bytes(Layout(fsdp=2), on_cpu, share) - worker_bytes(
         Layout(fsdp=2), facts(), share

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_planner import job, machine, profile
-from yunlu.planning.calibration import Z_80, Calibration, RunFigure, learn
-from yunlu.planning.guess import crowding, make_guess, measured_with, name_work
+from yunlu.planning.calibration import Z_80, Calibration, RunMeasurement, learn
+from yunlu.planning.analytic_estimate import crowding, make_estimate, measured_with, name_work
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.planning.predict.local import (
@@ -230,7 +230,7 @@ def planned(
     **train: object,
 ) -> Plan:
     asked, measured = job(**train), profile()
-    guess = make_guess(
+    guess = make_estimate(
         measured, WORK, probe(start=start), calibration or Calibration(),
         name=name_work(asked), busy=busy, workers=workers,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
     assert foretold is not None
     slow = make_plan(
         job(), machine(), profile(probe_s=5.0, update_s=5.0, load_s_per_sample=5.0),
-        make_guess(profile(probe_s=5.0), WORK, probe(), Calibration(), name=foretold.work),
+        make_estimate(profile(probe_s=5.0), WORK, probe(), Calibration(), name=foretold.work),
     )  # fmt: skip
     assert slow.foretold is not None
     assert slow.foretold.step_s == pytest.approx(foretold.step_s)
@@ -281,7 +281,7 @@ def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
     before = planned(workers=2).foretold
     assert before is not None
     figures = [
-        RunFigure(
+        RunMeasurement(
             run=f"r{i}", at=0.0, device=before.device, stack=before.stack, precision="fp32",
             work=before.work, predicted=1.0, measured=1.5, quantity=quantity,
         )
@@ -307,7 +307,7 @@ def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_wi
     before = planned().foretold
     assert before is not None
     figures = [
-        RunFigure(
+        RunMeasurement(
             run=f"r{i}", at=0.0, device=before.device, stack=before.stack, precision="fp32",
             work=before.work, predicted=1.0, measured=1.5,
         )

@@ -9,7 +9,7 @@ from tests.unit.scheduler.world import World
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Reserve, name_kind
 from yunlu.hardware.fleet import Node, Placement
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.run_store import RunStore
 from yunlu.scheduler.sight import Sight
 
 TYPE = "cpu"
@@ -43,23 +43,23 @@ class MarketWorld(World):
             if node.name not in absent
         )
 
-    def look(self, run_dir: RunDir) -> Sight:
-        sight = super().look(run_dir)
-        name, at = self.lost.get(run_dir.id, ("", -math.inf))
+    def look(self, run: RunStore) -> Sight:
+        sight = super().look(run)
+        name, at = self.lost.get(run.id, ("", -math.inf))
         is_told = not sight.is_alive and self.steady - at < _TOLD_S
         return replace(sight, lost_nodes=(name,)) if is_told else sight
 
-    def start(self, run_dir: RunDir, placement: Placement) -> None:
+    def start(self, run: RunStore, placement: Placement) -> None:
         there = {node.name for node in self.nodes()}
         if any(name not in there for name, _ in placement.shares):
             raise StoreError("no such machine")
-        super().start(run_dir, placement)
-        self.lost.pop(run_dir.id, None)
+        super().start(run, placement)
+        self.lost.pop(run.id, None)
 
     def break_machine(self, name: str) -> None:
         for process in self.processes:
             if name in process.shares or name in process.wanted:
-                self.lost[process.run_dir.id] = (name, self.steady)
+                self.lost[process.run.id] = (name, self.steady)
         super().break_machine(name)
 
     def reserves(self) -> tuple[Reserve, ...]:

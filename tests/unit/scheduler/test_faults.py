@@ -210,10 +210,10 @@ def spoil_files(world, monkeypatch, seed):
         real_write(*arguments, **options)
         world.point()  # after
 
-    def read(run_dir):
+    def read(run):
         if world.kills and chance.random() < 0.02:
             raise StoreError("it is locked")
-        return real_read(run_dir)
+        return real_read(run)
 
     monkeypatch.setattr(register_module, "write_notes", write)
     monkeypatch.setattr(register_module, "read_entry", read)

@@ -8,7 +8,7 @@ from yunlu.executors import usage as usage_module
 from yunlu.executors.record import Record, write_record
 from yunlu.executors.usage import LeaseUse, Meter, NodeUse, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.scheduler import gauge as gauge_module
 from yunlu.scheduler.gauge import Gauge
 
@@ -45,15 +45,15 @@ def test_busy_cores_are_those_since_the_last_look():
 
 
 class FakeStand:
-    def __init__(self, run_dir):
-        self.run_dir, self.id = run_dir, run_dir.id
+    def __init__(self, run):
+        self.run, self.id = run, run.id
         self.sight = type("Sight", (), {"shares": (("n1", 2),)})
         self.notes = type("Notes", (), {"placement": type("P", (), {"devices": 2})})
 
 
 def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch):
     monkeypatch.setattr(gauge_module, "LOOK_S", 0.0)
-    run = RunDir(tmp_path / "run")
+    run = open_run(tmp_path / "run")
     run.path.mkdir()
     record, lead = Record(address="slurm://main").grant("n1", 1, is_lead=True)
     record, other = record.grant("n2", 1)

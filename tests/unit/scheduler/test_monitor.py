@@ -3,14 +3,15 @@
 import pytest
 
 from yunlu.core.files import append_lines
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler.monitor import Course
 
 
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "run").mkdir()
-    return RunDir(tmp_path / "run")
+    return open_run(tmp_path / "run")
 
 
 def crew(run, generation, workers, **more):

@@ -21,7 +21,7 @@ def stand(name, shares=(), *, phase=None, intention=None):
     notes = Notes(shares=shares, intention=intention)
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
     return Stand(
-        run_dir=SimpleNamespace(id=name),
+        run=SimpleNamespace(id=name),
         entry=Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1)),
         notes=notes,
         sight=Sight(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),

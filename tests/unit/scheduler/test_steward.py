@@ -26,12 +26,12 @@ def turn(world, steward, times=1, *, seconds=1.0):
     assert not world.violations
 
 
-def states(run_dir):
-    return [e.data["state"] for e, _ in run_dir.read_events() if e.kind is EventKind.STATE]
+def states(run):
+    return [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
 
 
-def decided(steward, run_dir):
-    return [line["code"] for line in steward.journal.read_decisions(run_dir.id)]
+def decided(steward, run):
+    return [line["code"] for line in steward.journal.read_decisions(run.id)]
 
 
 def test_queued_run_is_started_grown_and_seen_to_its_end(make_world, make_steward):
@@ -51,8 +51,8 @@ def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
     world = make_world({"a": 2, "b": 2}, dawdles=1.0)
     run, look = world.submit("x", least=2, most=2, asked=2), world.look
 
-    def look_at_a_full_cluster(run_dir):
-        sight = look(run_dir)
+    def look_at_a_full_cluster(store):
+        sight = look(store)
         return replace(sight, waits_for="others come first") if world.dawdles else sight
 
     monkeypatch.setattr(world, "look", look_at_a_full_cluster)
@@ -189,10 +189,10 @@ def test_fault_that_would_come_again_is_not_tried_again(make_world, make_steward
     run.emit(EventKind.STATE, state="failed")
     sight = world.look
 
-    def look(run_dir):
+    def look(store):
         from dataclasses import replace
 
-        return replace(sight(run_dir), error_code="data")
+        return replace(sight(store), error_code="data")
 
     world.look = look
     turn(world, steward, 3)
@@ -204,10 +204,10 @@ def test_next_service_adopts_what_runs_and_starts_nothing_twice(make_world, make
     world = make_world(steps=40)
     runs = [world.submit(name) for name in "abc"]
     turn(world, make_steward(world), 4)
-    before = {p.run_dir.id: p.number for p in world.processes}
+    before = {p.run.id: p.number for p in world.processes}
     world.kill_service()
     turn(world, make_steward(world), 4)
-    assert {p.run_dir.id: p.number for p in world.processes} == before
+    assert {p.run.id: p.number for p in world.processes} == before
     turn(world, make_steward(world), 80)
     assert [states(run)[-1] for run in runs] == ["finished"] * 3
 
@@ -333,9 +333,9 @@ def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_st
     assert read_notes(run).placement.devices == 2
     resize, asked = world.resize, []
 
-    def note(run_dir, placement):
+    def note(store, placement):
         asked.append(placement.devices)
-        return resize(run_dir, placement)
+        return resize(store, placement)
 
     monkeypatch.setattr(world, "resize", note)
     steward.policy, world.dawdles = Least(), 1.0  # in the middle of a long step
@@ -426,7 +426,7 @@ def test_disk_that_is_really_full_does_not_end_the_service(small_disk, make_worl
             file.write(b"x" * 4096)
     for _ in range(3):
         steward.step()
-    assert [p.run_dir.id for p in world.processes] == ["a"]
+    assert [p.run.id for p in world.processes] == ["a"]
     filler.unlink()
     turn(world, steward, 60)
     assert not world.processes

@@ -22,7 +22,9 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.jobs.run import move, new_record, replay
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.hands import NotNowError
 from yunlu.scheduler.needs import Needs
@@ -41,7 +43,7 @@ class Killed(BaseException):
 class Process:
     """Whoever works on a run."""
 
-    run_dir: RunDir
+    run: RunStore
     number: int
     shares: dict[str, int]
     wanted: dict[str, int]
@@ -91,18 +93,18 @@ class World:
             for name, count in alive.items()
         )
 
-    def look(self, run_dir: RunDir) -> Sight:
-        record = new_record(run_dir)
+    def look(self, run: RunStore) -> Sight:
+        record = new_record(run)
         assert record is not None
-        record = replay(run_dir, record)
-        worker, process = recorded_worker(run_dir), self.process_of(run_dir)
+        record = replay(run, record)
+        worker, process = recorded_worker(run), self.process_of(run)
         taken = tuple(_most(process.shares, process.wanted).items()) if process else ()
         is_known = process is not None and process.is_known
         has_begun = worker is not None and worker.detached
         is_kept = worker is not None and (worker.pid == 0 or worker == this_process())
         if process is None and record.state.is_active and not is_kept:
             verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
-            record = move(run_dir, record, verdict, reason="vanished")
+            record = move(run, record, verdict, reason="vanished")
         return Sight(
             state=record.state,
             is_alive=process is not None and (is_known or process.has_begun),
@@ -116,37 +118,37 @@ class World:
             error=record.error,
         )
 
-    def start(self, run_dir: RunDir, placement: Placement) -> None:
+    def start(self, run: RunStore, placement: Placement) -> None:
         self.point()
-        record = new_record(run_dir)
+        record = new_record(run)
         assert record is not None
-        record = replay(run_dir, record)
-        worker = recorded_worker(run_dir)
+        record = replay(run, record)
+        worker = recorded_worker(run)
         if record.state is RunState.PENDING:
             if worker is not None and worker.detached:
                 raise StoreError("started before")
-        elif record.state.is_active or self.process_of(run_dir) is not None:
+        elif record.state.is_active or self.process_of(run) is not None:
             raise StoreError("it has a worker")
         else:
-            record_worker(run_dir, this_process())
+            record_worker(run, this_process())
             self.point()
-            move(run_dir, record, RunState.PENDING, reason="resumed")
+            move(run, record, RunState.PENDING, reason="resumed")
             self.point()
         if any(name in self.dead for name, _ in placement.shares):
             raise StoreError("no such machine")
-        if self.process_of(run_dir) is not None:
+        if self.process_of(run) is not None:
             return  # the run's own lock turns the second one away
         self.starts += 1
         shares = dict(placement.shares)
-        process = Process(run_dir, self.starts, shares, dict(shares))
+        process = Process(run, self.starts, shares, dict(shares))
         self.processes.append(process)
         self.check()
         self.point()
         self._write_down(process)
 
-    def resize(self, run_dir: RunDir, placement: Placement) -> bool:
+    def resize(self, run: RunStore, placement: Placement) -> bool:
         self.point()
-        process = self.process_of(run_dir)
+        process = self.process_of(run)
         if process is None or process.is_stopping or not process.has_begun:
             raise NotNowError("just starting or stopping")
         if self.chance.random() < 0.1:
@@ -158,32 +160,32 @@ class World:
         self.point()
         return True
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         self.point()
-        process = self.process_of(run_dir)
+        process = self.process_of(run)
         if process is not None:
             process.is_stopping = True
         self.point()
 
-    def find_strays(self, run_dirs: Sequence[RunDir]) -> None:
-        for run_dir in run_dirs:
-            process = self.process_of(run_dir)
+    def find_strays(self, run_dirs: Sequence[RunStore]) -> None:
+        for run in run_dirs:
+            process = self.process_of(run)
             if process is not None and not process.is_known:
                 self._write_down(process)
 
     # What happens.
 
-    def submit(self, name: str, *, steps: int | None = None, **needs: int) -> RunDir:
-        run_dir = RunDir(self.home / name)
-        run_dir.path.mkdir(parents=True)
+    def submit(self, name: str, *, steps: int | None = None, **needs: int) -> RunStore:
+        run = open_run(self.home / name)
+        run.path.mkdir(parents=True)
         model = {"name": "mlp"}
-        run_dir.job.write_text(json.dumps({"task": "x", "model": model, "name": name}))
-        record_worker(run_dir, NOBODY)
-        run_dir.emit(EventKind.STATE, state="pending", reason="submitted")
+        run.job.write_text(json.dumps({"task": "x", "model": model, "name": name}))
+        record_worker(run, NOBODY)
+        run.emit(EventKind.STATE, state="pending", reason="submitted")
         bounds = {"least": 1, "most": 4, "asked": 1, **needs}
         entry = Entry(submitted_at=self.wall, needs=Needs(**bounds), samples=float(self.steps * 32))
-        (run_dir.path / QUEUE).write_text(entry.model_dump_json())
-        return run_dir
+        (run.path / QUEUE).write_text(entry.model_dump_json())
+        return run
 
     def tick(self, seconds: float = 1.0) -> None:
         """Every process makes a step, or meets its fate."""
@@ -201,14 +203,14 @@ class World:
     def kill_service(self) -> None:
         """Whoever it kept pending is kept by nobody now."""
         for path in self.home.glob("*/worker.json"):
-            run_dir = RunDir(path.parent)
-            worker = recorded_worker(run_dir)
+            run = open_run(path.parent)
+            worker = recorded_worker(run)
             if worker is not None and worker == this_process():
-                record_worker(run_dir, WorkerProcess(pid=1 << 22, process_started_at=1.0,
+                record_worker(run, WorkerProcess(pid=1 << 22, process_started_at=1.0,
                                                      host=worker.host, detached=False))  # fmt: skip
 
-    def process_of(self, run_dir: RunDir) -> Process | None:
-        return next((p for p in self.processes if p.run_dir.id == run_dir.id), None)
+    def process_of(self, run: RunStore) -> Process | None:
+        return next((p for p in self.processes if p.run.id == run.id), None)
 
     def held(self) -> dict[str, int]:
         """Devices that processes really take."""
@@ -222,7 +224,7 @@ class World:
         for name, count in self.held().items():
             if count > self.machines[name]:
                 self.violations.append(f"{count} devices of {name} are taken: {self.processes}")
-        runs = [process.run_dir.id for process in self.processes]
+        runs = [process.run.id for process in self.processes]
         if len(runs) != len({*runs}):
             self.violations.append(f"a run is run twice at once: {runs}")
 
@@ -237,10 +239,10 @@ class World:
         process.is_known = True
         worker = WorkerProcess(pid=(1 << 22) + process.number, process_started_at=1.0, host="here",
                                detached=True)  # fmt: skip
-        record_worker(process.run_dir, worker)
+        record_worker(process.run, worker)
 
     def _live(self, process: Process) -> None:
-        run_dir = process.run_dir
+        run = process.run
         if self.chance.random() < self.dawdles:
             return  # in the middle of a long step
         if process.is_over:
@@ -248,31 +250,31 @@ class World:
             return
         if not process.is_known and self.chance.random() < 0.5:
             return  # its interpreter is still starting
-        if self.chance.random() < self.crashes or run_dir.id in self.cursed:
+        if self.chance.random() < self.crashes or run.id in self.cursed:
             self.processes.remove(process)
             if self.chance.random() < 0.5:
-                run_dir.emit(EventKind.ERROR, code="training", message="it crashed")
-                run_dir.emit(EventKind.STATE, state="failed")
+                run.emit(EventKind.ERROR, code="training", message="it crashed")
+                run.emit(EventKind.STATE, state="failed")
             return
         if not process.has_begun:
             process.has_begun = True
             self._write_down(process)  # says itself who works on the run
-            process.step = _last_step(run_dir)
-            run_dir.emit(EventKind.LIFE, number=process.number, pid=(1 << 22) + process.number,
+            process.step = _last_step(run)
+            run.emit(EventKind.LIFE, number=process.number, pid=(1 << 22) + process.number,
                          process_started_at=1.0)  # fmt: skip
-            run_dir.emit(EventKind.STATE, state="planning")
-            run_dir.emit(EventKind.STATE, state="running")
+            run.emit(EventKind.STATE, state="planning")
+            run.emit(EventKind.STATE, state="running")
             return
         if process.is_stopping:
-            run_dir.emit(EventKind.CHECKPOINT, step=process.step)
-            run_dir.emit(EventKind.STATE, state="stopped")
+            run.emit(EventKind.CHECKPOINT, step=process.step)
+            run.emit(EventKind.STATE, state="stopped")
             process.is_over = True
             return
         process.shares = dict(process.wanted)
         process.step += 1
-        run_dir.emit(EventKind.CHECKPOINT, step=process.step)
+        run.emit(EventKind.CHECKPOINT, step=process.step)
         if process.step >= self.steps:
-            run_dir.emit(EventKind.STATE, state="finished")
+            run.emit(EventKind.STATE, state="finished")
             process.is_over = True
 
 
@@ -327,8 +329,8 @@ class Fair:
         return Decision(placements=placements, reasons=reasons)
 
 
-def _last_step(run_dir: RunDir) -> int:
-    found = [e.data["step"] for e, _ in run_dir.read_events() if e.kind is EventKind.CHECKPOINT]
+def _last_step(run: RunStore) -> int:
+    found = [e.data["step"] for e, _ in run.read_events() if e.kind is EventKind.CHECKPOINT]
     return found[-1] if found else 0
 
 

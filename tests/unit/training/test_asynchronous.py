@@ -17,23 +17,25 @@ from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.averages import settle_averages
-from yunlu.training.asynchronous.coordinator import Chief, Progress
+from yunlu.training.asynchronous.coordinator import AsyncCoordinator, Progress
 from yunlu.training.asynchronous.rules import make_rules, refuse_job
 from yunlu.training.asynchronous.worker import ServedEngine, work
+from yunlu.training.attempt import begin_life
+from yunlu.training.callbacks import StopRequest
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.engine import Engine
-from yunlu.training.attempt import begin_life
-from yunlu.training.training_inputs import Parts
 from yunlu.training.tasks.task import Batch
-from yunlu.training.callbacks import StopRequest
+from yunlu.training.training_inputs import Parts
 
 
 def job(**train: Any) -> Job:
@@ -113,7 +115,7 @@ class Short(Sentences):
 
 
 @contextmanager
-def served(run: RunDir, rules: ServerRules, model: nn.Module) -> Generator[None]:
+def served(run: RunStore, rules: ServerRules, model: nn.Module) -> Generator[None]:
     flat = FlatWeights([weight for weight in model.parameters() if weight.requires_grad])
     prepare(run.servers, rules, flat.read(), flat.decayed)
     with serving(run, rules):
@@ -121,7 +123,7 @@ def served(run: RunDir, rules: ServerRules, model: nn.Module) -> Generator[None]
 
 
 @contextmanager
-def serving(run: RunDir, rules: ServerRules) -> Generator[None]:
+def serving(run: RunStore, rules: ServerRules) -> Generator[None]:
     with ExitStack() as stack:
         for index in range(rules.shards):
             server = ShardServer(Shard(shard_directory(run.servers, index)), "127.0.0.1")
@@ -146,7 +148,7 @@ def train_alone(job: Job, plan: Plan, parts: Parts) -> list[float]:
 def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_short(
     tmp_path: Path,
 ):
-    run, job = RunDir(tmp_path), make_job(clip={"norm": None})
+    run, job = open_run(tmp_path), make_job(clip={"norm": None})
     plan = make_plan(Layout(dp=2), job, micro_batch=4, kernel="fused")
     asked = {"method": "asynchronous", "consistency": "bsp", "servers": 2}
     rules = make_rules(
@@ -180,7 +182,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
 class Hand:
     """A worker that does one ticket when it is told to."""
 
-    def __init__(self, run: RunDir, job: Job, plan: Plan) -> None:
+    def __init__(self, run: RunStore, job: Job, plan: Plan) -> None:
         parts = make_parts(Sentences(), job)
         self._engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name="hand")
         self._batches = self._engine.batches()
@@ -199,7 +201,7 @@ class Hand:
 def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begin_first(
     tmp_path: Path,
 ):
-    run, asked = RunDir(tmp_path), {"method": "asynchronous", "servers": 2}
+    run, asked = open_run(tmp_path), {"method": "asynchronous", "servers": 2}
     job = Job.model_validate({**make_job().model_dump(), "communication": asked})
     plan = make_plan(Layout(dp=2), job, micro_batch=16, kernel="fused")
     rules = make_rules(job, plan, first_step=0)
@@ -215,7 +217,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             # that is there before the chief is.
             hand.work(tickets_before_the_chief)
             parts = make_parts(Sentences(), job)
-            assert Chief(run, job, plan, parts, stop=stop, life=life).lead() is RunState.STOPPED
+            assert AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead() is RunState.STOPPED
             hand.close()
         kept.append(max(record["step"] for record, _ in run.read_metrics()))
     told = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]

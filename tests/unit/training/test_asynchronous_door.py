@@ -13,17 +13,18 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
-from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import join_server as door_module
-from yunlu.training.asynchronous.join_server import Door
+from yunlu.training.asynchronous.join_server import JoinServer
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
 from yunlu.training.elastic.messages import (
     Exited,
     Failed,
     Forked,
-    HelloAgent,
-    Leaving,
+    LeaveNotice,
+    NodeHello,
     Prepared,
     frame,
 )
@@ -34,12 +35,12 @@ WAIT_S = 5.0
 class Machine:
     """One that lends workers, as far as the door can tell."""
 
-    def __init__(self, door: Door, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
+    def __init__(self, door: JoinServer, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
         self._door = door
         self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
         self._unpacker = Unpacker()
         self.say(
-            HelloAgent(
+            NodeHello(
                 token=crew.token,
                 node=name,
                 host="far-host",
@@ -66,8 +67,8 @@ class Machine:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    made = Door(RunDir(tmp_path))
+def door(tmp_path: Path) -> Iterator[JoinServer]:
+    made = JoinServer(open_run(tmp_path))
     made.publish(workers=3, is_open=True)
     yield made
     with suppress(OSError):
@@ -75,8 +76,8 @@ def door(tmp_path: Path) -> Iterator[Door]:
 
 
 @pytest.fixture
-def crew(door: Door, tmp_path: Path) -> Crew:
-    found = read_crew(RunDir(tmp_path))
+def crew(door: JoinServer, tmp_path: Path) -> Crew:
+    found = read_crew(open_run(tmp_path))
     assert found is not None
     return found
 
@@ -84,18 +85,18 @@ def crew(door: Door, tmp_path: Path) -> Crew:
 def _faults(path: Path) -> list[tuple[str, str, str]]:
     return [
         (event.data["member"], event.data["what"], event.data["detail"])
-        for event, _ in RunDir(path).read_events()
+        for event, _ in open_run(path).read_events()
         if event.kind is EventKind.FAULT
     ]
 
 
-def test_a_machine_and_its_workers_are_known_until_it_goes(door: Door, crew: Crew, tmp_path: Path):
+def test_a_machine_and_its_workers_are_known_until_it_goes(door: JoinServer, crew: Crew, tmp_path: Path):
     assert (crew.node_module, crew.target, crew.wanted) == (ASYNCHRONOUS_NODE, 3, {LOCAL: 3})
     machine = Machine(door, crew)
     machine.say(Forked(member=0, pid=77, process_started_at=0))
     machine.say(Forked(member=1, pid=78, process_started_at=0))
     door.publish(workers=3, is_open=True)
-    told = read_crew(RunDir(tmp_path))
+    told = read_crew(open_run(tmp_path))
     assert told is not None
     assert (told.target, told.wanted) == (5, {LOCAL: 3, "far": 2})
     assert door.list_workers() == [
@@ -111,14 +112,14 @@ def test_a_machine_and_its_workers_are_known_until_it_goes(door: Door, crew: Cre
     assert (node, whole) == ("far", "lost")
 
 
-def test_who_takes_leave_is_not_missed(door: Door, crew: Crew, tmp_path: Path):
+def test_who_takes_leave_is_not_missed(door: JoinServer, crew: Crew, tmp_path: Path):
     machine = Machine(door, crew)
-    machine.say(Leaving())
+    machine.say(LeaveNotice())
     machine.go()
     assert door.list_workers() == _faults(tmp_path) == []
 
 
-def test_a_machine_that_fails_says_why_once(door: Door, crew: Crew, tmp_path: Path):
+def test_a_machine_that_fails_says_why_once(door: JoinServer, crew: Crew, tmp_path: Path):
     machine = Machine(door, crew)
     machine.say(Failed(code="data", message="text.txt is not there", traceback=""))
     machine.go()
@@ -126,7 +127,7 @@ def test_a_machine_that_fails_says_why_once(door: Door, crew: Crew, tmp_path: Pa
 
 
 def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
-    door: Door, crew: Crew, tmp_path: Path
+    door: JoinServer, crew: Crew, tmp_path: Path
 ):
     first = Machine(door, crew)
     first.say(Forked(member=0, pid=77, process_started_at=0))
@@ -143,7 +144,7 @@ def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
 
 
 def test_a_machine_that_falls_silent_is_given_up(
-    door: Door, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: JoinServer, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     machine = Machine(door, crew)
     monkeypatch.setattr(door_module, "_SILENCE_S", -1.0)
@@ -155,7 +156,7 @@ def test_a_machine_that_falls_silent_is_given_up(
     machine.close()
 
 
-def test_requests_are_answered_to_those_who_know_the_token(door: Door, crew: Crew, tmp_path: Path):
+def test_requests_are_answered_to_those_who_know_the_token(door: JoinServer, crew: Crew, tmp_path: Path):
     def answer(crew: Crew, request: dict[str, Any]) -> Any:
         found: list[Any] = []
 

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from yunlu.planning.large_batch import efficiency
 from yunlu.planning.plan import Plan, Prediction
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.batch_schedule import TURN_EVERY, Course, Turn
-from yunlu.training.data.growth import GrowingOrder, RunOrder, TurnedOrder
-from yunlu.training.data.order import BucketOrder, StepOrder
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.data.batch_phases import GrowingOrder, RunOrder, TurnedOrder
+from yunlu.training.data.sample_order import BucketOrder, StepOrder
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch
 from yunlu.training.worker import run as live
 
-MakeRun = Callable[..., RunDir]
+MakeRun = Callable[..., RunStore]
 
 
 @st.composite
@@ -226,7 +227,7 @@ def points() -> dict[str, tuple[Tensor, Tensor]]:
 class Crashing(ObjectTask):
     """Breaks in one training pass, counted from the first of the run."""
 
-    def __init__(self, run: RunDir, at: int) -> None:
+    def __init__(self, run: RunStore, at: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
         super().__init__(model=model, data=points())
@@ -240,11 +241,11 @@ class Crashing(ObjectTask):
         return super().loss(model, batch)
 
 
-def read(run: RunDir, key: str) -> dict[int, float]:
+def read(run: RunStore, key: str) -> dict[int, float]:
     return {record["step"]: record[key] for record, _ in run.read_metrics()}
 
 
-def turns_of(run: RunDir) -> list[dict[str, Any]]:
+def turns_of(run: RunStore) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is EventKind.BATCH]
 
 

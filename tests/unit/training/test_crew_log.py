@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from yunlu.runs.run_dir import RunDir
-from yunlu.training.crew_watch import CrewLog
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_store import RunStore
+from yunlu.training.worker_group_callbacks import WorkerGroupLog
 
 
-def make_log(run: RunDir) -> CrewLog:
-    return CrewLog(run, device=torch.device("cpu"), life=1, forward=lambda *_: None)
+def make_log(run: RunStore) -> WorkerGroupLog:
+    return WorkerGroupLog(run, device=torch.device("cpu"), life=1, forward=lambda *_: None)
 
 
-def do_steps(log: CrewLog, first: int, last: int) -> None:
+def do_steps(log: WorkerGroupLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
         log.add({"step": step, "loss": 1.0 / step})
         log.enter(step, 8, step * 1000)
@@ -26,12 +27,12 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def read(run: RunDir) -> list[dict[str, Any]]:
+def read(run: RunStore) -> list[dict[str, Any]]:
     return [record for record, _ in run.read_metrics()]
 
 
 def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = open_run(tmp_path)
     leader, other = make_log(run), make_log(run)
     for log, leads in ((leader, True), (other, False)):
         log.begin(1, 0, leads=leads)
@@ -48,7 +49,7 @@ def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path)
 
 
 def test_steps_that_were_undone_are_not_told_but_done_again(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = open_run(tmp_path)
     log = make_log(run)
     log.begin(1, 0, leads=True)
     do_steps(log, 1, 4)

@@ -16,27 +16,28 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from yunlu.executors.worker_process import worker_lock_is_free
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.checkpoint import files
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.scoring import loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Splits
 from yunlu.training.worker import run as live
 
-MakeRun = Callable[..., RunDir]
+MakeRun = Callable[..., RunStore]
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def events(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def exported(run: RunDir) -> dict[str, Tensor]:
+def exported(run: RunStore) -> dict[str, Tensor]:
     return load_file(run.model / "model.safetensors")
 
 
@@ -96,7 +97,7 @@ def test_accumulated_micro_batches_train_like_one_batch_despite_uneven_token_cou
 class Interrupted(ObjectTask):
     """Asks its own process to stop when the run computes its ``passes``-th training loss."""
 
-    def __init__(self, *, run: RunDir, passes: int, data: Any) -> None:
+    def __init__(self, *, run: RunStore, passes: int, data: Any) -> None:
         super().__init__(model=network(), data=data)
         self._run, self._left = run, passes
 

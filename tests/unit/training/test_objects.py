@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 import yunlu
 from yunlu.core.errors import DataError, JobError, YunluError
 from yunlu.spec.job import Job
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.tasks.python_objects import ObjectTask
 
 JOB = Job.model_validate({"task": "t", "model": "m", "data": "d"})
 

@@ -17,14 +17,9 @@ from tests.unit.planning.test_probed import pace, probe
 from yunlu.planning.probed import parse_probes
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import links, measure
-from yunlu.training.probing import profile_store
-from yunlu.training.probing import machine_profile
-from yunlu.training.probing import operator_counts
-from yunlu.training.probing.operator_counts import count_operators
+from yunlu.training.probing import links, measure, profile_store
 from yunlu.training.probing.disk import measure_disk
 from yunlu.training.probing.machine_profile import known_probe
-from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
 from yunlu.training.probing.microbenchmarks import (
     Bench,
     attention_size,
@@ -36,6 +31,8 @@ from yunlu.training.probing.microbenchmarks import (
     measure_products,
     with_threads,
 )
+from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
+from yunlu.training.probing.operator_counts import count_operators
 
 if TYPE_CHECKING:
     from pathlib import Path

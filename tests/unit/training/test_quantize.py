@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.checkpoints import Memory
 from yunlu.core.errors import ModelError
-from yunlu.training.parallel.boxes import fill, weights_of
+from yunlu.training.parallel.tensor_slices import fill, weights_of
 from yunlu.training.quantize import (
     convert_int8,
     convert_to_fp8,

@@ -17,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.training import trace
 from yunlu.training.trace import PHASES, Trace, choose_window, with_ranges
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
+def run(tmp_path: Path) -> RunStore:
+    return open_run(tmp_path)
 
 
 class Small:
@@ -57,7 +59,7 @@ class Small:
             self.update()
 
 
-def train(run: RunDir, *, steps: int, first_step: int, traced_steps: int) -> Small:
+def train(run: RunStore, *, steps: int, first_step: int, traced_steps: int) -> Small:
     engine = Small(steps)
     with ExitStack() as ranges, Trace(run, first_step=first_step, steps=traced_steps) as watched:
         ranges.enter_context(with_ranges(engine, watched))  # pyright: ignore[reportArgumentType]
@@ -66,16 +68,16 @@ def train(run: RunDir, *, steps: int, first_step: int, traced_steps: int) -> Sma
     return engine
 
 
-def told(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def told(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def drawn(run: RunDir) -> list[dict[str, Any]]:
+def drawn(run: RunStore) -> list[dict[str, Any]]:
     with gzip.open(run.path / "trace.json.gz", "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunDir) -> None:
+def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunStore) -> None:
     train(run, steps=9, first_step=4, traced_steps=2)
 
     events = drawn(run)
@@ -91,7 +93,7 @@ def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunDir
     assert (event["path"], event["steps"], event["first_step"]) == ("trace.json.gz", 2, 4)
 
 
-def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunDir) -> None:
+def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunStore) -> None:
     train(run, steps=8, first_step=3, traced_steps=3)
 
     (event,) = told(run, EventKind.TRACE)
@@ -107,7 +109,7 @@ def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunDir) -> None:
     assert "outside operators (update)" in {row["name"] for row in rows}
 
 
-def test_afterwards_the_engine_is_what_it_was(run: RunDir) -> None:
+def test_afterwards_the_engine_is_what_it_was(run: RunStore) -> None:
     fresh = Small(1)
     engine = train(run, steps=6, first_step=2, traced_steps=1)
 
@@ -116,7 +118,7 @@ def test_afterwards_the_engine_is_what_it_was(run: RunDir) -> None:
     assert not hasattr(engine.precision.backward, "__wrapped__")
 
 
-def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: RunDir) -> None:
+def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: RunStore) -> None:
     class Sealed:
         __slots__ = ()
 
@@ -135,7 +137,7 @@ def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: Run
 
 @pytest.mark.parametrize(("steps", "traced_steps"), [(4, 1), (5, 2), (6, 3), (9, 3)])
 def test_a_run_that_ends_early_has_the_steps_it_did(
-    run: RunDir, steps: int, traced_steps: int
+    run: RunStore, steps: int, traced_steps: int
 ) -> None:
     train(run, steps=steps, first_step=4, traced_steps=3)
 
@@ -143,7 +145,7 @@ def test_a_run_that_ends_early_has_the_steps_it_did(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_run_that_ends_before_the_first_traced_step_says_so(run: RunDir, steps: int) -> None:
+def test_a_run_that_ends_before_the_first_traced_step_says_so(run: RunStore, steps: int) -> None:
     train(run, steps=steps, first_step=4, traced_steps=2)
 
     assert told(run, EventKind.TRACE) == []
@@ -151,7 +153,7 @@ def test_a_run_that_ends_before_the_first_traced_step_says_so(run: RunDir, steps
 
 
 def test_a_very_long_trace_keeps_its_longest_events(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "_MOST_EVENTS", 25)
     train(run, steps=6, first_step=2, traced_steps=3)
@@ -164,7 +166,7 @@ def test_a_very_long_trace_keeps_its_longest_events(
 
 
 def test_a_trace_that_cannot_be_written_costs_the_file_and_not_the_run(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from yunlu.core.files import write_atomically
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.run_store import RunStore
 from yunlu.training.trial_control import Ruling, TrialGate, open_gate
 
 HOURS_S = 7200.0
@@ -18,16 +18,16 @@ def always() -> bool:
     return True
 
 
-def say(run: RunDir, **verdict: Any) -> None:
+def say(run: RunStore, **verdict: Any) -> None:
     write_atomically(run.verdict, json.dumps(verdict))
 
 
-def make_gate(run: RunDir, *, patience_s: float = HOURS_S) -> TrialGate:
+def make_gate(run: RunStore, *, patience_s: float = HOURS_S) -> TrialGate:
     write_atomically(run.trial, "{}")
     return TrialGate(run, patience_s=patience_s)
 
 
-def test_only_a_trial_has_a_gate(make_run: Callable[..., RunDir]) -> None:
+def test_only_a_trial_has_a_gate(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     assert open_gate(run) is None
     run.trial.write_text(json.dumps({"saves": True}))
@@ -37,7 +37,7 @@ def test_only_a_trial_has_a_gate(make_run: Callable[..., RunDir]) -> None:
     assert gate.ask(1, is_wanted=always) is None  # without a word it goes to its end
 
 
-def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunDir]) -> None:
+def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     gate = make_gate(run)
     say(run, until=3)
@@ -49,7 +49,7 @@ def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunDir]) -> 
     assert gate.ask(2, is_wanted=always) == Ruling("hold", "held at rung 2")
 
 
-def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunDir]) -> None:
+def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     gate = make_gate(run)
     say(run, until=1)
@@ -70,7 +70,7 @@ def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunDir]) -
     assert asked.is_set()
 
 
-def test_without_a_word_it_holds_and_a_stop_goes_first(make_run: Callable[..., RunDir]) -> None:
+def test_without_a_word_it_holds_and_a_stop_goes_first(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     gate = make_gate(run, patience_s=0.02)
     say(run, until=1)

@@ -11,20 +11,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch
 from yunlu.training.worker import run as live
 
-MakeRun = Callable[..., RunDir]
+MakeRun = Callable[..., RunStore]
 
 
-def events(run: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event, _ in run.read_events() if event.kind is kind]
 
 
-def losses(run: RunDir) -> dict[int, float]:
+def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
@@ -103,7 +104,7 @@ def test_a_guard_that_may_do_nothing_ends_the_run_at_the_first_bad_step(make_run
 class Crowded(ObjectTask):
     """A device on which more than ``room`` samples at once do not fit, once training runs."""
 
-    def __init__(self, *, run: RunDir, room: int, **parts: Any) -> None:
+    def __init__(self, *, run: RunStore, room: int, **parts: Any) -> None:
         super().__init__(**parts)
         self._run, self._room = run, room
 

@@ -11,7 +11,8 @@ from tests.integration.toy_study import toy_job
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import new_record
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
@@ -29,7 +30,7 @@ class TwoDevices:
 
 def start_run(home: Path, start_s: float) -> None:
     """An earlier run, which made its first step so long after it had begun."""
-    run = RunDir(home / "earlier")
+    run = open_run(home / "earlier")
     run.path.mkdir(parents=True)
     run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
     append_lines(run.metrics, [{"step": 1, "at": 1000.0 + start_s}])
@@ -48,14 +49,14 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
     done, started = (records.begin({"train.optimizer.lr": rate}) for rate in (0.1, 0.2))
     records.end(done, TrialState.DONE, device_seconds=8.0)
     assert limits.seconds_left() == pytest.approx(12.0)
-    run_dir = service.submit(job)
-    record = new_record(run_dir)
+    run = service.submit(job)
+    record = new_record(run)
     assert record is not None
     story = Story()
-    lives[started] = Live(number=started, run_dir=run_dir, record=record, story=story)
+    lives[started] = Live(number=started, run=run, record=record, story=story)
     assert limits.seconds_left() == pytest.approx(7.0)  # 10 of one device are 5 of both
     assert limits.pays_for_start()
-    hosting.enqueue(7, run_dir)
+    hosting.enqueue(7, run)
     assert not limits.pays_for_start()  # for one, but not for another besides
     story.state = RunState.RUNNING
     assert limits.seconds_left() == pytest.approx(12.0)

@@ -12,7 +12,8 @@ from tests.integration.toy_study import toy_job
 from yunlu.executors.record import Record, write_record
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.notes import Notes, write_notes
@@ -30,7 +31,7 @@ def make_job(**parts: Any) -> Job:
     return Job.model_validate(told | parts)
 
 
-def entry_of(run: RunDir) -> Entry:
+def entry_of(run: RunStore) -> Entry:
     entry = read_entry(run)
     assert entry is not None
     return entry
@@ -161,12 +162,12 @@ class Shares:
     def __init__(self) -> None:
         self.started: list[int] = []
 
-    def held(self, run_dir: RunDir) -> int:
-        del run_dir
+    def held(self, run: RunStore) -> int:
+        del run
         return 0
 
-    def start(self, run_dir: RunDir, devices: int, **more: Any) -> None:
-        del run_dir, more
+    def start(self, run: RunStore, devices: int, **more: Any) -> None:
+        del run, more
         self.started.append(devices)
 
 
@@ -184,8 +185,8 @@ def test_a_short_way_is_not_worth_the_start_of_several_workers(
     places: Any = Shares()
     hosting = Hosting(records, make_method_of(records.asked), places, elastic=elastic)
     hosting._paces.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
-    run_dir = service.submit(job)
-    hosting.enqueue(fresh, run_dir)
+    run = service.submit(job)
+    hosting.enqueue(fresh, run)
     hosting.share([])
     assert [number for number, _ in hosting.start_queued([])] == [fresh]
     assert places.started == [devices]

@@ -134,6 +134,6 @@ def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() ->
     records = create_study(toy_job(space=space, method="grid"), name="long")
     assert records.asked.rungs == 6
     number = records.begin({"train.epochs": 6, "train.optimizer.lr": 0.1}, until=6)
-    run_dir = Starter(records, ToyPlaces()).make_run(number)
-    job = Job.model_validate_json(run_dir.job.read_bytes())
+    run = Starter(records, ToyPlaces()).make_run(number)
+    job = Job.model_validate_json(run.job.read_bytes())
     assert job.train.checkpoint.keep_last >= 6

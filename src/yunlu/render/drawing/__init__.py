@@ -1,1 +1,1 @@
-"""x."""
+"""The drawing kit: figure values to SVG and to matplotlib."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from yunlu.render.drawing.charts import Tick
-    from yunlu.tuning.showing.axes import Axis
+    from yunlu.render.drawing.study_axes import Axis
     from yunlu.tuning.view import StudyView, TrialFacts
 
 WIDTH, HEIGHT = 1000, 400

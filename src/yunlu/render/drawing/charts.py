@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from markupsafe import Markup
 
-from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.core.units import show_bytes, show_count, show_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Point = tuple[int, float]
+    from yunlu.jobs.curves import Point
+
 Unit = Literal["number", "percent", "bytes", "rate", "duration"]
 Style = Literal["faint", "line", "dots"]
 
@@ -26,7 +26,6 @@ _WIDTH, _HEIGHT = 1000, 400
 _LARGEST = 1e300
 _ROOM_FOR_LABEL = 0.04
 _CLOCK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400)
-_SHARES = ("accuracy", "f1", "precision", "recall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,39 +81,6 @@ class Drawing:
     def label_length(self) -> int:
         """Characters of the longest label on the vertical axis."""
         return max((len(tick.label) for tick in self.y_ticks), default=1)
-
-
-def thin(points: Sequence[Point], limit: int = 1000) -> list[Point]:
-    """At most ``limit`` points: of each bucket the lowest, the highest and any that is not finite.
-
-    Averaging would hide exactly what people look for: a spike, or the step that broke.
-    """
-    if len(points) <= limit:
-        return list(points)
-    broken = any(not math.isfinite(value) for _, value in points)
-    buckets = (limit - 2) // (3 if broken else 2)
-    inner = points[1:-1]
-    edges = [round(i * len(inner) / buckets) for i in range(buckets + 1)]
-    kept = [points[0]]
-    for start, end in pairwise(edges):
-        kept += _extremes(inner[start:end])
-    return [*kept, points[-1]]
-
-
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """An exponential mean over about a sixtieth of the curve, looking back and ahead alike.
-
-    A mean that only looks back would trail a falling loss. Values that are not finite are left
-    out: one NaN would swallow all that follow.
-    """
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    keep = 1 - 2 / (max(5.0, len(finite) / 60) + 1)
-    values = [value for _, value in finite]
-    behind, ahead = _trailing_mean(values, keep), _trailing_mean(values[::-1], keep)[::-1]
-    return [
-        (step, back / 2 + forth / 2)
-        for (step, _), back, forth in zip(finite, behind, ahead, strict=True)
-    ]
 
 
 def draw_lines(
@@ -193,33 +159,6 @@ def draw_course(
     )
 
 
-def metric_unit(name: str, values: Sequence[float]) -> Unit:
-    """Percent for what is a share by its name and its values."""
-    is_share = any(word in name.lower() for word in _SHARES)
-    return "percent" if is_share and all(0 <= value <= 1 for value in values) else "number"
-
-
-def show_metric(name: str, value: float | None) -> str:
-    """A metric as people say it: shares in percent, the rest as numbers."""
-    if value is None:
-        return "–"
-    is_share = metric_unit(name, [value]) == "percent"
-    return f"{value * 100:.2f} %" if is_share else show_number(value)
-
-
-def show_quantity(quantity: str, value: float | None) -> str:
-    """A field of ``Prediction`` with its unit."""
-    if value is None:
-        return "–"
-    if quantity == "memory_bytes":
-        return show_bytes(value)
-    if quantity == "samples_per_s":
-        return f"{show_count(value)}/s"
-    if quantity == "dollars":
-        return f"${value:,.2f}" if value >= 0.01 or value == 0 else f"${value:.2g}"
-    return show_duration(value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
     """Values to shares of an axis."""
@@ -255,25 +194,6 @@ class _Scale:
     def share(self, value: float) -> float:
         place = math.log10(value) if self.log else max(-_LARGEST, min(value, _LARGEST))
         return (place - self.low) / (self.high - self.low)
-
-
-def _trailing_mean(values: Sequence[float], keep: float) -> list[float]:
-    mean = weight = 0.0
-    means: list[float] = []
-    for value in values:
-        weight = keep * weight + 1
-        # The weights so far add up to ``weight``: no pull towards the zero it started from.
-        mean += (value - mean) / weight
-        means.append(mean)
-    return means
-
-
-def _extremes(bucket: Sequence[Point]) -> list[Point]:
-    finite = [i for i, (_, value) in enumerate(bucket) if math.isfinite(value)]
-    kept = {next((i for i, (_, value) in enumerate(bucket) if not math.isfinite(value)), None)}
-    if finite:
-        kept |= {min(finite, key=lambda i: bucket[i][1]), max(finite, key=lambda i: bucket[i][1])}
-    return [bucket[i] for i in sorted(i for i in kept if i is not None)]
 
 
 def _upright(classes: str, steps: Iterable[int], x: _Scale) -> Markup:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.units import show_duration
 from yunlu.render.drawing.charts import Tick
-from yunlu.tuning.showing.importance import place_on
-from yunlu.tuning.showing.telling import show_dollars, show_param
+from yunlu.render.study_report.format import show_dollars, show_param
+from yunlu.tuning.importance import place_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""x."""
+"""Figures as data: values that the page, matplotlib or a browser draws."""

@@ -19,9 +19,9 @@ from yunlu.render.drawing.charts import (
     draw_course,
     draw_lines,
     draw_stack,
-    metric_unit,
 )
-from yunlu.render.i18n.texts import both, known_word, words
+from yunlu.render.format import metric_unit
+from yunlu.render.i18n.texts import known_text, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +33,12 @@ _MOST_DOTS = 60
 _MOST_MARKS = 200
 _MOST_WORKERS = 8
 COLOURS = 8
+
+
+def both(key, otherwise):
+    found = known_text(*key.rsplit(".", 1)) if key else same(otherwise)
+    return found.en, found.zh
+
 """How many grounds and parts the page can tell apart."""
 
 
@@ -60,7 +66,7 @@ def figures_of(report: Report) -> Iterator[Figure]:
     """Every chart that the run has curves for."""
     yield from _figure(
         report,
-        words("curve.loss"),
+        text("curve.loss"),
         {"train_loss": "faint", "train_loss_smoothed": "line", "validation_loss": "dots"},
         marks=_marks(report),
         wide=True,
@@ -69,10 +75,10 @@ def figures_of(report: Report) -> Iterator[Figure]:
     for curve in report.curves:
         prefix, _, name = curve.key.partition("/")
         if prefix == "validation" and name:
-            title = known_word("metric", name)
+            title = known_text("metric", name)
             unit = metric_unit(name, curve.values)
             yield from _figure(report, title, {curve.key: "dots"}, unit=unit)
-    yield from _figure(report, words("curve.lr"), {"lr": "line"})
+    yield from _figure(report, text("curve.lr"), {"lr": "line"})
     noisy: dict[str, Unit] = {
         "grad_norm": "number",
         "samples_per_s": "rate",
@@ -82,17 +88,17 @@ def figures_of(report: Report) -> Iterator[Figure]:
     }
     for key, unit in noisy.items():
         styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
-        title = words(f"curve.{key}")
+        title = text(f"curve.{key}")
         yield from _figure(report, title, styles, unit=unit, log=key == "grad_norm")
-    yield from _figure(report, words("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
+    yield from _figure(report, text("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
     noise: dict[str, Style] = {"noise_scale": "faint", "noise_scale_smoothed": "line"}
     # The batch may be a thousandth of the scale: on a linear axis it would lie on the floor.
     yield from _figure(
-        report, words("curve.noise"), {**noise, "batch": "line"}, log=True, scale="log"
+        report, text("curve.noise"), {**noise, "batch": "line"}, log=True, scale="log"
     )
-    yield from _figure(report, words("curve.low_share"), {"low_share": "line"}, unit="percent")
+    yield from _figure(report, text("curve.low_share"), {"low_share": "line"}, unit="percent")
     yield from _figure(
-        report, words("curve.loss_scale"), {"loss_scale": "line"}, log=True, scale="log"
+        report, text("curve.loss_scale"), {"loss_scale": "line"}, log=True, scale="log"
     )
 
 
@@ -105,7 +111,7 @@ def communication_figures(report: Report) -> Iterator[Figure]:
     }
     for key, unit in units.items():
         styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
-        yield from _figure(report, words(f"curve.{key}"), styles, unit=unit)
+        yield from _figure(report, text(f"curve.{key}"), styles, unit=unit)
 
 
 def _marks(report: Report) -> list[Mark]:
@@ -148,9 +154,9 @@ def _figure(
         for curve in found
     ]
     scales = ["linear", "log"] if log and _fits_log(found) else ["linear"]
-    legend = [(known_word("series", line.key), f"c{line.colour}") for line in lines]
+    legend = [(known_text("series", line.key), f"c{line.colour}") for line in lines]
     legend = legend if len(lines) > 1 else []
-    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    legend += [(text(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
     yield Figure(
         id=found[0].key.replace("/", "-"),
         title=title,
@@ -204,7 +210,7 @@ def time_figure(report: Report) -> Figure | None:
     ]
     return Figure(
         id="time",
-        title=words("time.over_steps"),
+        title=text("time.over_steps"),
         unit="percent",
         legend=(),
         drawings={"linear": drawing},
@@ -237,13 +243,13 @@ def course_figure(crew: Crew) -> Figure | None:
     layouts = [next((b.label for b in reversed(bands) if b.start <= at), "") for at in times]
     names.append((both("crew.layout", "layout"), layouts))
     legend = [(Markup("{}").format(name), f"fill w{colour}") for name, colour in colours.items()]
-    legend += [(words(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
+    legend += [(text(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
     line = Series(
         key="course", points=list(zip(times, crew.done_steps, strict=True)), colour=1, style="line"
     )
     return Figure(
         id="course",
-        title=words("crew.course_title"),
+        title=text("crew.course_title"),
         unit="number",
         legend=tuple(legend),
         drawings={"linear": draw_course(line, bands=bands, marks=marks)},
@@ -297,15 +303,15 @@ def workers_figure(crew: Crew) -> Figure | None:
         for place, member in enumerate(found, 1)
     ]
     names = [
-        tuple(text.format(member=each.member) for text in both("crew.worker", "")) for each in found
+        (text("crew.worker", member=each.member).en, text("crew.worker", member=each.member).zh) for each in found
     ]
     drawing = draw_lines(lines, unit="duration")
     return Figure(
         id="workers",
-        title=words("crew.step_time"),
+        title=text("crew.step_time"),
         unit="duration",
         legend=tuple(
-            (words("crew.worker", member=each.member), f"w{place}")
+            (text("crew.worker", member=each.member), f"w{place}")
             for place, each in enumerate(found, 1)
         ),
         drawings={"linear": drawing},

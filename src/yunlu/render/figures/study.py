@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from yunlu.tuning.showing.axes import DimensionAxis, count_axis, growing_axis, value_axis
-from yunlu.tuning.showing.canvas import (
+from yunlu.render.drawing.canvas import (
     HEIGHT,
     WIDTH,
     Picture,
@@ -26,16 +25,17 @@ from yunlu.tuning.showing.canvas import (
     is_best,
     join,
 )
-from yunlu.tuning.showing.landscape import draw_ground
-from yunlu.tuning.showing.words import words
+from yunlu.render.drawing.landscape import draw_ground
+from yunlu.render.drawing.study_axes import DimensionAxis, count_axis, growing_axis, value_axis
+from yunlu.render.study_report.words import words
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from yunlu.render.drawing.canvas import Shades
     from yunlu.render.drawing.charts import Tick
-    from yunlu.tuning.showing.axes import Axis
-    from yunlu.tuning.showing.canvas import Shades
+    from yunlu.render.drawing.study_axes import Axis
     from yunlu.tuning.values import Dimension
     from yunlu.tuning.view import StudyView, TrialFacts
 

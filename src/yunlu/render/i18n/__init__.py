@@ -1,1 +1,1 @@
-"""x."""
+"""Texts in English and in Chinese."""

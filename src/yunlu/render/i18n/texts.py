@@ -1,4 +1,8 @@
-"""The report's texts, each in English and in Chinese."""
+"""Texts for people, each in English and in Chinese.
+
+``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one; a terminal
+has English only.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,58 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-TEMPLATES = Path(__file__).with_name("templates")
+from yunlu.core.value import Value
 
 
-def words(key: str, **fields: Any) -> Markup:
-    """A text of the page in both languages; the root's attribute hides one of them."""
-    english, chinese = _all()[key]
-    return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(
-        escape(english).format(**fields), escape(chinese).format(**fields)
+class BilingualText(Value):
+    """The same text in both languages."""
+
+    en: str
+    zh: str
+    code: bool = False
+    """An identifier: set in the font of code."""
+
+    def __html__(self) -> str:
+        """Both languages as markup; an attribute of the page's root hides one of them."""
+        if self.code:
+            return Markup("<code>{}</code>").format(self.en)
+        if self.en == self.zh:
+            return escape(self.en)
+        return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(self.en, self.zh)
+
+    def __add__(self, other: BilingualText | str) -> BilingualText:
+        """This text followed by another."""
+        tail = other if isinstance(other, BilingualText) else same(other)
+        return BilingualText(en=self.en + tail.en, zh=self.zh + tail.zh)
+
+
+def text(key: str, **fields: Any) -> BilingualText:
+    """The text of a key; fields that are bilingual themselves enter in the same language."""
+    return BilingualText(
+        en=_texts("en")[key].format(**{name: _english(each) for name, each in fields.items()}),
+        zh=_texts("zh")[key].format(**{name: _chinese(each) for name, each in fields.items()}),
     )
 
 
-def known_word(prefix: str, name: str) -> Markup:
-    """A name in both languages where we know it, else the name itself."""
-    return words(f"{prefix}.{name}") if f"{prefix}.{name}" in _all() else escape(name)
+def known_text(prefix: str, name: str) -> BilingualText:
+    """The text of ``prefix.name``; the name itself where there is none."""
+    key = f"{prefix}.{name}"
+    return text(key) if key in _texts("en") else same(name)
 
 
-def both(key: str, otherwise: str) -> tuple[str, str]:
-    """A text in English and in Chinese; ``otherwise`` in both where we have none."""
-    english, chinese = _all().get(key, (otherwise, otherwise))
-    return english, chinese
+def same(name: str, *, code: bool = False) -> BilingualText:
+    """A name that is the same in both languages."""
+    return BilingualText(en=name, zh=name, code=code)
 
 
-def in_english(key: str, **fields: str) -> str:
-    """A text for where only one language fits."""
-    return _all()[key][0].format(**fields)
+def _english(value: Any) -> Any:
+    return value.en if isinstance(value, BilingualText) else value
+
+
+def _chinese(value: Any) -> Any:
+    return value.zh if isinstance(value, BilingualText) else value
 
 
 @cache
-def _all() -> dict[str, tuple[str, str]]:
-    return json.loads((TEMPLATES / "words.json").read_text(encoding="utf-8"))
+def _texts(language: str) -> dict[str, str]:
+    return json.loads(Path(__file__).with_name(f"{language}.json").read_text(encoding="utf-8"))

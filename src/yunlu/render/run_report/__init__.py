@@ -1,1 +1,1 @@
-"""x."""
+"""The HTML report of a run."""

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.jobs.communication import without_name
 from yunlu.render.figures.run import communication_figures
-from yunlu.render.i18n.texts import both, known_word, words
+from yunlu.render.i18n.texts import BilingualText, known_text, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +60,8 @@ def show_rate(bytes_per_s: float | None) -> str:
 
 
 def _cards(chosen: Chosen) -> Iterator[tuple[Markup, str, Markup]]:
-    guarantee = known_word("guarantee", chosen.guarantee)
-    yield words("communication.chosen"), _name(chosen.name), guarantee
+    guarantee = known_text("guarantee", chosen.guarantee)
+    yield text("communication.chosen"), _name(chosen.name), guarantee
     shown = (
         ("step_s", show_duration),
         ("exchange_s", show_duration),
@@ -70,13 +70,13 @@ def _cards(chosen: Chosen) -> Iterator[tuple[Markup, str, Markup]]:
     for quantity, show in shown:
         told = chosen.expectation(quantity)
         if told is not None and told.measured is not None:
-            remark = Markup("")
+            remark = same("")
             if told.predicted is not None:
-                remark = words("card.predicted", value=show(told.predicted))
-            yield words(f"communication.{quantity}"), show(told.measured), remark
+                remark = text("card.predicted", value=show(told.predicted))
+            yield text(f"communication.{quantity}"), show(told.measured), remark
     if chosen.compression_error is not None:
         share = f"{chosen.compression_error * 100:.2g} %"
-        yield words("communication.error"), share, words("communication.error_how")
+        yield text("communication.error"), share, text("communication.error_how")
 
 
 def _choice(chosen: Chosen) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _choice(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _reason(chosen: Chosen) -> Markup:
+def _reason(chosen: Chosen) -> BilingualText:
     """A reason with figures comes in English only; in Chinese it is told again from these figures."""
     reason = without_name(chosen)
     told = {each.quantity: each.predicted or 0.0 for each in chosen.expectations}
@@ -102,22 +102,19 @@ def _reason(chosen: Chosen) -> Markup:
         if rate is not None
     ]
     if not rates or not told.get("exchange_s"):
-        return known_word("communication.reason", reason)
+        return known_text("communication.reason", reason)
     gain = _GAIN.search(reason)
-    texts = both("communication.why_gain" if gain else "communication.why", "")
-    english, chinese = (
-        text.format(
-            links=" – ".join(dict.fromkeys((show_rate(min(rates)), show_rate(max(rates))))),
-            sent=show_bytes(told.get("sent_bytes", 0.0)),
-            exchange=show_duration(told["exchange_s"]),
-            hidden=show_duration(told["exchange_s"] - told.get("wait_s", 0.0)),
-            gain=gain[1] if gain else "",
-        )
-        for text in texts
+    why = text(
+        "communication.why_gain" if gain else "communication.why",
+        links=" – ".join(dict.fromkeys((show_rate(min(rates)), show_rate(max(rates))))),
+        sent=show_bytes(told.get("sent_bytes", 0.0)),
+        exchange=show_duration(told["exchange_s"]),
+        hidden=show_duration(told["exchange_s"] - told.get("wait_s", 0.0)),
+        gain=gain[1] if gain else "",
     )
-    if chosen.aside:  # of this the English reason tells already
-        chinese += both("communication.aside", "")[1].format(hosts=", ".join(chosen.aside))
-    return _in_both(reason or english, chinese)
+    if chosen.aside:  # the English reason names them already
+        why += text("communication.aside", hosts=", ".join(chosen.aside))
+    return BilingualText(en=reason or why.en, zh=why.zh)
 
 
 def _expectations(chosen: Chosen) -> Iterator[dict[str, Any]]:
@@ -128,7 +125,7 @@ def _expectations(chosen: Chosen) -> Iterator[dict[str, Any]]:
         longest = max(each.predicted, each.measured or 0.0)
         show = show_bytes if each.quantity == "sent_bytes" else show_duration
         yield {
-            "title": words(f"communication.{each.quantity}"),
+            "title": text(f"communication.{each.quantity}"),
             "ratio": _ratio(each),
             "predicted": show(each.predicted),
             "measured": "–" if each.measured is None else show(each.measured),
@@ -164,17 +161,13 @@ def _host(each: HostLinks) -> dict[str, Any]:
     }
 
 
-def _name(name: str) -> Markup:
+def _name(name: str) -> BilingualText:
     """Methods and codecs are called the same everywhere; how often is said in both languages."""
-    every = both("communication.every", "")[1]
-    chinese = _EVERY.sub(lambda found: every.format(steps=found[1]), name)
-    return _in_both(name, chinese.replace(*both("communication.background", "")))
-
-
-def _in_both(english: str, chinese: str) -> Markup:
-    if english == chinese:
-        return escape(english)
-    return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(english, chinese)
+    chinese = _EVERY.sub(
+        lambda match: text("communication.every", steps=match[1]).zh, name
+    )
+    background = text("communication.background")
+    return BilingualText(en=name, zh=chinese.replace(background.en, background.zh))
 
 
 def _shown(seconds: float | None) -> str:

@@ -13,6 +13,7 @@ import math
 import re
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -20,9 +21,9 @@ from markupsafe import Markup
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.recorded import PARTS, number
-from yunlu.render.drawing.charts import show_metric, show_quantity
 from yunlu.render.figures.run import figures_of, time_figure
-from yunlu.render.i18n.texts import TEMPLATES, known_word, words
+from yunlu.render.format import show_metric, show_quantity
+from yunlu.render.i18n.texts import known_text, text
 from yunlu.render.run_report.communication import picture_communication
 from yunlu.render.run_report.workers import picture_crew
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         TracedSteps,
     )
 
+TEMPLATES = Path(__file__).with_name("templates")
 _MOST_CLASSES = 40
 _MOST_ROWS = 200
 _MOST_OPERATORS = 15
@@ -49,7 +51,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
     script = _source("page.js")
     # Overflows are how a loss scale is found: told in one sentence, not in a row each.
     incidents = [each for each in report.incidents if each.data.get("reason") != "overflow"]
-    calls = {"w": words, "known": known_word, "metric": show_metric, "quantity": show_quantity}
+    calls = {"w": text, "known": known_text, "metric": show_metric, "quantity": show_quantity}
     page = _environment().get_template("page.html.j2", globals=calls)
     return page.render(
         report=report,
@@ -107,32 +109,32 @@ def _cards(report: Report) -> Iterator[tuple[Markup, str, Markup]]:
     """Label, figure and a remark for each headline figure."""
     if (headline := report.headline) is not None:
         remark = "card.test" if headline.split == "test" else "card.validation"
-        label = known_word("metric", headline.metric)
-        yield label, show_metric(headline.metric, headline.value), words(remark)
+        label = known_text("metric", headline.metric)
+        yield label, show_metric(headline.metric, headline.value), text(remark)
     elif (loss := report.curve("train_loss")) is not None:
-        yield words("curve.loss"), show_number(loss.values[-1]), words("card.training")
+        yield text("curve.loss"), show_number(loss.values[-1]), text("card.training")
     for name in ("total_s", "samples_per_s", "dollars", "memory_bytes"):
         each = report.comparison(name)
         if each.measured is None:
             continue
         remark = Markup("")
         if each.predicted is not None:
-            remark = words("card.predicted", value=show_quantity(name, each.predicted))
-        yield words(f"quantity.{name}"), show_quantity(name, each.measured), remark
+            remark = text("card.predicted", value=show_quantity(name, each.predicted))
+        yield text(f"quantity.{name}"), show_quantity(name, each.measured), remark
     if (crew := report.crew) is not None and crew.effective is not None:
-        remark = words(
+        remark = text(
             "card.effective", lost=show_duration(crew.lost_s), count=len(crew.changes) - 1
         )
-        yield words("crew.effective"), f"{crew.effective * 100:.1f} %", remark
+        yield text("crew.effective"), f"{crew.effective * 100:.1f} %", remark
     if (padding := report.padding) is not None:
-        remark = words("card.tokens", tokens=show_count(padding.tokens))
-        yield words("card.padding"), f"{padding.share * 100:.1f} %", remark
+        remark = text("card.tokens", tokens=show_count(padding.tokens))
+        yield text("card.padding"), f"{padding.share * 100:.1f} %", remark
     if report.step:
         epochs = "–" if report.epoch is None else show_count(report.epoch)
-        remark = words("card.epochs", epochs=epochs)
+        remark = text("card.epochs", epochs=epochs)
         if report.plan:
-            remark = words("card.of", total=f"{report.plan.steps:,}", epochs=epochs)
-        yield words("card.steps"), f"{report.step:,}", remark
+            remark = text("card.of", total=f"{report.plan.steps:,}", epochs=epochs)
+        yield text("card.steps"), f"{report.step:,}", remark
 
 
 def _parts(report: Report) -> list[dict[str, Any]]:
@@ -152,23 +154,23 @@ def _incident(each: Incident) -> dict[str, Any]:
     details: list[Markup] = []
     if each.kind == "skip":
         loss, norm = (_show_any(data.get(key)) for key in ("loss", "norm"))
-        details.append(words("incident.skip", loss=loss, norm=norm))
+        details.append(text("incident.skip", loss=loss, norm=norm))
     elif each.kind == "rollback":
-        details.append(words("incident.rollback", to_step=_show_any(data.get("to_step"))))
+        details.append(text("incident.rollback", to_step=_show_any(data.get("to_step"))))
         if skipping := data.get("skipping"):
-            details.append(words("incident.skipping", steps=_show_any(skipping)))
+            details.append(text("incident.skipping", steps=_show_any(skipping)))
     elif each.kind == "out_of_memory":
-        details.append(words("incident.out_of_memory", micro_batch=data.get("micro_batch", "–")))
+        details.append(text("incident.out_of_memory", micro_batch=data.get("micro_batch", "–")))
     else:
         details.append(Markup("<code>{}</code>").format(data.get("module", "–")))
         if (share := number(data.get("low_share"))) is not None:
-            details.append(words("incident.low_share", share=f"{share * 100:.1f} %"))
+            details.append(text("incident.low_share", share=f"{share * 100:.1f} %"))
     if reason := data.get("reason") or data.get("message"):
-        details.insert(each.kind == "precision", known_word("reason", str(reason)))
+        details.insert(each.kind == "precision", known_text("reason", str(reason)))
     return {
         "step": each.step,
         "kind": each.kind,
-        "what": known_word(*what.rsplit(".", 1)),
+        "what": known_text(*what.rsplit(".", 1)),
         "details": details,
     }
 
@@ -201,7 +203,7 @@ def _operator(name: str) -> Markup:
     outside = re.fullmatch(r"outside operators \((\w+)\)", name)
     if outside is None:
         return Markup("<code>{}</code>").format(name)
-    return words("trace.outside", phase=known_word("phase", outside[1]))
+    return text("trace.outside", phase=known_text("phase", outside[1]))
 
 
 def _evaluations(report: Report) -> list[EvaluationRow]:

@@ -13,7 +13,7 @@ from yunlu.core.units import show_duration
 from yunlu.jobs.crew import gist_of
 from yunlu.planning.layout import AXES
 from yunlu.render.figures.run import COLOURS, course_figure, layout_colours, workers_figure
-from yunlu.render.i18n.texts import known_word, words
+from yunlu.render.i18n.texts import known_text, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +78,7 @@ def picture_layout(crew: Crew, change: CrewChange) -> dict[str, Any]:
         "cuts": cuts * across,
         "colours": _meaning_of_colours(stages=sizes["pp"], parts=shards * cuts),
         "meanings": [
-            words(f"layout.{axis}", count=sizes[axis])
+            text(f"layout.{axis}", count=sizes[axis])
             for axis in ("dp", "fsdp", "tp", "pp")
             if sizes[axis] > 1
         ],
@@ -101,44 +101,44 @@ def _tile(
     replicas = sizes["dp"] * sizes["fsdp"]
     holds: list[Markup] = []
     if sizes["fsdp"] > 1:
-        holds.append(words("layout.shard", this=each.fsdp + 1, all=sizes["fsdp"]))
+        holds.append(text("layout.shard", this=each.fsdp + 1, all=sizes["fsdp"]))
     if sizes["tp"] > 1:
-        holds.append(words("layout.cut", this=each.tp + 1, all=sizes["tp"]))
+        holds.append(text("layout.cut", this=each.tp + 1, all=sizes["tp"]))
     if replicas > 1:
         share = each.dp * sizes["fsdp"] + each.fsdp + 1
-        holds.append(words("layout.samples", this=share, all=replicas))
+        holds.append(text("layout.samples", this=share, all=replicas))
     return {
         "rank": each,
         "colour": part % COLOURS + 1,
         "holds": holds,
-        "lost": known_word("fault", lost[each.rank]) if each.rank in lost else None,
+        "lost": known_text("fault", lost[each.rank]) if each.rank in lost else None,
     }
 
 
 def _cards(crew: Crew) -> Iterator[tuple[Markup, str, Markup]]:
     if crew.effective is not None:
-        remark = words(
+        remark = text(
             "crew.lost", lost=show_duration(crew.lost_s), wall=show_duration(crew.wall_s)
         )
-        yield words("crew.effective"), f"{crew.effective * 100:.1f} %", remark
+        yield text("crew.effective"), f"{crew.effective * 100:.1f} %", remark
     hosts = len({each.host for each in crew.newest.ranks})
-    remark = words("crew.on_hosts", count=hosts)
+    remark = text("crew.on_hosts", count=hosts)
     yield (
-        words("crew.now"),
+        text("crew.now"),
         crew.newest.layout,
-        words("crew.count", workers=len(crew.newest.ranks)) + " · " + remark,
+        text("crew.count", workers=len(crew.newest.ranks)) + " · " + remark,
     )
     yield (
-        words("crew.changes"),
+        text("crew.changes"),
         str(len(crew.changes) - 1),
-        words("crew.redone", steps=f"{crew.redone_steps:,}"),
+        text("crew.redone", steps=f"{crew.redone_steps:,}"),
     )
     kinds = Counter(fault.what for fault in crew.faults)
-    remark = Markup(" · ").join(known_word("fault", what) + f" {n}" for what, n in kinds.items())
-    yield words("crew.faults"), str(kinds.total() - kinds["left"]), remark
+    remark = Markup(" · ").join(known_text("fault", what) + f" {n}" for what, n in kinds.items())
+    yield text("crew.faults"), str(kinds.total() - kinds["left"]), remark
     if crew.communication_share is not None:
         share = f"{crew.communication_share * 100:.1f} %"
-        yield words("crew.communication"), share, words("crew.of_step")
+        yield text("crew.communication"), share, text("crew.of_step")
 
 
 def _rows(crew: Crew) -> Iterator[dict[str, Any]]:
@@ -148,7 +148,7 @@ def _rows(crew: Crew) -> Iterator[dict[str, Any]]:
         if change is not None:
             found.append((change.at, 1, _change_row(before, change)))
     for each in crew.stragglers:
-        slow = words("crew.slow", ratio=f"{each.ratio:.1f}")
+        slow = text("crew.slow", ratio=f"{each.ratio:.1f}")
         found.append(
             (
                 each.at,
@@ -176,7 +176,7 @@ def _fault_row(fault: CrewFault) -> dict[str, Any]:
     return {
         "kind": "fault",
         "step": fault.step,
-        "what": _worker(fault.member, fault.rank, fault.host, known_word("fault", fault.what)),
+        "what": _worker(fault.member, fault.rank, fault.host, known_text("fault", fault.what)),
         "why": why if len(why) <= _LONGEST else why[: _LONGEST - 1] + "…",
     }
 
@@ -184,16 +184,16 @@ def _fault_row(fault: CrewFault) -> dict[str, Any]:
 def _change_row(before: CrewChange | None, change: CrewChange) -> dict[str, Any]:
     workers = len(change.ranks)
     if before is None:
-        what = words("crew.began", workers=workers, layout=change.layout)
+        what = text("crew.began", workers=workers, layout=change.layout)
     elif before.layout == change.layout:
-        what = words("crew.same", workers=workers, layout=change.layout)
+        what = text("crew.same", workers=workers, layout=change.layout)
     else:
-        what = words("crew.became", workers=workers, before=before.layout, layout=change.layout)
+        what = text("crew.became", workers=workers, before=before.layout, layout=change.layout)
     return {
         "kind": "crew",
         "step": change.from_step,
         "what": what,
-        "why": known_word("crew.reason", change.reason),
+        "why": known_text("crew.reason", change.reason),
         "lost": show_duration(change.lost_s) if change.lost_s is not None and before else None,
         "redone": change.redone_steps,
     }
@@ -201,7 +201,7 @@ def _change_row(before: CrewChange | None, change: CrewChange) -> dict[str, Any]
 
 def _worker(member: str, rank: int | None, host: str, what: Markup) -> Markup:
     where = "–" if rank is None else rank
-    return words("crew.who", member=member, rank=where, host=host or "–", what=what)
+    return text("crew.who", member=member, rank=where, host=host or "–", what=what)
 
 
 def _members(crew: Crew) -> Iterator[dict[str, Any]]:
@@ -214,7 +214,7 @@ def _members(crew: Crew) -> Iterator[dict[str, Any]]:
             "row": each,
             "compute": ((each.step_s or 0.0) - wait_s) / longest if longest else 0.0,
             "wait": wait_s / longest if longest else 0.0,
-            "lost": known_word("fault", each.lost) if each.lost else None,
+            "lost": known_text("fault", each.lost) if each.lost else None,
             "idle": each.rank is None and not each.lost,
             "slow": slow.get(each.member),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.tuning.showing.naming import model_path, train_command
+from yunlu.render.study_report.commands import model_path, train_command
 
 if TYPE_CHECKING:
     from yunlu.tuning.values import Dimension

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.core.units import show_duration
-from yunlu.render.drawing.charts import show_metric
+from yunlu.render.format import show_metric
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,13 +18,9 @@ from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
-from yunlu.render.i18n.texts import TEMPLATES as RUN_TEMPLATES
-from yunlu.runs.run_dir import RunDir
-from yunlu.tuning.showing.axes import value_axis
-from yunlu.tuning.showing.canvas import Shades
-from yunlu.tuning.showing.importance import FEWEST, expect_finals, rank, weigh
-from yunlu.tuning.showing.naming import model_path, report_link, run_path, shorten, train_command
-from yunlu.tuning.showing.pictures import (
+from yunlu.render.drawing.canvas import Shades
+from yunlu.render.drawing.study_axes import value_axis
+from yunlu.render.figures.study import (
     draw_best,
     draw_curves,
     draw_front,
@@ -32,7 +29,15 @@ from yunlu.tuning.showing.pictures import (
     draw_slice,
     draw_spark,
 )
-from yunlu.tuning.showing.telling import (
+from yunlu.render.run_report.page import TEMPLATES as RUN_TEMPLATES
+from yunlu.render.study_report.commands import (
+    model_path,
+    report_link,
+    run_path,
+    shorten,
+    train_command,
+)
+from yunlu.render.study_report.format import (
     rank_trials,
     show_amount,
     show_dollars,
@@ -41,17 +46,19 @@ from yunlu.tuning.showing.telling import (
     show_value,
     wall_s,
 )
-from yunlu.tuning.showing.words import TEMPLATES, both, known_word, words
+from yunlu.render.i18n.texts import BilingualText, known_text, same, text
+from yunlu.runs.directory_store import open_run
+from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
-    from yunlu.tuning.showing.importance import Importance
+    from yunlu.tuning.importance import Importance
     from yunlu.tuning.view import StudyView, TrialFacts
 
+TEMPLATES = Path(__file__).with_name("templates")
 _MOST_ROWS = 300
 _MOST_SLICES = 12
 _MOST_ERRORS = 5
@@ -73,13 +80,13 @@ def write_report(view: StudyView, path: Path | None = None) -> Path:
 
 def write_run_reports(view: StudyView) -> None:
     """Write the reports of the trials' runs that rest and have none of their own yet."""
-    from yunlu.jobs.report_builder import write_report as write_run_report  # noqa: PLC0415 (used by few)
+    from yunlu.render.run_report.write import write_report as write_run_report  # noqa: PLC0415 (used by few)
 
     for facts in view.trials:
         path = run_path(view, facts)
         if path is None or not path.is_dir() or facts.state is TrialState.RUNNING:
             continue
-        run = RunDir(path)
+        run = open_run(path)
         written_at = run.report_html.stat().st_mtime if run.report_html.exists() else 0.0
         if run.events.exists() and run.events.stat().st_mtime > written_at:
             with suppress(OSError, YunluError):
@@ -104,7 +111,7 @@ def render_page(
     shades = Shades(ranks=rank(expect_finals(shown)))
     importance = weigh(view)
     ordered = _ranked(view, shades)
-    calls = {"w": words, "known": known_word, "param": show_param, "value": show_value}
+    calls = {"w": text, "known": known_text, "param": show_param, "value": show_value}
     page = _environment().get_template("study.html.j2", globals=calls)
     return page.render(
         view=view,
@@ -158,31 +165,31 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
     """Label, figure and remark of each headline figure."""
     if (best := view.best) is not None:
         point = best_point(best.trial)
-        remark = words("card.best_when", number=best.number)
+        remark = text("card.best_when", number=best.number)
         if point is not None and view.rungs:
-            remark = words("card.best_of", number=best.number, rung=point.rung, rungs=view.rungs)
-        label = words("card.best", metric=known_word("metric", view.metric))
+            remark = text("card.best_of", number=best.number, rung=point.rung, rungs=view.rungs)
+        label = text("card.best", metric=known_text("metric", view.metric))
         yield label, show_value(view.metric, best.value), remark
     counts = [(state, view.count(state)) for state in TrialState]
     remark = Markup(" · ").join(
-        Markup("{} {}").format(count, words(f"trial.{state.value}"))
+        Markup("{} {}").format(count, text(f"trial.{state.value}"))
         for state, count in counts
         if count
     )
     begun = len(view.trials)
     limit = f" / {view.trials_limit}" if view.trials_limit else ""
-    yield words("card.trials"), f"{begun}{limit}", remark
+    yield text("card.trials"), f"{begun}{limit}", remark
     if (wall := wall_s(view, now)) is not None:
         yield (
-            words("card.time"),
+            text("card.time"),
             show_duration(wall),
-            words("card.time_of", device=show_duration(view.spent_s)),
+            text("card.time_of", device=show_duration(view.spent_s)),
         )
     if view.spent_dollars is not None:
         remark = Markup("")
         if view.dollars_limit is not None:
-            remark = words("card.cost_of", limit=show_dollars(view.dollars_limit))
-        yield words("card.cost"), show_dollars(view.spent_dollars), remark
+            remark = text("card.cost_of", limit=show_dollars(view.dollars_limit))
+        yield text("card.cost"), show_dollars(view.spent_dollars), remark
     done = sum(facts.trial.rung for facts in view.trials)
     # Where the length varies, one that is done was trained to its own end.
     whole = sum(
@@ -191,8 +198,8 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
         if facts.points
     )
     if view.state != "running" and whole > done > 0:
-        remark = words("card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
-        yield words("card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
+        remark = text("card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
+        yield text("card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
 
 
 def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
@@ -234,7 +241,7 @@ def _space(view: StudyView, shades: Shades, importance: Importance | None) -> di
     """The pictures of the search space, the most important dimension first."""
     shares: Mapping[str, float] = importance.shares if importance else {}
     order = sorted(view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
-    title = words("pair.title" if importance else "pair.first")
+    title = text("pair.title" if importance else "pair.first")
     slices = [draw_slice(view, shades, each) for each in order[:_MOST_SLICES]]
     return {
         # Neighbours explain each other best: the most important stands next to the result.
@@ -262,7 +269,7 @@ def _row(view: StudyView, facts: TrialFacts, place: Path) -> dict[str, Any]:
         "spark": draw_spark(facts, axis, rungs),
         "rung": f"{facts.trial.rung} / {rungs}" if rungs else "–",
         "link": report_link(view, facts, place),
-        "copied": words("trials.copied", number=copied[0], rung=copied[1]) if copied else "",
+        "copied": text("trials.copied", number=copied[0], rung=copied[1]) if copied else "",
         "why": facts.error or facts.reason,
     }
 
@@ -270,7 +277,7 @@ def _row(view: StudyView, facts: TrialFacts, place: Path) -> dict[str, Any]:
 def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
     """What pointing at a trial tells."""
     short = shorten(each.name for each in view.dimensions)
-    rows: list[tuple[Any, Any]] = [(f"#{facts.number}", both(f"trial.{facts.state.value}"))]
+    rows: list[tuple[Any, Any]] = [(f"#{facts.number}", _both(text(f"study.trial.{facts.state.value}")))]
     for place, metric in enumerate(view.metrics):
         reached = facts.values[place] if facts.values is not None else None
         rows.append((metric, show_value(metric, reached)))

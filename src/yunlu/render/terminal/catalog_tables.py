@@ -1,9 +1,8 @@
-"""How devices, offers and the costs of owning look on a page."""
+"""Tables of devices, offers and the cost of owning a machine."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -11,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.hardware.device import PRECISIONS
-from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 from yunlu.render.terminal.page import indented, plain_table
 
 if TYPE_CHECKING:
@@ -19,36 +17,37 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.hardware.catalog import Catalog
-    from yunlu.hardware.device import DeviceModel
-    from yunlu.hardware.entries import MachineEntry
-    from yunlu.hardware.offer import Offer
-    from yunlu.hardware.ownership import BreakEven, Ownership
+    from yunlu.hardware.listing import (
+        ListedDevice,
+        ListedOffer,
+        OfferedDevice,
+        OwnershipPage,
+    )
+    from yunlu.hardware.ownership import Ownership
 
 _GIB = 2**30
 _NONE = Text("–", style="dim")
 
 
-def summary_table(catalog: Catalog) -> Table:
-    """Each device that can be had, with its cheapest offers."""
+def summary_table(devices: Sequence[OfferedDevice]) -> Table:
+    """Each device that is offered, with its cheapest offers."""
     table = _table(
         "device!", "memory>", "bf16 TFLOP/s>", "$/device-h>", "where~", "spot>", "where~", "offers>"
     )
-    counts = Counter(offer.device for offer in catalog.every_offer)
-    for device in sorted(catalog.devices, key=_power, reverse=True):
-        if counts[device.name]:
-            table.add_row(
-                device.name,
-                _gib(device.memory_bytes),
-                _tflops(device),
-                *_cheapest(catalog, device, spot=False),
-                *_cheapest(catalog, device, spot=True),
-                str(counts[device.name]),
-            )
+    for offered in devices:
+        device = offered.device
+        table.add_row(
+            device.name,
+            _gib(device.memory_bytes),
+            _tflops(device),
+            *_cheapest(offered.cheapest, spot=False),
+            *_cheapest(offered.cheapest_spot, spot=True),
+            str(offered.offers),
+        )
     return table
 
 
-def offers_table(catalog: Catalog, offers: Sequence[Offer], *, spot: bool) -> Table:
+def offers_table(offers: Sequence[ListedOffer], *, spot: bool) -> Table:
     """Offers in the order given."""
     table = _table(
         "device!",
@@ -61,10 +60,10 @@ def offers_table(catalog: Catalog, offers: Sequence[Offer], *, spot: bool) -> Ta
         "Gbit/s>",
     )
     for offer in offers:
-        network = catalog.network_bytes_per_s(offer) * offer.devices * 8 / 1e9
-        # What is assumed reads fainter than what is known.
-        style = "dim" if ASSUMED_NETWORK in offer.terms else ""
-        spot_style = "dim" if SPOT_FLOOR in offer.terms else ""
+        network = offer.network_bytes_per_s_per_device * offer.devices * 8 / 1e9
+        # Assumed figures are fainter than published ones.
+        style = "dim" if offer.assumes_network else ""
+        spot_style = "dim" if offer.has_floor_price else ""
         table.add_row(
             offer.device,
             str(offer.devices),
@@ -78,7 +77,7 @@ def offers_table(catalog: Catalog, offers: Sequence[Offer], *, spot: bool) -> Ta
     return table
 
 
-def devices_table(devices: Sequence[DeviceModel]) -> Table:
+def devices_table(devices: Sequence[ListedDevice]) -> Table:
     """Their figures."""
     table = _table(
         "device!",
@@ -106,7 +105,7 @@ def devices_table(devices: Sequence[DeviceModel]) -> Table:
     return table
 
 
-def device_page(device: DeviceModel) -> RenderableType:
+def device_page(device: ListedDevice) -> RenderableType:
     """One device: each figure with its source."""
     title = Text.assemble((f" {device.name}", "bold"), (f"  {device.kind}", "dim"))
     if device.aliases:
@@ -123,36 +122,31 @@ def device_page(device: DeviceModel) -> RenderableType:
     return Group(title, Text(), indented(table), Text())
 
 
-def ownership_page(
-    entry: MachineEntry,
-    device: DeviceModel,
-    rows: Sequence[tuple[Offer, float, BreakEven]],
-    *,
-    spot: bool,
-) -> RenderableType:
-    """What an own machine costs, and beside it the rent of as much."""
-    cost = entry.cost
+def ownership_page(page: OwnershipPage) -> RenderableType:
+    """Cost of an own machine, and beside it the rent of equal compute."""
+    entry, cost = page.machine, page.machine.cost
     assert cost is not None
     title = Text.assemble(
         (f" {entry.name}", "bold"),
-        (f"  {entry.devices} x {device.name}, {cost.years:g} years, ", "dim"),
+        (f"  {entry.devices} x {page.device.name}, {cost.years:g} years, ", "dim"),
         (f"{cost.utilisation:.0%} of the hours at work", "dim"),
     )
     table = _table(
         "rent~",
         "nodes>",
         "region",
-        "spot $/h>" if spot else "$/h>",
+        "spot $/h>" if page.spot else "$/h>",
         "rent in its life>",
         "owning pays from>",
         "of its hours>",
         "cheaper",
     )
-    for offer, share, even in rows:
+    for row in page.against:
+        offer, even = row.offer, row.break_even
         verdict = Text("own", style="green") if even.owning_wins else Text("rent", style="cyan")
         table.add_row(
             _short(offer.key, most=42),
-            f"{share:.2f}",
+            f"{row.nodes:.2f}",
             _short(_regions(offer)),
             _dollars(even.rent_dollars_per_hour),
             f"{even.rent_dollars:,.0f} $",
@@ -180,7 +174,7 @@ def _costs(cost: Ownership) -> Table:
     return table
 
 
-def _figures(device: DeviceModel) -> list[tuple[str, str, str]]:
+def _figures(device: ListedDevice) -> list[tuple[str, str, str]]:
     rows = [
         ("memory", _gib(device.memory_bytes), "memory_bytes"),
         ("memory bandwidth", f"{device.memory_bytes_per_s / 1e9:,.0f} GB/s", "memory_bytes_per_s"),
@@ -215,16 +209,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _cheapest(catalog: Catalog, device: DeviceModel, *, spot: bool) -> tuple[RenderableType, ...]:
-    offers = catalog.offers(gpu=device.name, spot=spot, priced=True)
-    if not offers:
+def _cheapest(offer: ListedOffer | None, *, spot: bool) -> tuple[RenderableType, ...]:
+    if offer is None:
         return (_NONE, "")
-    offer = offers[0]
     price = _dollars(offer.price_per_device(spot=spot))
     return (price, Text(f"{offer.cloud}×{offer.devices}", style="dim"))
 
 
-def _regions(offer: Offer) -> str:
+def _regions(offer: ListedOffer) -> str:
     more = len(offer.regions) - 1
     return f"{offer.region} +{more}" if more > 0 else offer.region or "–"
 
@@ -237,11 +229,7 @@ def _dollars(price: float | None, *, unknown: str = "–", style: str = "") -> T
     return Text(unknown, style="dim") if price is None else Text(f"{price:,.2f}", style=style)
 
 
-def _power(device: DeviceModel) -> float:
-    return max(device.peak_flops.get("bf16", 0), device.peak_flops.get("fp16", 0))
-
-
-def _tflops(device: DeviceModel) -> RenderableType:
+def _tflops(device: ListedDevice) -> RenderableType:
     if "bf16" in device.peak_flops:
         return _peak(device, "bf16")
     if "fp16" in device.peak_flops:
@@ -249,7 +237,7 @@ def _tflops(device: DeviceModel) -> RenderableType:
     return _NONE
 
 
-def _peak(device: DeviceModel, precision: str) -> RenderableType:
+def _peak(device: ListedDevice, precision: str) -> RenderableType:
     peak = device.peak_flops.get(precision)
     return _NONE if peak is None else _figure(peak / 1e12)
 

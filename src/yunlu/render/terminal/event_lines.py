@@ -15,9 +15,9 @@ from yunlu.jobs.crew import (
     read_change,
     read_fault,
     read_straggler,
-    say_fault,
 )
 from yunlu.planning.plan import Plan
+from yunlu.render.format import show_fault
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
 from yunlu.runs.run_dir import Event, EventKind
 
@@ -119,7 +119,7 @@ def fault_line(event: Event) -> Text:
     fault = read_fault(event.data)
     when = f" at step {fault.step}" if fault.step is not None else ""
     why = f": {gist}" if (gist := gist_of(fault.detail)) else ""
-    return Text(f"{name_worker(fault)} {say_fault(fault)}{when}{why}")
+    return Text(f"{name_worker(fault)} {show_fault(fault).en}{when}{why}")
 
 
 def straggler_line(event: Event) -> Text:

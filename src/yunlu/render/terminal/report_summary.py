@@ -13,8 +13,8 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.communication import communication_lines
-from yunlu.jobs.crew import name_worker, say_fault
-from yunlu.render.drawing.charts import show_metric, show_quantity
+from yunlu.jobs.crew import name_worker
+from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def print_summary(report: Report, console: Console) -> None:
     for warning in report.warnings:
         console.print(Text(f"  ! {_clean(warning)}", "yellow"))
     for finding in report.findings:
-        console.print(Text(f"  · {_clean(finding.text)}"))
+        console.print(Text(f"  · {_clean(show_finding(finding).en)}"))
     if (loss := report.curve("train_loss")) is not None:
         console.print(_loss_line(loss.values))
     if report.evaluations:
@@ -268,7 +268,7 @@ def _happened_table(crew: Crew) -> Table:
     rows: list[tuple[float, str, str, str, str, str | None]] = []
     for fault in crew.faults:
         step = "" if fault.step is None else f"{fault.step:,}"
-        rows.append((fault.at, step, f"{name_worker(fault)} {say_fault(fault)}", "", "", "red"))
+        rows.append((fault.at, step, f"{name_worker(fault)} {show_fault(fault).en}", "", "", "red"))
     for before, change in pairwise(crew.changes):
         lost = "" if change.lost_s is None else show_duration(change.lost_s)
         what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"

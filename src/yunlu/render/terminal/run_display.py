@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.jobs.report_model import CrewChange
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 _LINE_EVERY_S = 5.0
 _PACE_S = 10.0
@@ -250,8 +250,8 @@ class PlainDisplay:
 class JsonDisplay:
     """For programs: every event and metric record is one JSON line."""
 
-    def __init__(self, run_dir: RunDir, out: TextIO | None = None) -> None:
-        self._run_id = run_dir.id
+    def __init__(self, run: RunStore, out: TextIO | None = None) -> None:
+        self._run_id = run.id
         self._out = out or sys.stdout
 
     def show(self, happening: Happening) -> None:

@@ -11,10 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_duration
-from yunlu.render.terminal.page import ACCENT, indented, plain_table
-from yunlu.render.terminal.report_summary import sparkline
-from yunlu.tuning.showing.naming import model_path, run_path, shorten, train_command
-from yunlu.tuning.showing.telling import (
+from yunlu.render.study_report.commands import model_path, run_path, shorten, train_command
+from yunlu.render.study_report.format import (
     rank_trials,
     show_amount,
     show_dollars,
@@ -22,6 +20,8 @@ from yunlu.tuning.showing.telling import (
     show_value,
     wall_s,
 )
+from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.report_summary import sparkline
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:

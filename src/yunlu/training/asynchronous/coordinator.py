@@ -14,29 +14,29 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
+from yunlu.training.attempt import move
+from yunlu.training.callbacks import TrainingWatch
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.store import prepare, shard_directory
-from yunlu.training.data.order import digest_of
+from yunlu.training.data.sample_order import digest_of
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finalize import finish
-from yunlu.training.attempt import move
 from yunlu.training.metric_log import MetricLog
 from yunlu.training.probe import probe_machine
-from yunlu.training.trackers.open import TrackerThread, open_trackers
-from yunlu.training.callbacks import TrainingWatch
+from yunlu.training.trackers.registry import TrackerThread, open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
+    from yunlu.training.callbacks import StopRequest
     from yunlu.training.communication.servers.rules import ServerRules
     from yunlu.training.training_inputs import Parts
-    from yunlu.training.callbacks import StopRequest
 
 _LOOK_S = 0.1
 Done = dict[int, dict[str, Any]]
@@ -81,7 +81,7 @@ class ServedLog(MetricLog):
         return self.memory_bytes
 
 
-class ChiefWatch(TrainingWatch):
+class CoordinatorCallbacks(TrainingWatch):
     """Looks on, at weights that were brought here for it."""
 
     log: ServedLog
@@ -98,12 +98,12 @@ class ChiefWatch(TrainingWatch):
         self.log.flush_if_due()
 
 
-class Chief:
+class AsyncCoordinator:
     """One life of the process that leads; another one goes on where it was lost."""
 
     def __init__(
         self,
-        run: RunDir,
+        run: RunStore,
         job: Job,
         plan: Plan,
         parts: Parts,
@@ -123,7 +123,7 @@ class Chief:
             life=life,
             forward=lambda values, step: self._trackers.log(values, step=step),
         )
-        self._watch = ChiefWatch(
+        self._watch = CoordinatorCallbacks(
             self._engine, run, trackers=self._trackers, stop=stop, life=life, log=log
         )
         resumed_from = self._watch.resume()
@@ -319,7 +319,7 @@ def _last_step(log: Path) -> int:
     return 0 if last is None else int(last["step"])
 
 
-def _is_running(run: RunDir) -> bool:
+def _is_running(run: RunStore) -> bool:
     """Whether this life has begun to train: an earlier chief may have been lost."""
     states = [
         event.data.get("state")

@@ -18,27 +18,27 @@ from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address
 from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
+from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
-from yunlu.training.elastic.control_server import Links
 from yunlu.training.elastic.messages import (
-    Answer,
+    ClientHello,
     Exited,
     Failed,
     Forked,
-    HelloAgent,
-    HelloClient,
     Leave,
-    Leaving,
+    LeaveNotice,
+    LocateRun,
+    NodeHello,
+    Ping,
     Prepared,
+    Reply,
     Resize,
-    Tick,
-    Where,
 )
 
 if TYPE_CHECKING:
     from yunlu.planning.layout import Layout
-    from yunlu.runs.run_dir import RunDir
-    from yunlu.training.elastic.control_server import Link
+    from yunlu.runs.run_store import RunStore
+    from yunlu.training.elastic.control_server import ControlConnection
     from yunlu.training.elastic.messages import Message
 
 _TELL_S = 1.0
@@ -50,7 +50,7 @@ _FAREWELL_S = 1.0
 
 
 @dataclass
-class Guest:
+class JoinedNode:
     """A machine that lends workers."""
 
     name: str
@@ -64,14 +64,14 @@ class Guest:
     """Of its workers, by number."""
 
 
-class Door:
+class JoinServer:
     """Listens from the first moment of a life; ``crew.json`` says where."""
 
-    def __init__(self, directory: RunDir) -> None:
+    def __init__(self, directory: RunStore) -> None:
         self._directory = directory
         self._token = secrets.token_urlsafe(32)
-        self._links = Links(bind_address(), self._token)
-        self._guests: dict[Link, Guest] = {}
+        self._links = ControlServer(bind_address(), self._token)
+        self._guests: dict[ControlConnection, JoinedNode] = {}
         self._told_at = 0.0
         self._written: Crew | None = None
 
@@ -104,7 +104,7 @@ class Door:
         if now - self._told_at >= _TELL_S:
             self._told_at = now
             for link in self._guests:
-                self._links.send(link, Tick())
+                self._links.send(link, Ping())
 
     def list_workers(self) -> list[dict[str, Any]]:
         """Workers on other machines, as a CREW event has them."""
@@ -126,18 +126,18 @@ class Door:
         self._links.flush(_FAREWELL_S)
         self._links.close_all()
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: ControlConnection, message: Message) -> None:
         guest = self._guests.get(link)
         if guest is not None:
             guest.heard_at = time.monotonic()
         match message:
-            case HelloAgent():
+            case NodeHello():
                 self._greet(link, message)
-            case HelloClient() | Tick():
+            case ClientHello() | Ping():
                 pass
-            case Where():
+            case LocateRun():
                 path = str(self._directory.path.absolute())
-                self._links.send(link, Answer(is_accepted=True, text=path))
+                self._links.send(link, Reply(is_accepted=True, text=path))
             case Resize():
                 self._links.send(link, self._resize(message.devices))
             case _ if guest is not None:
@@ -145,19 +145,19 @@ class Door:
             case _:
                 self._links.close(link)
 
-    def _greet(self, link: Link, hello: HelloAgent) -> None:
+    def _greet(self, link: ControlConnection, hello: NodeHello) -> None:
         if words := self._refuse(hello):
-            self._links.send(link, Answer(is_accepted=False, text=words))
+            self._links.send(link, Reply(is_accepted=False, text=words))
             return
         for other, guest in list(self._guests.items()):
             if guest.name == hello.node:  # it has come back before we saw it go
                 del self._guests[other]
                 self._links.close(other)
-        self._guests[link] = Guest(
+        self._guests[link] = JoinedNode(
             hello.node, hello.host, hello.pid, hello.devices, heard_at=time.monotonic()
         )
 
-    def _refuse(self, hello: HelloAgent) -> str:
+    def _refuse(self, hello: NodeHello) -> str:
         """Why a machine cannot be taken, if it cannot. One that comes back is the same process."""
         if hello.node == LOCAL:
             return f"{LOCAL!r} is the name of the run's own node"
@@ -168,13 +168,13 @@ class Door:
             return f"the run has a node called {hello.node!r} already"
         return ""
 
-    def _resize(self, devices: int) -> Answer:
+    def _resize(self, devices: int) -> Reply:
         if devices < 1 or not self._directory.servers.is_dir():
-            return Answer(is_accepted=False, text="it is still planning, or that is no worker")
+            return Reply(is_accepted=False, text="it is still planning, or that is no worker")
         write_atomically(self._directory.servers / WORKERS, str(devices))
-        return Answer(is_accepted=True, text=f"{devices} workers from now on")
+        return Reply(is_accepted=True, text=f"{devices} workers from now on")
 
-    def _note(self, guest: Guest, message: Message) -> None:
+    def _note(self, guest: JoinedNode, message: Message) -> None:
         match message:
             case Prepared():
                 guest.is_ready = True
@@ -190,19 +190,19 @@ class Door:
             case Failed():
                 guest.is_leaving = True  # told here; what follows is no news
                 self._tell_fault(guest, guest.name, "failed", message.message, guest.pid)
-            case Leaving():
+            case LeaveNotice():
                 guest.is_leaving = True
             case _:
                 pass
 
-    def _lose(self, link: Link) -> None:
+    def _lose(self, link: ControlConnection) -> None:
         guest = self._guests.pop(link, None)
         if guest is not None and not guest.is_leaving:
             words = "the machine was lost, with its workers; others do their tickets"
             self._tell_fault(guest, guest.name, "lost", words, guest.pid)
 
     def _tell_fault(
-        self, guest: Guest, member: str, what: str, detail: str, pid: int | None
+        self, guest: JoinedNode, member: str, what: str, detail: str, pid: int | None
     ) -> None:
         self._directory.emit(
             EventKind.FAULT, what=what, member=member, host=guest.host, pid=pid, detail=detail

@@ -24,32 +24,37 @@ import torch
 
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
 from yunlu.spec.job import Job
-from yunlu.training.asynchronous.process_group_supervisor import Fleet, Place, describe
+from yunlu.training.asynchronous.process_group_supervisor import (
+    ManagedProcess,
+    ProcessGroupSupervisor,
+    describe,
+)
 from yunlu.training.asynchronous.worker import fit, work
+from yunlu.training.attempt import signals_as_stop
 from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.control_client import ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import hear_asks
-from yunlu.training.elastic.control_client import Contact, LostError
 from yunlu.training.elastic.messages import (
-    Answer,
     Exited,
     Forked,
-    HelloAgent,
     Leave,
-    Leaving,
+    LeaveNotice,
+    NodeHello,
+    Ping,
     Prepared,
-    Tick,
+    Reply,
 )
-from yunlu.training.attempt import signals_as_stop
 from yunlu.training.prepare import prepare
 
 if TYPE_CHECKING:
     from yunlu.core.value import Value
+    from yunlu.runs.run_store import RunStore
+    from yunlu.training.callbacks import StopRequest
     from yunlu.training.elastic.messages import Message
     from yunlu.training.training_inputs import Parts
-    from yunlu.training.callbacks import StopRequest
 
 _TICK_S = 0.25
 _QUIET_S = 5.0
@@ -61,7 +66,7 @@ _WAIT_S = 600.0
 def main() -> int:
     """The command line that ``yunlu join`` uses."""
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.node")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
@@ -71,26 +76,26 @@ def main() -> int:
     with signals_as_stop() as stop:
         hear_asks()
         here = asked.here or asked.devices
-        return Node(RunDir(asked.run_dir), asked.node, asked.devices, stop, here=here).run()
+        return AsyncNodeAgent(open_run(asked.run), asked.node, asked.devices, stop, here=here).run()
 
 
-class Node:
+class AsyncNodeAgent:
     """Single-threaded: whoever forks must not have threads."""
 
     def __init__(
-        self, run_dir: RunDir, name: str, devices: int, stop: StopRequest, *, here: int
+        self, run: RunStore, name: str, devices: int, stop: StopRequest, *, here: int
     ) -> None:
-        run_dir.is_quiet = True  # one machine writes the run's log
-        self._run, self._name, self._devices, self._stop = run_dir, name, devices, stop
-        self._contact = Contact(run_dir, quiet_s=_QUIET_S)
-        self._fleet = Fleet(
-            run_dir,
+        run.is_quiet = True  # one machine writes the run's log
+        self._run, self._name, self._devices, self._stop = run, name, devices, stop
+        self._contact = ControlClient(run, quiet_s=_QUIET_S)
+        self._fleet = ProcessGroupSupervisor(
+            run,
             in_child=self._let_go,
             tell_loss=self._tell_loss,
             is_ending=lambda: stop.is_set,
         )
         self._here = here
-        self._places: list[Place] = []
+        self._places: list[ManagedProcess] = []
         self._told: dict[str, int] = {}
         """Workers that the run's program knows of, with their pids."""
         self._is_prepared = False
@@ -132,7 +137,7 @@ class Node:
             self._tell_started()
             self._turn()
             self._fleet.bury()
-        self._tell(Leaving())
+        self._tell(LeaveNotice())
 
     def _read_plan(self) -> Plan:
         """The run's, with as many shares of a step as its tickets are."""
@@ -154,12 +159,12 @@ class Node:
         lost_s = time.monotonic() - self._contact.lost_at
         return lost_s > _WAIT_S or (lost_s > 1 and self._contact.is_over())
 
-    def _make_place(self, number: int, job: Job, plan: Plan, parts: Parts) -> Place:
+    def _make_place(self, number: int, job: Job, plan: Plan, parts: Parts) -> ManagedProcess:
         def body() -> None:
             own = fit(plan, job, slot=number, here=self._here)
             work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")
 
-        return Place(f"worker-{self._name}.{number}", body, number=number)
+        return ManagedProcess(f"worker-{self._name}.{number}", body, number=number)
 
     def _turn(self) -> None:
         """Hear and say what there is, for a moment."""
@@ -176,14 +181,14 @@ class Node:
             if select.select([connection], [], [], _TICK_S)[0]:
                 for message in self._contact.receive():
                     self._hear(message)
-            self._contact.send(Tick())
+            self._contact.send(Ping())
             self._contact.check_quiet()
-        except LostError:
+        except ControlLostError:
             self._lose()
 
-    def _hello(self) -> HelloAgent:
+    def _hello(self) -> NodeHello:
         self._told.clear()  # a new program of the run knows nothing of us
-        return HelloAgent(
+        return NodeHello(
             token="",
             node=self._name,
             host=socket.gethostname(),
@@ -196,7 +201,7 @@ class Node:
         match message:
             case Leave():
                 self._is_dismissed = True
-            case Answer() if not message.is_accepted and message.text != WRONG_TOKEN:
+            case Reply() if not message.is_accepted and message.text != WRONG_TOKEN:
                 sys.stderr.write(f"not taken into the run: {message.text}\n")
                 self._is_refused = self._is_dismissed = True
             case _:
@@ -215,14 +220,14 @@ class Node:
                     )
                 )
 
-    def _tell_loss(self, place: Place, _pid: int, code: int, words: str) -> None:
+    def _tell_loss(self, place: ManagedProcess, _pid: int, code: int, words: str) -> None:
         assert place.number is not None
         self._tell(Exited(member=place.number, code=code, detail=words))
 
     def _tell(self, message: Value) -> None:
         try:
             self._contact.send(message)
-        except LostError:
+        except ControlLostError:
             self._lose()
 
     def _lose(self) -> None:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from yunlu.core.errors import TrainingError, YunluError
 from yunlu.core.files import read_last
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.communication.servers.link import ServerLostError
-from yunlu.training.elastic.event_reporter import Logbook
-from yunlu.training.elastic.messages import Failed, as_failure
 from yunlu.training.attempt import as_user_error
+from yunlu.training.communication.servers.link import ServerLostError
+from yunlu.training.elastic.event_reporter import EventReporter
+from yunlu.training.elastic.messages import Failed, as_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 STOPPED = 10
 """Exit code of who was asked to stop, and did."""
@@ -40,7 +40,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass
-class Place:
+class ManagedProcess:
     """One process that there is to be, whoever fills it."""
 
     name: str
@@ -65,11 +65,11 @@ class Place:
     """The first of those."""
 
 
-class GivenUpError(TrainingError):
+class RestartLimitError(TrainingError):
     """A process died again and again."""
 
 
-class Fleet:
+class ProcessGroupSupervisor:
     """Forks processes, and forks them again when they die.
 
     Args:
@@ -83,26 +83,26 @@ class Fleet:
 
     def __init__(
         self,
-        directory: RunDir,
+        directory: RunStore,
         *,
         in_child: Callable[[], None] = lambda: None,
-        tell_loss: Callable[[Place, int, int, str], None] | None = None,
+        tell_loss: Callable[[ManagedProcess, int, int, str], None] | None = None,
         rest: Callable[[float], None] = time.sleep,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._directory, self._is_ending = directory, is_ending
         self._in_child, self._rest = in_child, rest
         self._tell_loss = tell_loss or self._emit_fault
-        self._logbook = Logbook(directory)
-        self._living: dict[int, Place] = {}
+        self._logbook = EventReporter(directory)
+        self._living: dict[int, ManagedProcess] = {}
 
-    def keep_alive(self, *places: Place) -> None:
+    def keep_alive(self, *places: ManagedProcess) -> None:
         """Start those that are to live and do not."""
         for place in places:
             if not place.pid and not place.is_over and time.monotonic() >= place.due_at:
                 self._start(place)
 
-    def complete(self, place: Place) -> None:
+    def complete(self, place: ManagedProcess) -> None:
         """Start a process, and wait until it has done what it is for."""
         self._start(place)
         while place.pid:
@@ -117,7 +117,7 @@ class Fleet:
                 del self._living[pid]
                 self._take_leave(place, os.waitstatus_to_exitcode(status))
 
-    def dismiss(self, place: Place) -> None:
+    def dismiss(self, place: ManagedProcess) -> None:
         """Let one go that is no longer needed."""
         place.is_over = True
         if place.pid:
@@ -133,7 +133,7 @@ class Fleet:
             os.kill(place.pid, signal.SIGTERM)
         self._part_with(servers, patience_s=_LEAVE_S)
 
-    def _part_with(self, places: Iterable[Place], *, patience_s: float) -> None:
+    def _part_with(self, places: Iterable[ManagedProcess], *, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         for place in places:
             is_killed = False
@@ -145,7 +145,7 @@ class Fleet:
             os.close(place.words)
             del self._living[place.pid]
 
-    def _take_leave(self, place: Place, code: int) -> None:
+    def _take_leave(self, place: ManagedProcess, code: int) -> None:
         pid, place.pid, place.code = place.pid, 0, code
         failure = _read_words(place.words)
         if code in {0, STOPPED} and not place.is_server:
@@ -164,7 +164,7 @@ class Fleet:
             raise _as_error(place.failure, again)
         place.due_at = time.monotonic() + _REST_S * (place.quick_deaths - 1)
 
-    def _emit_fault(self, place: Place, pid: int, code: int, words: str) -> None:
+    def _emit_fault(self, place: ManagedProcess, pid: int, code: int, words: str) -> None:
         self._logbook.emit(
             EventKind.FAULT,
             what="killed" if code < 0 else "failed",
@@ -176,7 +176,7 @@ class Fleet:
             detail=words,
         )
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: ManagedProcess) -> None:
         reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -192,7 +192,7 @@ class Fleet:
         place.pid, place.words, place.started_at = pid, reader, time.monotonic()
         self._living[pid] = place
 
-    def _live_as(self, place: Place, parent: int, writer: int) -> NoReturn:
+    def _live_as(self, place: ManagedProcess, parent: int, writer: int) -> NoReturn:
         """Never returns: what stands on the stack is the parent's."""
         code = 1
         try:
@@ -246,7 +246,7 @@ def _read_words(descriptor: int) -> Failed | None:
 
 def _as_error(failure: Failed | None, otherwise: str) -> YunluError:
     if failure is None:
-        return GivenUpError(otherwise, hint="The run's logs directory has its last words.")
+        return RestartLimitError(otherwise, hint="The run's logs directory has its last words.")
     error = YunluError(failure.message, hint=failure.hint)
     error.code = failure.code
     return error
@@ -268,7 +268,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def last_step(directory: RunDir) -> int:
+def last_step(directory: RunStore) -> int:
     """The newest that the log of a run has."""
     last = read_last(directory.metrics)
     return 0 if last is None else int(last["step"])

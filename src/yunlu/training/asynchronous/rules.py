@@ -9,7 +9,7 @@ from yunlu.training.communication.servers.rules import ServerRules
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 _SILENCE_S = 120.0
@@ -45,7 +45,7 @@ def refuse_job(job: Job, *, workers: int) -> None:
         )
 
 
-def against_serving(run: RunDir, job: Job, *, workers: int) -> str:
+def against_serving(run: RunStore, job: Job, *, workers: int) -> str:
     """Why a run whose crew may choose cannot go on with asynchronous workers; empty where it can."""
     if run.trial.exists():
         return "it is a trial, and its study could not stop it"

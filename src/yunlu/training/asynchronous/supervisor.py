@@ -27,20 +27,21 @@ import torch
 from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import WORKERS, EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
-from yunlu.training.asynchronous.coordinator import Chief
-from yunlu.training.asynchronous.join_server import Door
-from yunlu.training.asynchronous.process_group_supervisor import STOPPED, Fleet, Place, describe, last_step
+from yunlu.training.asynchronous.coordinator import AsyncCoordinator
+from yunlu.training.asynchronous.join_server import JoinServer
+from yunlu.training.asynchronous.process_group_supervisor import (
+    STOPPED,
+    ManagedProcess,
+    ProcessGroupSupervisor,
+    describe,
+    last_step,
+)
 from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
 from yunlu.training.asynchronous.worker import fit, work
-from yunlu.training.checkpoint.state import seed_everything
-from yunlu.training.communication.servers.shard import serve
-from yunlu.training.determinism import set_deterministic
-from yunlu.training.elastic.exec_module import hear_asks
-from yunlu.training.elastic.event_reporter import Logbook
-from yunlu.training.environment import describe_environment
 from yunlu.training.attempt import (
     RunBusyError,
     begin_life,
@@ -49,12 +50,19 @@ from yunlu.training.attempt import (
     only_worker,
     signals_as_stop,
 )
+from yunlu.training.checkpoint.state import seed_everything
+from yunlu.training.communication.servers.shard import serve
+from yunlu.training.determinism import set_deterministic
+from yunlu.training.elastic.event_reporter import EventReporter
+from yunlu.training.elastic.exec_module import hear_asks
+from yunlu.training.environment import describe_environment
 from yunlu.training.prepare import prepare, settle_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
-    from yunlu.training.training_inputs import Parts
+    from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
+    from yunlu.training.training_inputs import Parts
 
 _LOOK_S = 0.05
 _LEAVE_S = 10.0
@@ -63,14 +71,14 @@ _LEAVE_S = 10.0
 def main() -> int:
     """The command line that the pool uses."""
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.supervisor")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
     parser.add_argument("--shares", type=int, help="tickets of a step; as many as devices")
     parser.add_argument("--lock", type=int, help="the run's lock, held by whoever became this")
     asked = parser.parse_args()
     state = run(
-        asked.run_dir,
+        asked.run,
         devices=asked.devices,
         here=asked.here,
         shares=asked.shares,
@@ -80,7 +88,7 @@ def main() -> int:
 
 
 def run(
-    run_dir: Path,
+    run: Path,
     *,
     devices: int,
     here: int | None = None,
@@ -90,32 +98,32 @@ def run(
     """Live one life of a run, or go on with one; every way it can end is an event.
 
     Args:
-        run_dir: Of the run.
+        run: Of the run.
         devices: Workers of this program.
         here: Workers that share this machine, where others do.
         shares: Tickets of a step, where others than those here take part from the beginning.
         lock: The run's lock, where a crew has begun this life and leaves the rest of it to us.
     """
-    directory = RunDir(run_dir)
+    directory = open_run(run)
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     try:
         with only_worker(directory, held=lock), signals_as_stop() as stop:
             hear_asks()
-            asked = _Asked(devices, here or devices, shares, goes_on=lock is not None)
+            asked = _Options(devices, here or devices, shares, goes_on=lock is not None)
             return _live(directory, stop, asked)
     except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
         sys.stderr.write(f"{error}\n")
     except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
         traceback.print_exc()
         with suppress(OSError):  # a full disk takes no words either
-            Logbook(directory).tell_failure(describe(error), None)
+            EventReporter(directory).tell_failure(describe(error), None)
             move(directory, RunState.FAILED)
     return RunState.FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Options:
     """What the command line says."""
 
     devices: int
@@ -125,7 +133,7 @@ class _Asked:
     """Whether a crew has begun this life."""
 
 
-def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
+def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
     devices, shares, goes_on = asked.devices, asked.shares, asked.goes_on
     if goes_on:
         life, started_at = newest_life(directory)
@@ -140,8 +148,10 @@ def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
     directory.is_quiet = False
     gc.collect()
     gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
-    door = Door(directory)
-    fleet = Fleet(directory, in_child=door.abandon, rest=door.look, is_ending=lambda: stop.is_set)
+    door = JoinServer(directory)
+    fleet = ProcessGroupSupervisor(
+        directory, in_child=door.abandon, rest=door.look, is_ending=lambda: stop.is_set
+    )
 
     def settle() -> None:
         machine = probe_machine()
@@ -154,7 +164,7 @@ def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
     try:
         door.publish(workers=devices, is_open=False)
         if not goes_on:
-            fleet.complete(Place("planner", settle))
+            fleet.complete(ManagedProcess("planner", settle))
         if stop.is_set:
             reason = "asked to stop before the first step"
             return move(directory, RunState.STOPPED, reason=reason)
@@ -162,7 +172,7 @@ def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
         refuse_plan(plan)
-        run = _Run(directory, job, plan, parts, life, asked)
+        run = _AsyncRun(directory, job, plan, parts, life, asked)
         run.count_on()
         state = _train(fleet, door, run, stop)
         # Those who are in the middle of a ticket end it; what is not ended is handed out again.
@@ -175,7 +185,7 @@ def _live(directory: RunDir, stop: StopRequest, asked: _Asked) -> RunState:
     return move(directory, state)
 
 
-def _read_job(directory: RunDir) -> Job:
+def _read_job(directory: RunStore) -> Job:
     """The job, as if it named what its crew has chosen."""
     job = Job.model_validate_json(directory.job.read_text())
     spec = job.communication
@@ -190,10 +200,12 @@ def _read_job(directory: RunDir) -> Job:
     return job.model_copy(update={"communication": spec.model_copy(update=chosen)})
 
 
-def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
-    chief = Place("chief", run.lead, is_stoppable=True)
-    shards: list[Place] = []
-    workers: list[Place] = []
+def _train(
+    fleet: ProcessGroupSupervisor, door: JoinServer, run: _AsyncRun, stop: StopRequest
+) -> RunState:
+    chief = ManagedProcess("chief", run.lead, is_stoppable=True)
+    shards: list[ManagedProcess] = []
+    workers: list[ManagedProcess] = []
     told = 0
     while not chief.is_over:
         fleet.keep_alive(chief)
@@ -214,15 +226,15 @@ def _train(fleet: Fleet, door: Door, run: _Run, stop: StopRequest) -> RunState:
 
 
 @dataclass
-class _Run:
+class _AsyncRun:
     """What the forked processes do."""
 
-    directory: RunDir
+    directory: RunStore
     job: Job
     plan: Plan
     parts: Parts
     life: int
-    asked: _Asked
+    asked: _Options
     _told: tuple[tuple[int | str, str, int], ...] = ()
     """Member, host and pid of each worker; members on other machines have names."""
     _generation: int = 0
@@ -233,12 +245,12 @@ class _Run:
         if self.asked.goes_on and crews:
             self._generation = int(crews[-1]["generation"]) + 1
 
-    def make_shards(self) -> list[Place]:
+    def make_shards(self) -> list[ManagedProcess]:
         """One for each server, when there is what they are to hold."""
         count = len(list(self.directory.servers.glob("shard-*")))
         return [self._make_shard(index) for index in range(count)]
 
-    def resize(self, workers: list[Place], fleet: Fleet) -> None:
+    def resize(self, workers: list[ManagedProcess], fleet: ProcessGroupSupervisor) -> None:
         """Have as many workers as are asked for now."""
         wanted = self._count_wanted()
         workers += [self._make_worker(number) for number in range(len(workers), wanted)]
@@ -251,19 +263,19 @@ class _Run:
         except (OSError, ValueError):
             return self.asked.devices
 
-    def _make_shard(self, index: int) -> Place:
+    def _make_shard(self, index: int) -> ManagedProcess:
         def body() -> None:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
             serve(self.directory.servers, index, bind_address(), with_parent=True)
 
-        return Place(f"server-{index}", body, is_server=True)
+        return ManagedProcess(f"server-{index}", body, is_server=True)
 
-    def _make_worker(self, number: int) -> Place:
+    def _make_worker(self, number: int) -> ManagedProcess:
         def body() -> None:
             plan = fit(self.plan, self.job, slot=number, here=self.asked.here)
             work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
-        return Place(f"worker-{number}", body, number=number)
+        return ManagedProcess(f"worker-{number}", body, number=number)
 
     def lead(self) -> int:
         """The chief's whole life."""
@@ -271,7 +283,7 @@ class _Run:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             plan = fit(self.plan, self.job, slot=0, here=self.asked.here)
             seed_everything(self.job.train.seed)
-            chief = Chief(
+            chief = AsyncCoordinator(
                 self.directory,
                 self.job,
                 plan,
@@ -283,7 +295,7 @@ class _Run:
             state = chief.lead()
         return STOPPED if state is RunState.STOPPED else 0
 
-    def tell_crew(self, workers: list[Place], elsewhere: list[dict[str, Any]]) -> None:
+    def tell_crew(self, workers: list[ManagedProcess], elsewhere: list[dict[str, Any]]) -> None:
         """Say who the workers are, whenever that has changed."""
         here: list[dict[str, Any]] = [
             {"member": number, "host": socket.gethostname(), "pid": place.pid}

@@ -13,13 +13,13 @@ import torch
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.run_dir import EventKind
 from yunlu.training import loop
-from yunlu.training.engine_builders import seed_step
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
+from yunlu.training.engine_builders import seed_step
 from yunlu.training.guard import Verdict, diverged
+from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
 from yunlu.training.memory.resident import peak_resident_bytes
-from yunlu.training.memory.shortage import cap_of_worker, memory_capped
 from yunlu.training.probe import probe_machine
 from yunlu.training.tasks.task import collate_for
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.communication.servers.rules import Ticket
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.loop import Step
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch
+    from yunlu.training.training_inputs import Parts
 
 
 def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
@@ -49,12 +49,12 @@ def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
     return plan
 
 
-def work(run: RunDir, job: Job, plan: Plan, parts: Parts, *, name: str) -> None:
+def work(run: RunStore, job: Job, plan: Plan, parts: Parts, *, name: str) -> None:
     """Train until no ticket is left; ``plan`` is that of one worker."""
     engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name=name)
     cap = cap_of_worker(job, probe_machine(), engine.device, workers=engine.client.rules.shares)
     with closing(engine.client), memory_capped(cap):
-        loop.run(engine, _Onlooker(engine, run))
+        loop.run(engine, _TicketCallbacks(engine, run))
 
 
 class ServedEngine(Engine):
@@ -131,13 +131,13 @@ class ServedEngine(Engine):
         super().pass_over()
 
 
-class _Onlooker:
+class _TicketCallbacks:
     """Tells what happened to a step; who leads hears the rest from the servers."""
 
-    def __init__(self, engine: Engine, run: RunDir) -> None:
+    def __init__(self, engine: Engine, run: RunStore) -> None:
         self._engine, self._run = engine, run
 
-    def before_step(self) -> Ask:
+    def before_step(self) -> StepRequest:
         return ""
 
     def after_step(self, step: Step) -> bool:

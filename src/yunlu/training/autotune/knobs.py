@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Settings
+from yunlu.training.autotune.search import Lever
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.lengths import expected_padding, lengths_of
-from yunlu.training.data.order import make_order
+from yunlu.training.data.sample_order import make_order
 from yunlu.training.optim.build import kernels_for
 from yunlu.training.probe import measured_speeds
-from yunlu.training.autotune.search import Lever
 from yunlu.training.tasks.task import check_padding, padding_options
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Device, Machine
     from yunlu.planning.plan import Compiler, PrecisionName
     from yunlu.spec.job import Job
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.autotune.timer import ModelMeter
+    from yunlu.training.training_inputs import Parts
 
 _ALL_THREADS_WORTH = 1 / 1.2
 """One thread is taken unless all are this much faster: the others are better left to others."""

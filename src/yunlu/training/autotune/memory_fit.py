@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from yunlu.core.errors import ModelError, YunluError
 from yunlu.planning.planner import choose_micro_batch
 from yunlu.planning.recompute import plan_recompute
+from yunlu.training.memory.out_of_memory import is_out_of_memory, with_less_memory
 from yunlu.training.memory.recompute import apply_recompute, find_blocks, recompute_savings
-from yunlu.training.memory.shortage import is_out_of_memory, with_less_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,8 +12,8 @@ from yunlu.core.errors import ModelError, YunluError
 from yunlu.training.compiler import compile_model, compiled_call, set_compiled_call
 from yunlu.training.data.batches import fetch, micro_indices
 from yunlu.training.data.lengths import lengths_of, longest_samples
-from yunlu.training.data.order import make_order
-from yunlu.training.memory.shortage import is_out_of_memory
+from yunlu.training.data.sample_order import make_order
+from yunlu.training.memory.out_of_memory import is_out_of_memory
 from yunlu.training.optim.build import build_optimizer
 from yunlu.training.precision import Precision
 from yunlu.training.tasks.task import collate_for
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Kernel, Settings
     from yunlu.spec.job import Job
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.tasks.task import Batch
+    from yunlu.training.training_inputs import Parts
 
 _TIMED_S = 1.0
 _PASSES = 5

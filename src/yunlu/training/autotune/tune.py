@@ -10,18 +10,18 @@ import torch
 
 from yunlu.planning.plan import Settings, Trial
 from yunlu.planning.planner import count_steps
-from yunlu.training.optim.build import kernels_for
-from yunlu.training.autotune.knobs import list_levers
 from yunlu.training.autotune.cache import recall, remember
+from yunlu.training.autotune.knobs import list_levers
 from yunlu.training.autotune.search import Found, search
+from yunlu.training.optim.build import kernels_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.hardware.machine import Machine
     from yunlu.spec.job import Job
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.autotune.timer import ModelMeter
+    from yunlu.training.training_inputs import Parts
 
 _TORCH_OPTIMIZERS_S = 2.0
 """What torch's own optimisers load at their first use: a compiler."""

@@ -24,15 +24,15 @@ from yunlu.training.checkpoint.manifest import (
     parse_manifest,
     unpack,
 )
-from yunlu.training.checkpoint.places import MANIFEST, LocalPlace, Place
+from yunlu.training.checkpoint.storage import MANIFEST, LocalPlace, Place
 from yunlu.training.checkpoint.tensor_files import CODES, describe_bytes, write_tensors
-from yunlu.training.parallel.boxes import Piece, join_groups, piece_of
+from yunlu.training.parallel.tensor_slices import Piece, join_groups, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from yunlu.training.checkpoint.crew import Crew
     from yunlu.training.checkpoint.manifest import Manifest
+    from yunlu.training.checkpoint.save_group import Crew
 
 _LOOK_S = (0.002, 0.1)
 """How often the leader looks for the others' reports, at first and later."""

@@ -14,7 +14,7 @@ import xxhash
 
 from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.tensor_files import DTYPES
-from yunlu.training.parallel.boxes import Box, Spec, uncovered, whole
+from yunlu.training.parallel.tensor_slices import Box, Spec, uncovered, whole
 
 STATE = "state.json"
 VERSION = 2

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.manifest import STATE, parse_manifest
-from yunlu.training.checkpoint.places import MANIFEST
+from yunlu.training.checkpoint.storage import MANIFEST
 from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
-from yunlu.training.parallel.boxes import Box, GroupReader
+from yunlu.training.parallel.tensor_slices import Box, GroupReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.checkpoint.manifest import Holding
-    from yunlu.training.checkpoint.places import Place
-    from yunlu.training.parallel.boxes import Piece, Spec
+    from yunlu.training.checkpoint.storage import Place
+    from yunlu.training.parallel.tensor_slices import Piece, Spec
 
 
 class FileReader:

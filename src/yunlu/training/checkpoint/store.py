@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
 from yunlu.training.background import open_background
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.copies import CopyBuffer, copy_into
-from yunlu.training.checkpoint.crew import Crew, Shares
-from yunlu.training.checkpoint.places import open_place, step_of
+from yunlu.training.checkpoint.host_buffer import CopyBuffer, copy_into
 from yunlu.training.checkpoint.reader import FileReader
+from yunlu.training.checkpoint.save_group import Crew, Shares
+from yunlu.training.checkpoint.storage import open_place, step_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.checkpoint.files import Entry, Snapshot
-    from yunlu.training.checkpoint.places import Place
-    from yunlu.training.parallel.boxes import Piece
+    from yunlu.training.checkpoint.storage import Place
+    from yunlu.training.parallel.tensor_slices import Piece
 
 PATIENCE_S = 600.0
 """How long the leader waits for the others to have written their parts."""

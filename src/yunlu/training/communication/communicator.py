@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from yunlu.core.errors import TrainingError
-from yunlu.training.communication.step_sync import Agreed, agree, read_ask, tell_ask
 from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.step_sync import StepTotals, agree, decode_request, encode_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from yunlu.training.communication.step_sync import Ask
     from yunlu.training.communication.local.averaging import Averaging
     from yunlu.training.communication.local.sites import Site
+    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.communication.summation import Pending, Summation
     from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
@@ -37,7 +37,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedStep:
     """What a step holds by the order of the data: every worker knows it without asking."""
 
     samples: int
@@ -62,7 +62,7 @@ class Communicator(Protocol):
         """All hold the same weights, after ``step`` steps, and are about to go on."""
         ...
 
-    def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> Agreed:
+    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
         """What the step to come holds, and whether all end before it."""
         ...
 
@@ -114,7 +114,7 @@ class Communicator(Protocol):
         ...
 
 
-class Together:
+class SyncCommunicator:
     """Every step is made by all."""
 
     is_apart = False
@@ -134,7 +134,7 @@ class Together:
     def begin(self, step: int) -> None:
         """Nothing is kept of the weights."""
 
-    def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> Agreed:  # noqa: ARG002
+    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:  # noqa: ARG002
         """One short sum."""
         agreed = agree(self._world, micros, ask)
         self.samples = agreed.samples
@@ -193,7 +193,7 @@ class Together:
             self.summation.close()
 
 
-class Apart:
+class LocalUpdateCommunicator:
     """Every worker makes steps of its own.
 
     What one asks of all, and that every sample was taken once, goes round in notes: each is on its way
@@ -214,7 +214,7 @@ class Apart:
         self,
         averaging: Averaging,
         notes: Summation,
-        expected: Callable[[int], Expected],
+        expected: Callable[[int], ExpectedStep],
         site: Site | None = None,
     ) -> None:
         self._averaging, self._notes, self._expected = averaging, notes, expected
@@ -225,10 +225,10 @@ class Apart:
         """After which steps the latest exchanges began."""
         self._begun_count = 0
         self._under_way: tuple[Pending, Tensor] | None = None
-        self._asking: Ask = ""
+        self._asking: StepRequest = ""
         """What is to go with the next notes."""
         self._timed_rounds = 0
-        self._taken = self._due = Expected(0, 0)
+        self._taken = self._due = ExpectedStep(0, 0)
         self._sent_due = self._due
 
     def begin(self, step: int) -> None:
@@ -238,25 +238,27 @@ class Apart:
         parts = self._averaging.rules.parts
         self._begun = deque([step] * parts, maxlen=_REMEMBERED)
         self._begun_count = self._averaging.rounds + parts
-        self._taken = self._due = Expected(0, 0)
+        self._taken = self._due = ExpectedStep(0, 0)
 
-    def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> Agreed:
+    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
         """What is ours of the step; what one asked reaches all some steps later."""
         samples = sum(micro.samples for micro in micros)
         ours = self._count(micros, samples)
-        self._asking = max(self._asking, ask, key=tell_ask)
-        asked: Ask = self._pass_notes(self._asking, step) if step % _NOTES_EVERY == 0 else ""
+        self._asking = max(self._asking, ask, key=encode_request)
+        asked: StepRequest = (
+            self._pass_notes(self._asking, step) if step % _NOTES_EVERY == 0 else ""
+        )
         expected = self._expected(step)
-        self._taken = Expected(
+        self._taken = ExpectedStep(
             self._taken.samples + samples,
             self._taken.digest + sum(micro.digest for micro in micros),
         )
-        self._due = Expected(
+        self._due = ExpectedStep(
             self._due.samples + expected.samples, self._due.digest + expected.digest
         )
         return replace(ours, samples=expected.samples, digest=expected.digest, ask=asked)
 
-    def _count(self, micros: Sequence[Batch], samples: int) -> Agreed:
+    def _count(self, micros: Sequence[Batch], samples: int) -> StepTotals:
         counts = [
             sum(micro.items for micro in micros),
             sum(micro.tokens for micro in micros),
@@ -266,7 +268,7 @@ class Apart:
         if self._site is not None:
             counts = [int(number) for number in self._site.add_up(counts)]
         *told, self.samples = counts
-        return Agreed(items=told[0], tokens=told[1], padding=told[2])
+        return StepTotals(items=told[0], tokens=told[1], padding=told[2])
 
     def share_loss(self, loss: Tensor) -> Tensor:
         """Of our site."""
@@ -332,21 +334,23 @@ class Apart:
         self._begun.extend([self._step] * parts)
         self._begun_count += parts
 
-    def _pass_notes(self, ask: Ask, step: int) -> Ask:
-        asked: Ask = ""
+    def _pass_notes(self, ask: StepRequest, step: int) -> StepRequest:
+        asked: StepRequest = ""
         if self._under_way is not None:
             pending, numbers = self._under_way
             pending.wait()
             asked = self._read(numbers, step)
         low, high = self._taken.digest % _PIECE, self._taken.digest // _PIECE % _PIECE
-        numbers = torch.tensor([tell_ask(ask), self._taken.samples, low, high], dtype=torch.float64)
+        numbers = torch.tensor(
+            [encode_request(ask), self._taken.samples, low, high], dtype=torch.float64
+        )
         self._under_way = self._notes.begin(numbers, key=0), numbers
         self._asking = ""
         self._sent_due = self._due
-        self._taken = self._due = Expected(0, 0)
+        self._taken = self._due = ExpectedStep(0, 0)
         return asked
 
-    def _read(self, numbers: Tensor, step: int) -> Ask:
+    def _read(self, numbers: Tensor, step: int) -> StepRequest:
         asked, samples, low, high = (int(number) for number in numbers.tolist())
         digest = (low + high * _PIECE) % (1 << 64)
         if (samples, digest) != (self._sent_due.samples, self._sent_due.digest % (1 << 64)):
@@ -354,4 +358,4 @@ class Apart:
                 f"The workers did not take the samples of the steps before {step} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",
             )
-        return read_ask(asked)
+        return decode_request(asked)

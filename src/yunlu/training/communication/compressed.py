@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from yunlu.training.communication.allreduce import direct_sum
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.powersgd import PowerSgdSum
 from yunlu.training.communication.error_feedback import (
+    ErrorFeedback,
     Place,
-    Residual,
     clip_share,
     fold,
     pack_state,
     unpack_state,
 )
+from yunlu.training.communication.powersgd import PowerSgdSum
 from yunlu.training.communication.summation import ThreadedSummation
-from yunlu.training.communication.allreduce import direct_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.training.communication.codecs.codec import Codec
-    from yunlu.training.communication.transport_session import Flow
     from yunlu.training.communication.powersgd import Matrix
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
+    from yunlu.training.communication.transport_session import TransportSession
 
 _ALIGNED = 512
 """Parts begin at multiples of it: of all blocks, only the tensor's last is short."""
@@ -43,7 +43,7 @@ _FAITHFUL = "none", "fp16", "bf16"
 class KeptSum(Protocol):
     """A way to add up that keeps what it left out for the next time."""
 
-    def __call__(self, wire: Wire, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum over all workers in ``flat``."""
         ...
 
@@ -86,11 +86,11 @@ class CompressedSum:
     ) -> None:
         self._clip_norm = clip_norm
         self.switch(codec, feedback=feedback)
-        self._worker, self._owner = Residual(), Residual()
+        self._worker, self._owner = ErrorFeedback(), ErrorFeedback()
         self._places: dict[str, Place] = {}
         self._restored: dict[str, Tensor] = {}
 
-    def __call__(self, wire: Wire, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
         if key < 0 or not len(flat):
             direct_sum(wire, flat, tag=tag)
@@ -135,7 +135,7 @@ class CompressedSum:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on with residuals: those of the same worker, or what ``share_out`` made of them all."""
-        self._worker, self._owner, self._places = Residual(), Residual(), {}
+        self._worker, self._owner, self._places = ErrorFeedback(), ErrorFeedback(), {}
         self._restored = dict(state)
 
     def _keep(self, name: str, deal: _Deal, norm: float) -> None:
@@ -151,7 +151,7 @@ class CompressedSum:
         length = sum(len(total) for _, total in deal.totals)
         self._owner.keep(name, deal.left_by_owner(self._owner.room(name, length)))
 
-    def _take_up(self, wire: Wire, name: str, length: int) -> None:
+    def _take_up(self, wire: Transport, name: str, length: int) -> None:
         """Make ready for one more sum of a tensor, with what was restored for it."""
         start = _cut(length, wire.size)[wire.rank].start
         place = self._places.get(name)
@@ -177,11 +177,11 @@ class CompressedSum:
 class _Deal:
     """One sum: what was sent and received, until it is known whether all of it was finite."""
 
-    wire: Wire
+    wire: Transport
     codec: Codec
     values: Tensor
     place: Place
-    owner: Residual
+    owner: ErrorFeedback
     key: int
     result: Tensor = field(init=False)
     sent: list[tuple[slice, Tensor]] = field(default_factory=list[tuple[slice, Tensor]])
@@ -238,7 +238,9 @@ class _Deal:
         norm = torch.linalg.vector_norm
         return float(norm(self.values[piece])), float(norm(self.values[piece] - found))
 
-    def _collect(self, flow: Flow, piece: slice, number: int, others: list[int]) -> None:
+    def _collect(
+        self, flow: TransportSession, piece: slice, number: int, others: list[int]
+    ) -> None:
         shares = {other: self._room(piece) for other in sorted(others)}
         missing = set(others)
 
@@ -286,7 +288,7 @@ class CompressedSummation(ThreadedSummation):
 
     is_exact = False
 
-    def __init__(self, wire: Wire, compressed: KeptSum) -> None:
+    def __init__(self, wire: Transport, compressed: KeptSum) -> None:
         super().__init__(wire, compressed)
         self._compressed = compressed
 
@@ -312,7 +314,7 @@ class CompressedSummation(ThreadedSummation):
 
 
 def compressed_summation(
-    wire: Wire,
+    wire: Transport,
     codec_name: str,
     *,
     block: int | None = None,

@@ -6,9 +6,9 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from yunlu.training.communication.communicator import Expected, Together
+from yunlu.training.communication.communicator import ExpectedStep, SyncCommunicator
 from yunlu.training.communication.pace import Pacer
-from yunlu.training.data.order import digest_of
+from yunlu.training.data.sample_order import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.communication.step_sync import Agreed, Ask
-    from yunlu.training.communication.communicator import Communicator
-    from yunlu.training.communication.method_selector import Steering
     from yunlu.training.batch_schedule import Course
+    from yunlu.training.communication.communicator import Communicator
+    from yunlu.training.communication.method_selector import MethodSelector
+    from yunlu.training.communication.step_sync import StepRequest, StepTotals
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
 
-class Company:
+class EngineCommunication:
     """The communicator of an engine, which may become another one between two steps.
 
     Args:
@@ -45,10 +45,10 @@ class Company:
     ) -> None:
         self._job, self._plan, self._model = job, plan, model
         self._course, self._tell = course, tell
-        self._steering: Steering | None = None
+        self._steering: MethodSelector | None = None
         self._pacer = Pacer()
         self._coming: tuple[int, Iterator[NDArray[np.int64]]] | None = None
-        self._relink: Ask = ""
+        self._relink: StepRequest = ""
         self._samples = 0
         self._sent_before = 0
         self._token = ""
@@ -123,7 +123,9 @@ class Company:
         if self._steering is not None and self.world.is_leader:
             self._steering.announce(step)
 
-    def agree(self, micros: Sequence[Batch], ask: Ask, step: int) -> tuple[Agreed, bool]:
+    def agree(
+        self, micros: Sequence[Batch], ask: StepRequest, step: int
+    ) -> tuple[StepTotals, bool]:
         """What the step holds and whether all go on; and whether there is a new communicator."""
         switch_at = None if self._steering is None else self._steering.switch_at
         is_new = switch_at is not None and step >= switch_at
@@ -202,12 +204,12 @@ class Company:
     def _open(self, step: int) -> Communicator:
         self._sent_before = 0
         if self.world.layout.is_single:
-            return Together(self.world)
+            return SyncCommunicator(self.world)
         # Only those among others load what it takes to choose.
-        from yunlu.training.communication.method_selector import Steering  # noqa: PLC0415
+        from yunlu.training.communication.method_selector import MethodSelector  # noqa: PLC0415
 
         if self._steering is None:
-            self._steering = Steering(self._job, self._plan, self._tell, self._pacer)
+            self._steering = MethodSelector(self._job, self._plan, self._tell, self._pacer)
         return self._steering.open(self.world, self._model, self._expect, steps_done=step)
 
     def _change(self, step: int) -> None:
@@ -215,13 +217,13 @@ class Company:
         self.join_next(self.world, step)
         self.begin(step)
 
-    def _expect(self, step: int) -> Expected:
+    def _expect(self, step: int) -> ExpectedStep:
         if self._coming is None or self._coming[0] != step:
             self._coming = step, self._course.order.steps_from(step)
         number, order = self._coming
         self._coming = number + 1, order
         indices = next(order)
-        return Expected(len(indices), digest_of(indices))
+        return ExpectedStep(len(indices), digest_of(indices))
 
     def _count_sent(self) -> float | None:
         traffic = self.communicator.traffic()

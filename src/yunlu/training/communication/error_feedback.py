@@ -22,7 +22,7 @@ _WORKER, _OWNER, _PLACE = "worker/", "owner/", "place/"
 
 
 @dataclass(slots=True)
-class Residual:
+class ErrorFeedback:
     """What was left out so far, by name."""
 
     kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -125,7 +125,9 @@ def clip_share(values: Tensor, clip_norm: float | None, workers: int) -> None:
         values.mul_(limit / norm)
 
 
-def pack_state(worker: Residual, owner: Residual, places: Mapping[str, Place]) -> dict[str, Tensor]:
+def pack_state(
+    worker: ErrorFeedback, owner: ErrorFeedback, places: Mapping[str, Place]
+) -> dict[str, Tensor]:
     """Everything by name, for a checkpoint; copies."""
     state = {_WORKER + name: kept.clone() for name, kept in worker.kept.items()}
     state |= {_OWNER + name: kept.clone() for name, kept in owner.kept.items()}

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import read_site
 from yunlu.planning.communication.forecast import Setting
 from yunlu.planning.communication.methods import one_bit_from
+from yunlu.training.communication.allreduce import SUMS, served_sum
 from yunlu.training.communication.buckets import matrices_of
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.communicator import Apart, Together
+from yunlu.training.communication.communicator import LocalUpdateCommunicator, SyncCommunicator
 from yunlu.training.communication.compressed import compressed_summation
 from yunlu.training.communication.local.averaging import Averaging
 from yunlu.training.communication.local.following import Following
 from yunlu.training.communication.local.rules import METHODS, LocalRules
 from yunlu.training.communication.local.sites import Site, group_by_site
 from yunlu.training.communication.summation import ThreadedSummation, TorchSummation
-from yunlu.training.communication.allreduce import SUMS, served_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from yunlu.spec.communication import CommunicationSpec
-    from yunlu.training.communication.communicator import Communicator, Expected
-    from yunlu.training.communication.summation import Summation
     from yunlu.training.communication.allreduce import SumFunction
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.communicator import Communicator, ExpectedStep
+    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.world import World
 
 
@@ -37,7 +37,7 @@ def open_communicator(
     spec: CommunicationSpec,
     world: World,
     model: nn.Module,
-    expected: Callable[[int], Expected],
+    expected: Callable[[int], ExpectedStep],
     *,
     is_slow: bool = False,
     clip_norm: float | None = None,
@@ -54,7 +54,7 @@ def open_communicator(
         clip_norm: What gradients are clipped to: outliers are before they are compressed, too.
     """
 
-    def open_wire(among: Sequence[int] | None = None) -> Wire:
+    def open_wire(among: Sequence[int] | None = None) -> Transport:
         wire = world.open_wire(among=among)
         if is_slow:
             # BBR, the default of many systems, leaves a slow link idle between short messages.
@@ -73,7 +73,7 @@ def open_communicator(
         if (setting.method, setting.codec) == ("all-reduce", "none")
         else _open_summation(setting, spec, open_wire, model, clip_norm)
     )
-    return Together(
+    return SyncCommunicator(
         world,
         summation,
         bucket_bytes=setting.bucket_bytes,
@@ -91,9 +91,9 @@ def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
 def _open_apart(
     setting: Setting,
     spec: CommunicationSpec,
-    open_wire: Callable[..., Wire],
+    open_wire: Callable[..., Transport],
     model: nn.Module,
-    expected: Callable[[int], Expected],
+    expected: Callable[[int], ExpectedStep],
     *,
     rank: int,
     sites: list[list[int]],
@@ -104,7 +104,9 @@ def _open_apart(
     mates = next(ranks for ranks in sites if rank in ranks)
     notes = ThreadedSummation(open_wire(), _plain(SUMS["doubling"]))
     if len(mates) == 1 and all(len(ranks) == 1 for ranks in sites):
-        return Apart(Averaging(weights, open_wire(), rules, codec=codec), notes, expected)
+        return LocalUpdateCommunicator(
+            Averaging(weights, open_wire(), rules, codec=codec), notes, expected
+        )
     site = Site(
         ThreadedSummation(open_wire(mates), _plain(SUMS["direct"])),
         ThreadedSummation(open_wire(mates), _plain(SUMS["doubling"])),
@@ -115,7 +117,7 @@ def _open_apart(
         averaging = Averaging(weights, between, rules, codec=codec, mates=inside)
     else:
         averaging = Following(weights, inside, rules)
-    return Apart(averaging, notes, expected, site)
+    return LocalUpdateCommunicator(averaging, notes, expected, site)
 
 
 def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
@@ -146,7 +148,7 @@ def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int, memory_st
 def _open_summation(
     setting: Setting,
     spec: CommunicationSpec,
-    open_wire: Callable[[], Wire],
+    open_wire: Callable[[], Transport],
     model: nn.Module,
     clip_norm: float | None,
 ) -> Summation:
@@ -172,8 +174,8 @@ def _sum_of(setting: Setting, spec: CommunicationSpec) -> SumFunction:
     return SUMS[setting.method]
 
 
-def _plain(add_up: SumFunction) -> Callable[[Wire, Tensor, int, int], None]:
-    def run(wire: Wire, flat: Tensor, _key: int, tag: int) -> None:
+def _plain(add_up: SumFunction) -> Callable[[Transport, Tensor, int, int], None]:
+    def run(wire: Transport, flat: Tensor, _key: int, tag: int) -> None:
         add_up(wire, flat, tag=tag)
 
     return run

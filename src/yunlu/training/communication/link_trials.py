@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 FIRST_BYTES, LARGEST_BYTES = 16 << 10, 8 << 20
 TURNS = 12
@@ -27,7 +27,7 @@ _SLOWEST = 1e3
 class Talk:
     """Messages between workers that measure."""
 
-    wire: Wire
+    wire: Transport
     tag: int
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from yunlu.planning.communication.figures import CodecCost
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _LATENCY_SHARE, _PAIR_SHARE, _RING_SHARE, _ALL_SHARE, _BOTH_SHARE = 0.1, 0.3, 0.2, 0.25, 0.15
 _ROUNDS = 3
@@ -45,7 +45,7 @@ _INSIDE_S, _INSIDE_BYTES_PER_S = 1e-4, 1e9
 
 
 def measure_links(
-    wire: Wire,
+    wire: Transport,
     *,
     budget_s: float = 0.5,
     compute_s: float | None = None,

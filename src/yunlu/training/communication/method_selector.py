@@ -16,13 +16,13 @@ from yunlu.planning.communication.leaving import find_leaving
 from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, find_rival, renew, should_switch
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.communication.timed_comparison import Audition
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.communicator import Together
+from yunlu.training.communication.communicator import SyncCommunicator
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
+from yunlu.training.communication.factory import open_communicator, start_of
 from yunlu.training.communication.links import measure_links
 from yunlu.training.communication.local.rules import METHODS as LOCAL_RULES
-from yunlu.training.communication.factory import open_communicator, start_of
+from yunlu.training.communication.timed_comparison import TimedComparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
-    from yunlu.training.communication.communicator import Communicator, Expected
+    from yunlu.training.communication.communicator import Communicator, ExpectedStep
     from yunlu.training.communication.pace import Pacer
     from yunlu.training.parallel.world import World
 
@@ -44,7 +44,7 @@ _LEAST_S = 30.0
 """Between two measurements while training; longer each time that nothing came of it."""
 
 
-class Steering:
+class MethodSelector:
     """One worker's side of the choice: every worker measures, and all come to the same.
 
     Args:
@@ -69,7 +69,7 @@ class Steering:
         self.aside: tuple[int, ...] = ()
         """Ranks for whom the others had better not wait: they are to leave at the next chance."""
         self._aside_words = ""
-        self._audition: Audition | None = None
+        self._audition: TimedComparison | None = None
         self._is_trying = False
         """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
 
@@ -88,7 +88,7 @@ class Steering:
         self,
         world: World,
         model: nn.Module,
-        expected: Callable[[int], Expected],
+        expected: Callable[[int], ExpectedStep],
         *,
         steps_done: int,
     ) -> Communicator:
@@ -100,15 +100,15 @@ class Steering:
         if self._figures is None or self._figures.hosts != world.hosts:
             self.aside, self._aside_words = (), ""  # ranks of another world
         if world.layout.is_single:
-            return Together(world)
+            return SyncCommunicator(world)
         reason = _against_choosing(world, model)
         if reason is not None:
             _check_unpinned(spec, reason)
             self._note_unmeasured(Setting(method="all-reduce"), reason)
-            return Together(world)
+            return SyncCommunicator(world)
         setting = self._choose(world, model, steps_done=steps_done)
         if self.is_to_be_served:
-            return Together(world)  # no step is made with it
+            return SyncCommunicator(world)  # no step is made with it
         if setting.method not in _available(world):
             raise JobError(
                 f"communication: {setting.method} cannot be used with layout {world.layout}"
@@ -193,7 +193,7 @@ class Steering:
         self._audition = None
         rival = find_rival(decision, steps_left=self._plan.steps - steps_done)
         if rival is not None:
-            self._audition = Audition(decision.chosen, rival, step=steps_done)
+            self._audition = TimedComparison(decision.chosen, rival, step=steps_done)
 
     def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> Setting:
         spec = self._job.communication

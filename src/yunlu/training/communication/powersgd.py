@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from yunlu.training.communication.allreduce import direct_sum
 from yunlu.training.communication.error_feedback import (
-    Residual,
+    ErrorFeedback,
     clip_share,
     pack_state,
     unpack_state,
 )
-from yunlu.training.communication.allreduce import direct_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.training.communication.allreduce import SumFunction
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _FACTOR = "factor/"
 _SEED = 20190531
@@ -80,11 +80,11 @@ class PowerSgdSum:
         self._matrices = dict(matrices)
         self._add_up = add_up
         self._clip_norm = clip_norm
-        self._residual = Residual()
+        self._residual = ErrorFeedback()
         self._factors: dict[str, Tensor] = {}
         """Each key's right factors, in a row: where the next step begins."""
 
-    def __call__(self, wire: Wire, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
         if key < 0 or not len(flat):
             self._add_up(wire, flat, tag=tag)
@@ -136,18 +136,18 @@ class PowerSgdSum:
         self._residual.revert()
 
     def error(self) -> float | None:
-        """See ``Residual``."""
+        """See ``ErrorFeedback``."""
         return self._residual.error()
 
     def state(self) -> dict[str, Tensor]:
         """Residuals and factors by name."""
         factors = {_FACTOR + name: factor.clone() for name, factor in self._factors.items()}
-        return pack_state(self._residual, Residual(), {}) | factors
+        return pack_state(self._residual, ErrorFeedback(), {}) | factors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what ``state`` gave, or ``share_out`` made of it."""
         worker, _, _ = unpack_state(state)
-        self._residual = Residual(worker)
+        self._residual = ErrorFeedback(worker)
         self._factors = {
             name.removeprefix(_FACTOR): kept.clone()
             for name, kept in state.items()

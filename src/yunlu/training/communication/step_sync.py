@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
-Ask = Literal["", "relink", "pause", "stop", "serve"]
+StepRequest = Literal["", "relink", "pause", "stop", "serve"]
 """``relink``: measure the links, they are no longer what they were. ``serve``: train for servers from now
 on; nobody need ask that of the others, since all have chosen it."""
 _WEIGHT = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class StepTotals:
     """One step, over all workers."""
 
     items: int
@@ -29,11 +29,11 @@ class Agreed:
     samples: int = 0
     digest: int = 0
     """Of the samples that the workers took, in any order."""
-    ask: Ask = ""
+    ask: StepRequest = ""
     """What one of them asked for: everyone then stands before the same step."""
 
 
-def agree(world: World, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
+def agree(world: World, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
     """Add up the parts of a step; one short collective."""
     items = tokens = padding = samples = digest = 0
     for micro in micros:
@@ -43,22 +43,22 @@ def agree(world: World, micros: Sequence[Batch], ask: Ask = "") -> Agreed:
         samples += micro.samples
         digest += micro.digest
     if world.layout.is_single:
-        return Agreed(items, tokens, padding, samples, digest % _RANGE, ask)
-    ours = [items, tokens, padding, samples, _signed(digest), tell_ask(ask)]
+        return StepTotals(items, tokens, padding, samples, digest % _RANGE, ask)
+    ours = [items, tokens, padding, samples, _signed(digest), encode_request(ask)]
     if world.place.tp or world.place.pp:
         # Workers that cut one model between them took the same samples: one of them tells.
         ours[:5] = [0] * 5
     found: list[int] = world.sum_over_all(torch.tensor(ours)).tolist()
     items, tokens, padding, samples, digest, asked = found
-    return Agreed(items, tokens, padding, samples, digest % _RANGE, read_ask(asked))
+    return StepTotals(items, tokens, padding, samples, digest % _RANGE, decode_request(asked))
 
 
-def tell_ask(ask: Ask) -> int:
+def encode_request(ask: StepRequest) -> int:
     """What one asks, as a number to be summed over all workers."""
     return _WEIGHT[ask]
 
 
-def read_ask(total: int) -> Ask:
+def decode_request(total: int) -> StepRequest:
     """What is asked for, by such a sum."""
     if total >= _WEIGHT["stop"]:
         return "stop"

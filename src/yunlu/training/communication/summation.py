@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from yunlu.training.communication.transport import LinkLostError, Traffic, Wire
+from yunlu.training.communication.transport import LinkLostError, Traffic, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -181,7 +181,7 @@ class ThreadedSummation:
 
     is_exact = True
 
-    def __init__(self, wire: Wire, run: Callable[[Wire, Tensor, int, int], None]) -> None:
+    def __init__(self, wire: Transport, run: Callable[[Transport, Tensor, int, int], None]) -> None:
         self._wire = wire
         self._run = run
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()

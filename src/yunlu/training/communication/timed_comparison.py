@@ -19,7 +19,7 @@ STEPS = _SETTLING + _COUNTED
 """Of each of the two."""
 
 
-class Audition:
+class TimedComparison:
     """Every worker times its own steps; after the same ones all compare, and come to the same.
 
     Args:

@@ -11,8 +11,14 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-from yunlu.training.communication.transport_session import Flow, LinkLostError, RefusedError, Traffic, shut
 from yunlu.training.communication.rendezvous import meet
+from yunlu.training.communication.transport_session import (
+    LinkLostError,
+    RefusedError,
+    Traffic,
+    TransportSession,
+    shut,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +31,7 @@ _MEET_S = 30.0
 _PATIENCE_S = 600.0
 
 
-class Wire:
+class Transport:
     """A connection to each other worker; used by one thread at a time, but for ``abort``.
 
     After an error the connections that were in use have ended; others are as they were.
@@ -56,9 +62,9 @@ class Wire:
         """How many workers it connects, this one included."""
         return len(self.hosts)
 
-    def flow(self, *, tag: int = 0) -> Flow:
-        """Send and receive many messages that follow from one another; see ``Flow``."""
-        return Flow(self, tag)
+    def flow(self, *, tag: int = 0) -> TransportSession:
+        """Send and receive many messages that follow from one another; see ``TransportSession``."""
+        return TransportSession(self, tag)
 
     def send(self, peer: int, data: Data, *, tag: int = 0) -> None:
         """Send one message, and wait until it is on its way."""
@@ -146,7 +152,7 @@ def connect(
     within_s: float = _MEET_S,
     patience_s: float = _PATIENCE_S,
     check: Callable[[], object] | None = None,
-) -> Wire:
+) -> Transport:
     """Meet the others at the store and connect to each; everyone calls this.
 
     Args:
@@ -156,8 +162,8 @@ def connect(
         host: The address at which the others reach this worker.
         name: Of this wire: each has its own connections, and its own name in the store.
         within_s: How long the others may take to come.
-        patience_s: See ``Wire``.
+        patience_s: See ``Transport``.
         check: Called now and then while waiting for the others; what it raises ends that.
     """
     hosts, links = meet(store, rank, size, host, name=name, within_s=within_s, check=check)
-    return Wire(rank, hosts, links, patience_s=patience_s)
+    return Transport(rank, hosts, links, patience_s=patience_s)

@@ -125,7 +125,7 @@ class _Inbox:
         return arrival
 
 
-class Flow:
+class TransportSession:
     """Messages that follow from one another; those from one worker to another keep their order in a channel.
 
     What is asked for inside a ``with`` starts there, and has come and gone when it ends. After a failure

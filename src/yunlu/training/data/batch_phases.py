@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from yunlu.training.data.order import StepOrder
+from yunlu.training.data.sample_order import StepOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from yunlu.training.data.order import Order
+    from yunlu.training.data.sample_order import Order
 
 
 @dataclass(frozen=True, slots=True)

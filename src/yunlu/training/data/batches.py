@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from yunlu.core.errors import YunluError
-from yunlu.training.data.order import digest_of, weight_of
+from yunlu.training.data.sample_order import digest_of, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.training.data.order import Order
+    from yunlu.training.data.sample_order import Order
     from yunlu.training.tasks.task import Batch, Samples
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.training.data.batches import micro_indices
-from yunlu.training.data.order import weight_of
+from yunlu.training.data.sample_order import weight_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from yunlu.training.data.order import Order
+    from yunlu.training.data.sample_order import Order
 
 
 def lengths_of(samples: Any) -> NDArray[np.integer] | None:

@@ -13,9 +13,9 @@ from yunlu.core.errors import DataError
 from yunlu.training.data import packages
 from yunlu.training.data.files import Location, locate
 from yunlu.training.data.folders import media_of, read_media
-from yunlu.training.data.synthetic import make
 from yunlu.training.data.readers import READERS, SUFFIXES, Columns, decode, format_of
 from yunlu.training.data.splitting import limit_indices, split_indices
+from yunlu.training.data.synthetic import make
 from yunlu.training.data.table import Column, Table
 
 if TYPE_CHECKING:

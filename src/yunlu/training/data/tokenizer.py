@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from yunlu.core.errors import DataError, ModelError, missing_part
 from yunlu.training.models.hf import find_hf_directory, names_hf
-from yunlu.training.models.weights import start_of
+from yunlu.training.models.initial_weights import start_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -5,8 +5,8 @@ A *node* (``node.py``; one per machine) imports torch, loads the data and builds
 forks workers when it is told to. A *member* (``member.py``) is such a worker: it trains, or stands by.
 The program of a node is one module that hands three functions to ``run_node``::
 
-    def prepare(run_dir: RunDir) -> Parts: ...                  # once per node, before any fork
-    def plan(run_dir: RunDir, parts: Parts, devices: int) -> Mapping[int, Layout]: ...
+    def prepare(run: RunStore) -> Parts: ...                      # once per node, before any fork
+    def plan(run: RunStore, parts: Parts, devices: int) -> Mapping[int, Layout]: ...
         # in a forked child, once: how the work is split for every number of workers it can run on
     def body(member: Member, parts: Parts) -> None: ...         # in every worker
 

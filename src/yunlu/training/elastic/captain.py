@@ -8,44 +8,44 @@ from typing import TYPE_CHECKING
 
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.helm import STILLBORN, Helm
+from yunlu.training.elastic.helm import MAX_START_FAILURES, Helm
+from yunlu.training.elastic.membership import (
+    LOCAL,
+    NodeRecord,
+    WorkerRecord,
+    is_stopped,
+)
 from yunlu.training.elastic.messages import (
-    Answer,
-    Beat,
+    ClientHello,
     Done,
     Exited,
     Failed,
     Fork,
     Forked,
     Halt,
-    HelloAgent,
-    HelloClient,
-    HelloMember,
-    Hosting,
+    Heartbeat,
     Kill,
+    LayoutsPlanned,
     Leave,
-    Leaving,
-    Meet,
+    LeaveNotice,
+    LocateRun,
     Message,
-    Planned,
+    NodeHello,
+    Paused,
+    Ping,
     Prepared,
     Ready,
+    Reply,
     Resize,
-    Settled,
     Stop,
-    Tick,
-    Where,
-)
-from yunlu.training.elastic.membership import (
-    LOCAL,
-    MemberRecord,
-    NodeRecord,
-    is_stopped,
+    StoreHosted,
+    StoreLocated,
+    WorkerHello,
 )
 
 if TYPE_CHECKING:
-    from yunlu.training.elastic.control_server import Link
-    from yunlu.training.elastic.watchdog import Verdict
+    from yunlu.training.elastic.control_server import ControlConnection
+    from yunlu.training.elastic.watchdog import HealthVerdict
 
 _START_S = 300.0
 _NODE_AGAIN_S = 5.0
@@ -56,23 +56,23 @@ class Captain(Helm):
 
     # What comes in.
 
-    def hear(self, link: Link, message: Message) -> None:
+    def hear(self, link: ControlConnection, message: Message) -> None:
         """Take in one message."""
         sender = self.roster.by_link(link)
         match message:
-            case HelloMember():
+            case WorkerHello():
                 self._greet_member(link, message)
-            case HelloAgent():
+            case NodeHello():
                 self._greet_node(link, message)
-            case HelloClient() | Tick():
+            case ClientHello() | Ping():
                 if isinstance(sender, NodeRecord):
                     self.watchdog.hear_node(sender.name, at=time.monotonic())
             case Resize():
                 self.links.send(link, self._resize(message.devices))
-            case Where():
-                path = str(self.logbook.run_dir.path.absolute())
-                self.links.send(link, Answer(is_accepted=True, text=path))
-            case _ if isinstance(sender, MemberRecord):
+            case LocateRun():
+                path = str(self.logbook.run.path.absolute())
+                self.links.send(link, Reply(is_accepted=True, text=path))
+            case _ if isinstance(sender, WorkerRecord):
                 self._hear_member(sender, message)
             case _ if isinstance(sender, NodeRecord):
                 self._hear_node(sender, message)
@@ -80,10 +80,10 @@ class Captain(Helm):
                 self.links.close(link)
         self._go_on()
 
-    def lose(self, link: Link) -> None:
+    def lose(self, link: ControlConnection) -> None:
         """A connection is gone."""
         sender = self.roster.by_link(link)
-        if isinstance(sender, MemberRecord):
+        if isinstance(sender, WorkerRecord):
             sender.link = None
             if sender.is_there:
                 self._lose_member(sender, "left" if sender.is_leaving else "killed", "")
@@ -101,7 +101,7 @@ class Captain(Helm):
         if now - self._told_at >= 1:
             self._told_at = now
             for each in [*self.roster.members.values(), *self.roster.nodes.values()]:
-                self.links.send(each.link, Tick())
+                self.links.send(each.link, Ping())
             self.logbook.write_figures(self.roster, self.generation)
         self.logbook.flush_faults(now)
         self._tend_node(now)
@@ -139,7 +139,7 @@ class Captain(Helm):
 
     # Members.
 
-    def _greet_member(self, link: Link, hello: HelloMember) -> None:
+    def _greet_member(self, link: ControlConnection, hello: WorkerHello) -> None:
         now = time.monotonic()
         member = self.roster.members.get(hello.member)
         if member is None and self.stage == "adopting" and hello.node in self.roster.nodes:
@@ -161,7 +161,7 @@ class Captain(Helm):
         self._furthest = max(self._furthest, hello.step)
         member.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
 
-    def _hear_member(self, member: MemberRecord, message: Message) -> None:
+    def _hear_member(self, member: WorkerRecord, message: Message) -> None:
         now = time.monotonic()
         match message:
             case Ready():
@@ -171,27 +171,29 @@ class Captain(Helm):
                     member.move("idle", at=now)
                 if member.is_leaving and self._has_stepped:
                     self._dismiss(member)
-            case Beat():
+            case Heartbeat():
                 self._hear_beat(member, message, now)
-            case Hosting() if message.generation == self.generation:
-                meet = Meet(generation=message.generation, host=message.host, port=message.port)
+            case StoreHosted() if message.generation == self.generation:
+                meet = StoreLocated(
+                    generation=message.generation, host=message.host, port=message.port
+                )
                 for other in self.roster.having("busy"):
                     self.links.send(other.link, meet)
-            case Settled() if message.generation == self.generation and member.status == "busy":
+            case Paused() if message.generation == self.generation and member.status == "busy":
                 self._settle(member, message, now)
             case Done() if message.generation == self.generation and member.status == "busy":
                 member.live, member.copies, member.ending = message.live, (), message.ending
                 member.move("settled", at=now)
-            case Leaving() if message.is_aside:
+            case LeaveNotice() if message.is_aside:
                 self._set_aside(member, now)
-            case Leaving():
+            case LeaveNotice():
                 self._let_leave(member)
             case Failed():
                 self._fail(message, member)
             case _:
                 pass
 
-    def _hear_beat(self, member: MemberRecord, beat: Beat, now: float) -> None:
+    def _hear_beat(self, member: WorkerRecord, beat: Heartbeat, now: float) -> None:
         member.beat = beat
         for verdict in self.watchdog.hear(member.number, beat, at=now):
             self.logbook.tell_straggler(member, verdict)
@@ -201,7 +203,7 @@ class Captain(Helm):
                 self._first_step(beat.steps[0][0], now)
             self._furthest = max(self._furthest, beat.step)
 
-    def _settle(self, member: MemberRecord, message: Settled, now: float) -> None:
+    def _settle(self, member: WorkerRecord, message: Paused, now: float) -> None:
         if message.detail and (self.stage == "running" or not self._detail):
             self._detail = message.detail
         if self.stage == "running" and member.rank is not None:
@@ -213,7 +215,7 @@ class Captain(Helm):
         member.move("settled", at=now)
         self._furthest = max(self._furthest, message.step)
 
-    def _let_leave(self, member: MemberRecord) -> None:
+    def _let_leave(self, member: WorkerRecord) -> None:
         if member.is_leaving or not member.is_there or self.is_stopping:
             return
         member.is_leaving = True
@@ -227,7 +229,7 @@ class Captain(Helm):
         elif self.roster.target == 0:
             self.stop()
 
-    def _set_aside(self, member: MemberRecord, now: float) -> None:
+    def _set_aside(self, member: WorkerRecord, now: float) -> None:
         """The others go on without it, and try it again later: its link may be a better one by then."""
         node = self.roster.nodes.get(member.node)
         is_busy = member.status == "busy" and not member.is_leaving and not self.is_stopping
@@ -244,10 +246,10 @@ class Captain(Helm):
 
     # Nodes.
 
-    def _greet_node(self, link: Link, hello: HelloAgent) -> None:
+    def _greet_node(self, link: ControlConnection, hello: NodeHello) -> None:
         node = self.roster.nodes.get(hello.node)
         if words := self._refuse(node, hello):
-            self.links.send(link, Answer(is_accepted=False, text=words))
+            self.links.send(link, Reply(is_accepted=False, text=words))
             self.links.send(link, Leave())
             return
         if node is None:
@@ -259,7 +261,7 @@ class Captain(Helm):
             self.links.send(link, Kill(member=member.number))
         self.is_dirty = True
 
-    def _refuse(self, node: NodeRecord | None, hello: HelloAgent) -> str | None:
+    def _refuse(self, node: NodeRecord | None, hello: NodeHello) -> str | None:
         """Why a node cannot be taken, if it cannot. One that comes back is the same process."""
         is_local = hello.node == LOCAL
         if is_local and hello.host != socket.gethostname():
@@ -281,7 +283,7 @@ class Captain(Helm):
                     self._node_losses = 0
                 if not self.layouts:
                     self.links.send(node.link, Fork(member=-1, is_planner=True))
-            case Planned():
+            case LayoutsPlanned():
                 self._take_plan(message, now)
             case Forked() if message.member in self.roster.members:
                 member = self.roster.members[message.member]
@@ -293,7 +295,7 @@ class Captain(Helm):
                 words = self.logbook.explain_exit(member.number, message.code)
                 if member.is_there:
                     self._lose_member(member, "left" if member.is_leaving else "killed", words)
-            case Leaving():
+            case LeaveNotice():
                 self._let_node_leave(node)
             case Failed():
                 self._fail_node(node, message)
@@ -309,7 +311,7 @@ class Captain(Helm):
             words = f"node {node.name} cannot start workers: {failure.message}"
             self.logbook.emit(EventKind.WARNING, message=words)
 
-    def _take_plan(self, plan: Planned, now: float) -> None:
+    def _take_plan(self, plan: LayoutsPlanned, now: float) -> None:
         self.layouts = dict(plan.layouts)
         if self.plan_only:
             self._end(RunState.STOPPED, "only the plan was asked for")
@@ -344,10 +346,10 @@ class Captain(Helm):
         """Start our own node again in its time, and not for ever."""
         if self._node_due_at is None or now < self._node_due_at or self.outcome is not None:
             return
-        if self._node_losses < STILLBORN:
+        if self._node_losses < MAX_START_FAILURES:
             self._node_due_at = None
             self.start_node()
-        elif self._node_losses == STILLBORN:
+        elif self._node_losses == MAX_START_FAILURES:
             self._node_losses += 1  # told once
             words = (
                 "the process that starts workers ended again and again: the lost are not replaced"
@@ -371,7 +373,7 @@ class Captain(Helm):
             if now - member.since > _START_S:
                 self._lose_member(member, "hung", "did not become ready")
 
-    def _judge(self, verdict: Verdict, now: float) -> None:
+    def _judge(self, verdict: HealthVerdict, now: float) -> None:
         member = self.roster.members[verdict.member]
         if verdict.what == "stalled":
             self._begin_halt(f"everybody waits: {verdict.detail}", now)
@@ -382,13 +384,13 @@ class Captain(Helm):
                 self.links.close(node.link)
                 self._lose_node(node)
 
-    def _resize(self, devices: int) -> Answer:
+    def _resize(self, devices: int) -> Reply:
         """Another number of workers, from the next step boundary on."""
         if devices < 1:
-            return Answer(is_accepted=False, text="at least one worker is needed")
+            return Reply(is_accepted=False, text="at least one worker is needed")
         if self.is_stopping or self.stage in {"planning", "adopting"}:
             words = "stops" if self.is_stopping else "is just being started; try again in a moment"
-            return Answer(is_accepted=False, text=f"the run {words}")
+            return Reply(is_accepted=False, text=f"the run {words}")
         layout, before = self._layout_for(devices), self.roster.target
         local = self.roster.nodes[LOCAL]
         remote = [node for node in self.roster.nodes.values() if not node.is_local]
@@ -402,4 +404,4 @@ class Captain(Helm):
         words = f"{before} to {devices} workers at the next step boundary"
         if layout.world < devices:
             words += f"; {layout.world} of them can be used"
-        return Answer(is_accepted=True, text=words, layout=str(layout))
+        return Reply(is_accepted=True, text=words, layout=str(layout))

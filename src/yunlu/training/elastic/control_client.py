@@ -18,7 +18,7 @@ from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:
     from yunlu.core.value import Value
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 GIVE_UP_S = 60.0
@@ -30,15 +30,15 @@ _RETRY_S = 0.1
 _RESTART_S = 5.0
 
 
-class LostError(Exception):
+class ControlLostError(Exception):
     """The line is dead."""
 
 
-class Contact:
+class ControlClient:
     """One connection at a time, to whoever supervises the run now."""
 
-    def __init__(self, run_dir: RunDir, *, quiet_s: float = _QUIET_S) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run: RunStore, *, quiet_s: float = _QUIET_S) -> None:
+        self.run = run
         self._quiet_s = quiet_s
         self.crew: Crew | None = None
         self.connection: socket.socket | None = None
@@ -66,7 +66,7 @@ class Contact:
         if now - self._tried_at < _RETRY_S:
             return False
         self._tried_at = now
-        crew = read_crew(self.run_dir)
+        crew = read_crew(self.run)
         if crew is None:
             return False
         try:
@@ -81,31 +81,31 @@ class Contact:
         return True
 
     def send(self, message: Value) -> None:
-        """Say something; ``LostError`` where nobody can hear it."""
+        """Say something; ``ControlLostError`` where nobody can hear it."""
         if self.connection is None:
-            raise LostError
+            raise ControlLostError
         try:
             self.connection.sendall(frame(message))
         except OSError as error:
-            raise LostError from error
+            raise ControlLostError from error
 
     def receive(self) -> list[Message]:
         """What has come; called when the connection is readable."""
         if self.connection is None:
-            raise LostError
+            raise ControlLostError
         try:
             data = self.connection.recv(1 << 16)
             if not data:
-                raise LostError
+                raise ControlLostError
             self._heard_at = time.monotonic()
             return [read_message(found) for found in self._unpacker.feed(data)]
         except (OSError, FrameError) as error:
-            raise LostError from error
+            raise ControlLostError from error
 
     def check_quiet(self) -> None:
         """A supervisor that says nothing for long is out of reach: look for it anew."""
         if self.connection is not None and time.monotonic() - self._heard_at > self._quiet_s:
-            raise LostError
+            raise ControlLostError
 
     def drop(self) -> None:
         """The line is dead."""
@@ -120,11 +120,11 @@ class Contact:
         if now - self.lost_at < after_s or now - self._restarted_at < _RESTART_S:
             return
         self._restarted_at = now
-        if self.is_over() or not _is_free(self.run_dir):
+        if self.is_over() or not _is_free(self.run):
             return
-        with self.run_dir.log.open("ab") as log:
+        with self.run.log.open("ab") as log:
             subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [*SUPERVISOR, str(self.run_dir.path), "--adopt"],
+                [*SUPERVISOR, str(self.run.path), "--adopt"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -138,22 +138,22 @@ class Contact:
         if now - self._read_at < 1:
             return self._was_over
         self._read_at = now
-        self._was_over = run_is_over(self.run_dir)
+        self._was_over = run_is_over(self.run)
         return self._was_over
 
 
-def run_is_over(run_dir: RunDir) -> bool:
+def run_is_over(run: RunStore) -> bool:
     """Whether the last word about the run is that it rests, or is asked to."""
     state = RunState.RUNNING
-    for event, _ in run_dir.read_events():
+    for event, _ in run.read_events():
         if event.kind is EventKind.STATE:
             state = RunState(event.data["state"])
     return state is RunState.STOPPING or not state.is_active
 
 
-def _is_free(run_dir: RunDir) -> bool:
+def _is_free(run: RunStore) -> bool:
     """Whether no supervisor holds the run."""
-    descriptor = os.open(run_dir.path / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(run.path / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

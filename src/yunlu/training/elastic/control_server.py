@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameError, Unpacker
 from yunlu.training.elastic.messages import (
     HELLO_BYTES,
-    Answer,
-    HelloAgent,
-    HelloClient,
-    HelloMember,
+    ClientHello,
     Message,
+    NodeHello,
+    Reply,
+    WorkerHello,
     frame,
     is_same_token,
     read_message,
@@ -32,24 +32,24 @@ _BACKLOG_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
-class Link:
+class ControlConnection:
     """One connection."""
 
     connection: socket.socket
     opened_at: float
     unpacker: Unpacker
-    hello: HelloMember | HelloAgent | HelloClient | None = None
+    hello: WorkerHello | NodeHello | ClientHello | None = None
     pending: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
 
 
-class Links:
+class ControlServer:
     """All connections, and the door."""
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
         self._selector = selectors.DefaultSelector()
-        self._links: set[Link] = set()
+        self._links: set[ControlConnection] = set()
         self._door = socket.create_server((host, 0), backlog=256)
         self._door.setblocking(False)
         self._selector.register(self._door, selectors.EVENT_READ)
@@ -67,14 +67,14 @@ class Links:
         self,
         wait_s: float,
         *,
-        on_message: Callable[[Link, Message], None],
-        on_lost: Callable[[Link], None],
+        on_message: Callable[[ControlConnection, Message], None],
+        on_lost: Callable[[ControlConnection], None],
     ) -> None:
         """Wait for anything to come, and pass it on."""
         for key, events in self._selector.select(wait_s):
             if key.fileobj is self._door:
                 self._accept()
-            elif isinstance(key.data, Link):
+            elif isinstance(key.data, ControlConnection):
                 if events & selectors.EVENT_WRITE:
                     self._flush(key.data)
                 if events & selectors.EVENT_READ:
@@ -90,14 +90,14 @@ class Links:
                 if link.hello is not None:
                     on_lost(link)
 
-    def send(self, link: Link | None, message: Value) -> None:
+    def send(self, link: ControlConnection | None, message: Value) -> None:
         """Say something; a dead link is noticed elsewhere."""
         if link is None or link.is_closed:
             return
         link.pending += frame(message)
         self._flush(link)
 
-    def close(self, link: Link) -> None:
+    def close(self, link: ControlConnection) -> None:
         """Hang up."""
         if not link.is_closed:
             link.is_closed = True
@@ -137,11 +137,13 @@ class Links:
             return
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(connection, time.monotonic(), Unpacker(HELLO_BYTES))
+        link = ControlConnection(connection, time.monotonic(), Unpacker(HELLO_BYTES))
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_READ, link)
 
-    def _read(self, link: Link, on_message: Callable[[Link, Message], None]) -> None:
+    def _read(
+        self, link: ControlConnection, on_message: Callable[[ControlConnection, Message], None]
+    ) -> None:
         try:
             data = link.connection.recv(1 << 18)
             if not data:
@@ -159,16 +161,16 @@ class Links:
         except (OSError, FrameError):
             self.close(link)
 
-    def _welcome(self, link: Link, message: Message) -> None:
-        if not isinstance(message, HelloMember | HelloAgent | HelloClient):
+    def _welcome(self, link: ControlConnection, message: Message) -> None:
+        if not isinstance(message, WorkerHello | NodeHello | ClientHello):
             raise FrameError("the first word is not a greeting")
         if not is_same_token(message.token, self._token):
-            self.send(link, Answer(is_accepted=False, text=WRONG_TOKEN))
+            self.send(link, Reply(is_accepted=False, text=WRONG_TOKEN))
             raise FrameError(WRONG_TOKEN)
         link.hello = message
         link.unpacker.limit_bytes = MAX_FRAME_BYTES
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: ControlConnection) -> None:
         if link.is_closed:
             return
         try:

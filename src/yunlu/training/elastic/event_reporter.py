@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yunlu.planning.layout import Layout
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
+    from yunlu.training.elastic.membership import Membership, WorkerRecord
     from yunlu.training.elastic.messages import Failed
-    from yunlu.training.elastic.membership import MemberRecord, Roster
-    from yunlu.training.elastic.watchdog import Verdict
+    from yunlu.training.elastic.watchdog import HealthVerdict
 
 _CAUSE_S = 0.3
 """A connection ends a moment before the node knows how the process did."""
@@ -40,10 +40,10 @@ def count_oom_kills() -> int:
 
 
 @dataclass
-class Logbook:
+class EventReporter:
     """Writes to the run's directory."""
 
-    run_dir: RunDir
+    run: RunStore
     _faults: dict[int, tuple[float, dict[str, Any]]] = field(
         default_factory=dict[int, tuple[float, dict[str, Any]]]
     )
@@ -52,9 +52,9 @@ class Logbook:
     def emit(self, kind: EventKind, **data: Any) -> None:
         """One event, after the faults that came before it."""
         self.flush_faults()
-        self.run_dir.emit(kind, **data)
+        self.run.emit(kind, **data)
 
-    def tell_fault(self, member: MemberRecord, what: str, detail: str) -> None:
+    def tell_fault(self, member: WorkerRecord, what: str, detail: str) -> None:
         """A worker is lost; told as soon as its cause is known."""
         data = {"what": what, "step": member.step, **_who(member)}
         if detail:
@@ -78,13 +78,13 @@ class Logbook:
         due = [n for n, (at, _) in self._faults.items() if now is None or at <= now]
         for number in due:
             _, data = self._faults.pop(number)
-            self.run_dir.emit(EventKind.FAULT, **data)
+            self.run.emit(EventKind.FAULT, **data)
 
     def tell_crew(
         self,
         generation: int,
         layout: Layout,
-        members: Iterable[MemberRecord],
+        members: Iterable[WorkerRecord],
         *,
         reason: str,
         from_step: int,
@@ -109,13 +109,13 @@ class Logbook:
             **data,
         )
 
-    def tell_straggler(self, member: MemberRecord, verdict: Verdict) -> None:
+    def tell_straggler(self, member: WorkerRecord, verdict: HealthVerdict) -> None:
         """A worker computes longer than the others, or does so no more."""
         ratio, step = round(verdict.ratio, 2), member.step
         is_over = verdict.what == "recovered"
         self.emit(EventKind.STRAGGLER, ratio=ratio, step=step, over=is_over, **_who(member))
 
-    def tell_failure(self, failure: Failed, member: MemberRecord | None) -> None:
+    def tell_failure(self, failure: Failed, member: WorkerRecord | None) -> None:
         """The first failure of a worker's own, with its traceback."""
         who = _who(member) if member is not None else {}
         if member is not None:
@@ -123,14 +123,14 @@ class Logbook:
             self.emit(EventKind.FAULT, what="failed", step=member.step, detail=detail, **who)
         self.emit(EventKind.ERROR, **failure.model_dump(exclude={"kind"}), **who)
 
-    def tell_hopeless(self, words: str, member: MemberRecord | None) -> None:
+    def tell_hopeless(self, words: str, member: WorkerRecord | None) -> None:
         """It cannot go on, and nobody said why."""
         log = f"logs/member-{member.number}.log" if member is not None else "worker.log"
         message = f"{words[:1].upper()}{words[1:]}."
-        hint = f"{self.run_dir.path / log} has its last words."
+        hint = f"{self.run.path / log} has its last words."
         self.emit(EventKind.ERROR, code="training", message=message, hint=hint)
 
-    def write_figures(self, roster: Roster, generation: int) -> None:
+    def write_figures(self, roster: Membership, generation: int) -> None:
         """How long the last step of each took, about once a second."""
         ranks = [
             {
@@ -148,10 +148,10 @@ class Logbook:
             step = max(member.step for member in roster.having("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
             with suppress(OSError):  # figures are not worth a run
-                append_lines(self.run_dir.crew_metrics, [record])
+                append_lines(self.run.crew_metrics, [record])
 
 
-def _who(member: MemberRecord) -> dict[str, Any]:
+def _who(member: WorkerRecord) -> dict[str, Any]:
     return {
         "rank": member.rank,
         "member": member.number,

@@ -15,7 +15,7 @@ ASYNCHRONOUS_NODE = "yunlu.training.asynchronous.node"
 _ASKS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
-def become(module: str, *words: str, bind: str | None = None) -> NoReturn:
+def exec_module(module: str, *words: str, bind: str | None = None) -> NoReturn:
     """Go on as this module of ours; who is asked to stop meanwhile hears of it once it listens.
 
     ``bind``: where it is to listen, if the environment says nothing.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunlu.training.elastic.messages import Giver, Holding, Restore
+from yunlu.training.elastic.messages import HeldState, Restore, StateSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class WorkerReport:
     """One worker that can be reckoned with, and what it holds."""
 
     member: int
     rank: int | None = None
     """Where it worked in the last generation; none for one that stood by."""
-    live: Holding | None = None
-    copies: tuple[Holding, ...] = ()
+    live: HeldState | None = None
+    copies: tuple[HeldState, ...] = ()
     is_leaving: bool = False
     """It may give its state, but not go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class GenerationPlan:
     """The next generation."""
 
     layout: Layout
@@ -41,7 +41,7 @@ class Decision:
     restore: Restore
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """What a worker holds of the state; equal for workers that hold the same."""
 
     pp: int
@@ -51,7 +51,7 @@ class Part(NamedTuple):
     """0 unless replicas share out the optimiser's state."""
 
 
-class Cut(NamedTuple):
+class StateSplit(NamedTuple):
     """Into which parts a layout cuts the state; equal for layouts between which nothing moves."""
 
     pp: int
@@ -61,10 +61,10 @@ class Cut(NamedTuple):
     stages_per_rank: int
     vocabulary: bool
 
-    def parts(self) -> frozenset[Part]:
+    def parts(self) -> frozenset[StatePart]:
         """All of them."""
         return frozenset(
-            Part(pp, fsdp, tp, dp)
+            StatePart(pp, fsdp, tp, dp)
             for pp in range(self.pp)
             for fsdp in range(self.fsdp)
             for tp in range(self.tp)
@@ -72,9 +72,9 @@ class Cut(NamedTuple):
         )
 
 
-def cut_of(layout: Layout) -> Cut:
+def cut_of(layout: Layout) -> StateSplit:
     """How a layout cuts the state."""
-    return Cut(
+    return StateSplit(
         pp=layout.pp,
         fsdp=layout.fsdp,
         tp=layout.tp,
@@ -84,19 +84,19 @@ def cut_of(layout: Layout) -> Cut:
     )
 
 
-def part_at(layout: Layout, place: Place) -> Part:
+def part_at(layout: Layout, place: Place) -> StatePart:
     """What stands at a place."""
-    return Part(place.pp, place.fsdp, place.tp, place.dp if layout.zero1 else 0)
+    return StatePart(place.pp, place.fsdp, place.tp, place.dp if layout.zero1 else 0)
 
 
-def decide(
-    reports: Sequence[Report],
+def plan_generation(
+    reports: Sequence[WorkerReport],
     *,
     layouts: Mapping[int, Layout],
     current: int,
     target: int,
     replan: Callable[[int], Layout],
-) -> Decision | None:
+) -> GenerationPlan | None:
     """The next generation; none where nobody is left to form one.
 
     Args:
@@ -114,10 +114,10 @@ def decide(
     seats = _seat(able, layout, source, layouts, current=current)
     if source is None:
         kind = "start" if current == 0 else "checkpoint"
-        return Decision(layout=layout, seats=seats, restore=Restore(kind=kind))
+        return GenerationPlan(layout=layout, seats=seats, restore=Restore(kind=kind))
     guests = _needed_guests(seats, source)
     givers = source.givers(seats, guests)
-    return Decision(
+    return GenerationPlan(
         layout=layout,
         seats=seats,
         guests=guests,
@@ -137,45 +137,45 @@ class _Source:
 
     step: int
     layout: Layout
-    live: dict[int, Holding] = field(default_factory=dict[int, Holding])
-    copies: dict[int, list[Holding]] = field(
-        default_factory=lambda: defaultdict[int, list[Holding]](list)
+    live: dict[int, HeldState] = field(default_factory=dict[int, HeldState])
+    copies: dict[int, list[HeldState]] = field(
+        default_factory=lambda: defaultdict[int, list[HeldState]](list)
     )
 
-    def part(self, holding: Holding) -> Part:
+    def part(self, holding: HeldState) -> StatePart:
         return part_at(self.layout, holding.place)
 
-    def parts_of(self, member: int) -> set[Part]:
+    def parts_of(self, member: int) -> set[StatePart]:
         held = [self.live[member]] if member in self.live else []
         return {self.part(holding) for holding in [*held, *self.copies.get(member, ())]}
 
-    def covers_by(self, members: Iterable[int]) -> set[Part]:
+    def covers_by(self, members: Iterable[int]) -> set[StatePart]:
         return {part for member in members for part in self.parts_of(member)}
 
     def is_whole(self) -> bool:
         return self.covers_by({*self.live, *self.copies}) >= cut_of(self.layout).parts()
 
-    def givers(self, seats: Sequence[int], guests: Sequence[int]) -> tuple[Giver, ...]:
-        found: list[Giver] = []
-        have: set[Part] = set()
+    def givers(self, seats: Sequence[int], guests: Sequence[int]) -> tuple[StateSource, ...]:
+        found: list[StateSource] = []
+        have: set[StatePart] = set()
         ranked = list(enumerate([*seats, *guests]))
         for rank, member in ranked:
             if member in self.live:
-                found.append(Giver(meeting_rank=rank, holding=self.live[member]))
+                found.append(StateSource(meeting_rank=rank, holding=self.live[member]))
                 have.add(self.part(self.live[member]))
         for rank, member in ranked:  # a copy only where nobody has the part live
             for holding in self.copies.get(member, ()):
                 if self.part(holding) not in have:
                     have.add(self.part(holding))
-                    found.append(Giver(meeting_rank=rank, holding=holding, is_copy=True))
+                    found.append(StateSource(meeting_rank=rank, holding=holding, is_copy=True))
         return tuple(found)
 
 
-def _find_source(reports: Sequence[Report], layouts: Mapping[int, Layout]) -> _Source | None:
+def _find_source(reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]) -> _Source | None:
     """The newest step at which everything is there, live or as a copy."""
-    sources: dict[tuple[int, Cut], _Source] = {}
+    sources: dict[tuple[int, StateSplit], _Source] = {}
 
-    def source_of(holding: Holding, layout: Layout) -> _Source:
+    def source_of(holding: HeldState, layout: Layout) -> _Source:
         empty = _Source(step=holding.step, layout=layout)
         return sources.setdefault((holding.step, cut_of(layout)), empty)
 
@@ -192,7 +192,7 @@ def _find_source(reports: Sequence[Report], layouts: Mapping[int, Layout]) -> _S
 
 
 def _seat(
-    able: Sequence[Report],
+    able: Sequence[WorkerReport],
     layout: Layout,
     source: _Source | None,
     layouts: Mapping[int, Layout],
@@ -222,7 +222,7 @@ def _seat(
     return tuple(seats[rank] if rank in seats else next(rest) for rank in ranks)
 
 
-def _standing(report: Report) -> tuple[bool, int, int]:
+def _standing(report: WorkerReport) -> tuple[bool, int, int]:
     return (report.rank is None, report.rank or 0, report.member)
 
 

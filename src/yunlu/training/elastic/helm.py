@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.generations import Decision, decide
+from yunlu.training.elastic.generations import GenerationPlan, plan_generation
+from yunlu.training.elastic.membership import (
+    LOCAL,
+    Membership,
+    NodeRecord,
+    WorkerRecord,
+    kill,
+)
 from yunlu.training.elastic.messages import (
     Assignment,
     Failed,
@@ -16,15 +23,8 @@ from yunlu.training.elastic.messages import (
     Kill,
     Leave,
     Pause,
-    Seat,
+    RankAssignment,
     Stop,
-)
-from yunlu.training.elastic.membership import (
-    LOCAL,
-    MemberRecord,
-    NodeRecord,
-    Roster,
-    kill,
 )
 from yunlu.training.elastic.watchdog import Watchdog
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
     from yunlu.planning.layout import Layout
-    from yunlu.training.elastic.control_server import Links
-    from yunlu.training.elastic.event_reporter import Logbook
+    from yunlu.training.elastic.control_server import ControlServer
+    from yunlu.training.elastic.event_reporter import EventReporter
 
 ADOPT_S = 8.0
 """How long a new supervisor waits for the workers of the old one to report."""
@@ -44,14 +44,14 @@ _REMEMBERED = 100
 """Generations in which somebody may still hold a copy."""
 _BARREN, _VAIN = 5, 30
 """So many generations in a row without a completed step, or without a new one: it will not get better."""
-STILLBORN = 5
+MAX_START_FAILURES = 5
 _DETAIL_CHARACTERS = 500
 
 Stage = Literal["planning", "gathering", "running", "pausing", "halting", "adopting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How the run ends."""
 
     state: RunState
@@ -65,8 +65,8 @@ class Helm:
 
     def __init__(
         self,
-        links: Links,
-        logbook: Logbook,
+        links: ControlServer,
+        logbook: EventReporter,
         *,
         devices: int,
         spares: int,
@@ -83,13 +83,13 @@ class Helm:
         """Writes the journal."""
         self.is_dirty = False
         """The journal is to be written, when there is time."""
-        self.roster = Roster(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
+        self.roster = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
         self.watchdog = Watchdog()
         self.stage: Stage = "planning"
         self.generation = 0
         self.layouts: dict[int, Layout] = {}
         self.history: dict[int, Layout] = {}
-        self.outcome: Outcome | None = None
+        self.outcome: RunOutcome | None = None
         self.is_stopping = False
         self._reason = "started"
         self._changed_at: float | None = None
@@ -136,13 +136,13 @@ class Helm:
             case "planning":
                 pass
 
-    def _has_ended(self, busy: list[MemberRecord], settled: list[MemberRecord]) -> bool:
+    def _has_ended(self, busy: list[WorkerRecord], settled: list[WorkerRecord]) -> bool:
         if busy or self.stage == "adopting":
             return False
         if settled and all(member.ending for member in settled):
             endings = {member.ending for member in settled}
             if endings == {"changed"}:
-                self.outcome = Outcome(state=RunState.RUNNING, is_changing=True)
+                self.outcome = RunOutcome(state=RunState.RUNNING, is_changing=True)
             else:
                 self._end(RunState.FINISHED if "finished" in endings else RunState.STOPPED, "")
         elif self.is_stopping and not settled:
@@ -213,7 +213,7 @@ class Helm:
             *(member.report(may_stay=True) for member in stay),
             *(member.report(may_stay=False) for member in give),
         ]
-        decision = decide(
+        decision = plan_generation(
             reports,
             layouts=self.history,
             current=self.generation,
@@ -226,7 +226,7 @@ class Helm:
             return
         self._apply(decision, now)
 
-    def _apply(self, decision: Decision, now: float) -> None:
+    def _apply(self, decision: GenerationPlan, now: float) -> None:
         members = self.roster.members
         self.generation += 1
         self.history[self.generation] = decision.layout
@@ -243,7 +243,7 @@ class Helm:
         self._enter("running", now)
         self.save()  # before anybody acts on it: the next supervisor must know this generation
         seats = tuple(
-            Seat(member=number, host=members[number].host, pid=members[number].pid)
+            RankAssignment(member=number, host=members[number].host, pid=members[number].pid)
             for number in decision.seats
         )
         for rank, number in enumerate([*decision.seats, *decision.guests]):
@@ -266,7 +266,7 @@ class Helm:
                 self._say(number, Stop())
         self._refill(now)
 
-    def _give_slots(self, decision: Decision) -> None:
+    def _give_slots(self, decision: GenerationPlan) -> None:
         """Each keeps its device; who comes takes the lowest that is free on its node."""
         taken: dict[str, set[int]] = {}
         seated = [self.roster.members[number] for number in decision.seats]
@@ -344,7 +344,7 @@ class Helm:
         if self.roster.nodes[LOCAL].link is None and self._node_due_at is None:
             self._node_due_at = now
 
-    def _lose_member(self, member: MemberRecord, what: str, detail: str) -> None:
+    def _lose_member(self, member: WorkerRecord, what: str, detail: str) -> None:
         now = time.monotonic()
         was = member.status
         member.move("gone", at=now)
@@ -362,14 +362,14 @@ class Helm:
             self.logbook.tell_fault(member, what, detail)
         if was == "starting":
             self._stillborn += 1
-            if self._stillborn >= STILLBORN:
+            if self._stillborn >= MAX_START_FAILURES:
                 self._end_badly(
                     f"{STILLBORN} workers in a row ended before they were ready", member
                 )
         elif was == "busy" and self.stage != "adopting":
             self._begin_halt(f"member {member.number} (rank {member.rank}) was {what}", now)
 
-    def _dismiss(self, member: MemberRecord) -> None:
+    def _dismiss(self, member: WorkerRecord) -> None:
         """It is not needed any more, and no fault when it goes."""
         self.links.send(member.link, Leave())
         member.move("gone", at=time.monotonic())
@@ -391,16 +391,16 @@ class Helm:
 
     # Ends.
 
-    def _fail(self, failure: Failed, member: MemberRecord | None) -> None:
+    def _fail(self, failure: Failed, member: WorkerRecord | None) -> None:
         """The first failure is the run's; what follows from it is not told."""
         if self.outcome is None:
             self.logbook.tell_failure(failure, member)
             self._end(RunState.FAILED, "")
 
-    def _end_badly(self, words: str, member: MemberRecord | None) -> None:
+    def _end_badly(self, words: str, member: WorkerRecord | None) -> None:
         if self.outcome is None:
             self.logbook.tell_hopeless(words, member)
             self._end(RunState.FAILED, "")
 
     def _end(self, state: RunState, reason: str) -> None:
-        self.outcome = Outcome(state=state, reason=reason)
+        self.outcome = RunOutcome(state=state, reason=reason)

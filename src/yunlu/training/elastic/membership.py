@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from yunlu.runs.worker_group import LOCAL
-from yunlu.training.elastic.generations import Report
+from yunlu.training.elastic.generations import WorkerReport
 
 if TYPE_CHECKING:
-    from yunlu.training.elastic.control_server import Link
-    from yunlu.training.elastic.messages import Beat, Ending, Holding
+    from yunlu.training.elastic.control_server import ControlConnection
+    from yunlu.training.elastic.messages import Ending, Heartbeat, HeldState
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
@@ -28,7 +28,7 @@ Status = Literal["starting", "idle", "busy", "settled", "gone"]
 
 
 @dataclass(eq=False, kw_only=True)
-class MemberRecord:
+class WorkerRecord:
     """One worker."""
 
     number: int
@@ -41,14 +41,14 @@ class MemberRecord:
     """When it came into this status, on the monotonic clock."""
     rank: int | None = None
     slot: int = 0
-    link: Link | None = None
-    live: Holding | None = None
-    copies: tuple[Holding, ...] = ()
+    link: ControlConnection | None = None
+    live: HeldState | None = None
+    copies: tuple[HeldState, ...] = ()
     ending: Ending | None = None
     is_leaving: bool = False
     is_aside: bool = False
     """It leaves because the others are faster without it."""
-    beat: Beat | None = None
+    beat: Heartbeat | None = None
     last_step: tuple[int, float, float] | None = None
 
     @property
@@ -65,9 +65,9 @@ class MemberRecord:
         """Into another status."""
         self.status, self.since = status, at
 
-    def report(self, *, may_stay: bool) -> Report:
+    def report(self, *, may_stay: bool) -> WorkerReport:
         """As ``decide`` needs it."""
-        return Report(
+        return WorkerReport(
             member=self.number,
             rank=self.rank,
             live=self.live,
@@ -91,7 +91,7 @@ class NodeRecord:
     """For how long they do; longer each time."""
     host: str = ""
     pid: int = 0
-    link: Link | None = None
+    link: ControlConnection | None = None
     is_ready: bool = False
 
     @property
@@ -116,10 +116,10 @@ class NodeRecord:
 
 
 @dataclass
-class Roster:
+class Membership:
     """Everyone."""
 
-    members: dict[int, MemberRecord] = field(default_factory=dict[int, MemberRecord])
+    members: dict[int, WorkerRecord] = field(default_factory=dict[int, WorkerRecord])
     nodes: dict[str, NodeRecord] = field(default_factory=dict[str, NodeRecord])
     next_member: int = 0
 
@@ -133,15 +133,15 @@ class Roster:
         """Of these, those that shall train now."""
         return sum(node.seats for node in self.nodes.values())
 
-    def add(self, node: str, *, at: float, number: int | None = None) -> MemberRecord:
+    def add(self, node: str, *, at: float, number: int | None = None) -> WorkerRecord:
         """A worker that is being started."""
         number = self.next_member if number is None else number
-        member = MemberRecord(number=number, node=node, since=at)
+        member = WorkerRecord(number=number, node=node, since=at)
         self.members[number] = member
         self.next_member = max(self.next_member, number + 1)
         return member
 
-    def having(self, *statuses: Status, node: str | None = None) -> list[MemberRecord]:
+    def having(self, *statuses: Status, node: str | None = None) -> list[WorkerRecord]:
         """Those in one of these statuses, by number."""
         return [
             member
@@ -149,15 +149,15 @@ class Roster:
             if member.status in statuses and node in {None, member.node}
         ]
 
-    def by_link(self, link: Link) -> MemberRecord | NodeRecord | None:
+    def by_link(self, link: ControlConnection) -> WorkerRecord | NodeRecord | None:
         """Who is at the other end."""
         everyone = [*self.members.values(), *self.nodes.values()]
         return next((each for each in everyone if each.link is link), None)
 
-    def candidates(self) -> tuple[list[MemberRecord], list[MemberRecord]]:
+    def candidates(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
         """Who may train next, and who may only give: no node has more than are wanted there."""
-        stay: list[MemberRecord] = []
-        give: list[MemberRecord] = []
+        stay: list[WorkerRecord] = []
+        give: list[WorkerRecord] = []
         for node in self.nodes.values():
             here = self.having("busy", "settled", "idle", node=node.name)
             here.sort(key=lambda m: (m.is_leaving, m.rank is None, m.rank or 0, m.number))

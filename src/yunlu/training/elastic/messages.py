@@ -20,7 +20,7 @@ Ending = Literal["finished", "stopped", "changed"]
 """``changed``: others go on, as asynchronous workers."""
 
 
-class Holding(Value):
+class HeldState(Value):
     """One part of the state, in somebody's memory."""
 
     step: int
@@ -31,7 +31,7 @@ class Holding(Value):
     """Where the worker whose state it is stood then."""
 
 
-class Seat(Value):
+class RankAssignment(Value):
     """Who works at which rank."""
 
     member: int
@@ -39,11 +39,11 @@ class Seat(Value):
     pid: int
 
 
-class Giver(Value):
+class StateSource(Value):
     """Who has which part of the state to give."""
 
     meeting_rank: int
-    holding: Holding
+    holding: HeldState
     is_copy: bool = False
     """A copy kept for somebody (or itself), not the giver's live state."""
 
@@ -55,7 +55,7 @@ class Restore(Value):
     """``start`` and ``checkpoint``: the newest good checkpoint on disk, else from the beginning."""
     step: int | None = None
     """Steps completed in it; none where the disk decides."""
-    givers: tuple[Giver, ...] = ()
+    givers: tuple[StateSource, ...] = ()
     """Everyone who has a part of it. Empty where it comes from disk."""
     is_moving: bool = True
     """False where everyone holds already what it needs: nothing is to be passed on."""
@@ -71,7 +71,7 @@ class Assignment(Value):
     """None for a guest: it only gives its state, then leaves."""
     slot: int = 0
     """Which of its node's devices is its own."""
-    seats: tuple[Seat, ...]
+    seats: tuple[RankAssignment, ...]
     """By rank."""
     guests: tuple[int, ...] = ()
     """Members that only give; they follow the seats in the meeting."""
@@ -94,7 +94,7 @@ class Assignment(Value):
 
 
 # From a worker.
-class HelloMember(Value):
+class WorkerHello(Value):
     """A worker comes, or comes back to a new supervisor."""
 
     kind: Literal["hello_member"] = "hello_member"
@@ -110,9 +110,9 @@ class HelloMember(Value):
     is_ready: bool = False
     """It waits for an assignment: nothing of a generation is under way."""
     ending: Ending | None = None
-    live: Holding | None = None
+    live: HeldState | None = None
     """With ``is_ready``: what it holds."""
-    copies: tuple[Holding, ...] = ()
+    copies: tuple[HeldState, ...] = ()
 
 
 class Ready(Value):
@@ -121,7 +121,7 @@ class Ready(Value):
     kind: Literal["ready"] = "ready"
 
 
-class Hosting(Value):
+class StoreHosted(Value):
     """Rank 0 keeps the store of a generation here."""
 
     kind: Literal["hosting"] = "hosting"
@@ -130,7 +130,7 @@ class Hosting(Value):
     port: int
 
 
-class Beat(Value):
+class Heartbeat(Value):
     """A sign of life, five times a second, from a thread of its own."""
 
     kind: Literal["beat"] = "beat"
@@ -144,14 +144,14 @@ class Beat(Value):
     memory_bytes: int = 0
 
 
-class Settled(Value):
+class Paused(Value):
     """A worker is out of its generation and says what it holds."""
 
     kind: Literal["settled"] = "settled"
     generation: int
     step: int
-    live: Holding | None = None
-    copies: tuple[Holding, ...] = ()
+    live: HeldState | None = None
+    copies: tuple[HeldState, ...] = ()
     detail: str = ""
     """Why, where nobody had asked it to."""
 
@@ -166,7 +166,7 @@ class Failed(Value):
     traceback: str
 
 
-class Leaving(Value):
+class LeaveNotice(Value):
     """A worker or node was told to go (SIGTERM): it leaves at the next step boundary."""
 
     kind: Literal["leaving"] = "leaving"
@@ -181,10 +181,10 @@ class Done(Value):
     generation: int
     ending: Ending
     step: int
-    live: Holding | None = None
+    live: HeldState | None = None
 
 
-class Planned(Value):
+class LayoutsPlanned(Value):
     """How the work is split, by number of workers."""
 
     kind: Literal["planned"] = "planned"
@@ -192,7 +192,7 @@ class Planned(Value):
 
 
 # From a node.
-class HelloAgent(Value):
+class NodeHello(Value):
     """A node offers devices."""
 
     kind: Literal["hello_agent"] = "hello_agent"
@@ -230,7 +230,7 @@ class Exited(Value):
 
 
 # From anybody with the token.
-class HelloClient(Value):
+class ClientHello(Value):
     """Somebody has a request."""
 
     kind: Literal["hello_client"] = "hello_client"
@@ -244,20 +244,20 @@ class Resize(Value):
     devices: int
 
 
-class Where(Value):
+class LocateRun(Value):
     """Which directory is the run's, on the file system that all nodes share?"""
 
     kind: Literal["where"] = "where"
 
 
 # From the supervisor.
-class Tick(Value):
+class Ping(Value):
     """The supervisor is there, once a second."""
 
     kind: Literal["tick"] = "tick"
 
 
-class Meet(Value):
+class StoreLocated(Value):
     """Where the store of a generation is."""
 
     kind: Literal["meet"] = "meet"
@@ -309,7 +309,7 @@ class Kill(Value):
     member: int
 
 
-class Answer(Value):
+class Reply(Value):
     """What comes of a request."""
 
     kind: Literal["answer"] = "answer"
@@ -320,31 +320,31 @@ class Answer(Value):
 
 Message = Annotated[
     Assignment
-    | HelloMember
+    | WorkerHello
     | Ready
-    | Hosting
-    | Beat
-    | Settled
+    | StoreHosted
+    | Heartbeat
+    | Paused
     | Failed
-    | Leaving
+    | LeaveNotice
     | Done
-    | Planned
-    | HelloAgent
+    | LayoutsPlanned
+    | NodeHello
     | Prepared
     | Forked
     | Exited
-    | HelloClient
+    | ClientHello
     | Resize
-    | Where
-    | Tick
-    | Meet
+    | LocateRun
+    | Ping
+    | StoreLocated
     | Pause
     | Stop
     | Halt
     | Leave
     | Fork
     | Kill
-    | Answer,
+    | Reply,
     Field(discriminator="kind"),
 ]
 

@@ -21,33 +21,34 @@ import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, become
-from yunlu.training.elastic.control_client import GIVE_UP_S, Contact, LostError
-from yunlu.training.elastic.worker_agent import Member, run_member
+from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, exec_module
 from yunlu.training.elastic.messages import (
-    Answer,
     Exited,
     Fork,
     Forked,
-    HelloAgent,
     Kill,
+    LayoutsPlanned,
     Leave,
-    Leaving,
+    LeaveNotice,
     Message,
-    Planned,
+    NodeHello,
+    Ping,
     Prepared,
-    Tick,
+    Reply,
     as_failure,
     read_message,
 )
+from yunlu.training.elastic.worker_agent import WorkerAgent, run_worker_agent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from yunlu.core.value import Value
     from yunlu.planning.layout import Layout
+    from yunlu.runs.run_store import RunStore
 
 _TICK_S = 0.25
 _QUIET_S = 3.0
@@ -63,42 +64,44 @@ Parts = TypeVar("Parts")
 
 def run_node(
     *,
-    prepare: Callable[[RunDir], Parts],
-    plan: Callable[[RunDir, Parts, int], Mapping[int, Layout]],
-    body: Callable[[Member, Parts], None],
+    prepare: Callable[[RunStore], Parts],
+    plan: Callable[[RunStore, Parts, int], Mapping[int, Layout]],
+    body: Callable[[WorkerAgent, Parts], None],
 ) -> int:
     """The command line of a node; see ``yunlu.training.elastic`` for the three functions."""
     parser = argparse.ArgumentParser(prog="yunlu node")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
     asked = parser.parse_args()
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
-    node = Node(
-        RunDir(asked.run_dir), asked.node, asked.devices, prepare=prepare, plan=plan, body=body
+    node = NodeAgent(
+        open_run(asked.run), asked.node, asked.devices, prepare=prepare, plan=plan, body=body
     )
     return node.run()
 
 
-class Node:
+class NodeAgent:
     """Single-threaded: whoever forks must not have threads."""
 
     def __init__(
         self,
-        run_dir: RunDir,
+        run: RunStore,
         name: str,
         devices: int,
         *,
-        prepare: Callable[[RunDir], Any],
-        plan: Callable[[RunDir, Any, int], Mapping[int, Layout]],
-        body: Callable[[Member, Any], None],
+        prepare: Callable[[RunStore], Any],
+        plan: Callable[[RunStore, Any, int], Mapping[int, Layout]],
+        body: Callable[[WorkerAgent, Any], None],
     ) -> None:
-        self.run_dir = run_dir
+        self.store = run
         self.name = name
         self.devices = devices
         self._prepare, self._plan, self._body = prepare, plan, body
-        self._contact = Contact(run_dir) if name == LOCAL else Contact(run_dir, quiet_s=_QUIET_S)
+        self._contact = (
+            ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=_QUIET_S)
+        )
         self._parts: Any = None
         self._children: dict[int, int] = {}
         """Members by pid; -1 for the one that plans."""
@@ -117,10 +120,10 @@ class Node:
         if not self._call_in():
             return 1
         try:
-            self._parts = self._prepare(self.run_dir)
+            self._parts = self._prepare(self.store)
         except BaseException as error:  # noqa: BLE001 (the last border: it becomes a message)
             traceback.print_exc()
-            with suppress(LostError):
+            with suppress(ControlLostError):
                 self._contact.send(as_failure(error))
             return 1
         gc.collect()
@@ -130,8 +133,8 @@ class Node:
             self._turn()
         code = self._wind_up()
         if self._successor and self.name != LOCAL and not self._is_leaving:
-            words = (str(self.run_dir.path), "--node", self.name, "--devices", str(self.devices))
-            become(self._successor, *words)
+            words = (str(self.store.path), "--node", self.name, "--devices", str(self.devices))
+            exec_module(self._successor, *words)
         return code
 
     def _call_in(self) -> bool:
@@ -142,8 +145,8 @@ class Node:
             time.sleep(0.02)
         return True
 
-    def _hello(self) -> HelloAgent:
-        return HelloAgent(
+    def _hello(self) -> NodeHello:
+        return NodeHello(
             token="",
             node=self.name,
             host=socket.gethostname(),
@@ -159,9 +162,9 @@ class Node:
             return
         try:
             self._wait(_TICK_S)
-            self._contact.send(Tick())
+            self._contact.send(Ping())
             self._contact.check_quiet()
-        except LostError:
+        except ControlLostError:
             self._contact.drop()
         self._bury()
         if self._is_leaving and not self._children:
@@ -182,7 +185,7 @@ class Node:
                 self._hear(message)
 
     def _find_again(self) -> bool:
-        crew = read_crew(self.run_dir)
+        crew = read_crew(self.store)
         if crew is not None and crew.node_module == ASYNCHRONOUS_NODE and self.name != LOCAL:
             # The run goes on in another way, and we were not told.
             self._is_dismissed, self._successor = True, ASYNCHRONOUS_NODE
@@ -207,7 +210,7 @@ class Node:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
                 self._is_dismissed, self._successor = True, message.successor
-            case Answer() if not message.is_accepted and message.text != WRONG_TOKEN:
+            case Reply() if not message.is_accepted and message.text != WRONG_TOKEN:
                 sys.stderr.write(f"not taken into the run: {message.text}\n")
                 self._is_refused = self._is_dismissed = True
             case _:
@@ -217,7 +220,7 @@ class Node:
         with suppress(BlockingIOError):
             if signal.SIGTERM in self._woken.recv(4096) and not self._is_leaving:
                 self._is_leaving = True
-                self._tell(Leaving())
+                self._tell(LeaveNotice())
 
     def _fork(self, wanted: Fork) -> None:
         reader, writer = os.pipe() if wanted.is_planner else (None, None)
@@ -251,10 +254,10 @@ class Node:
                 code = self._make_plan(writer)
             else:
                 self._redirect(wanted.member)
-                code = run_member(
+                code = run_worker_agent(
                     wanted.member,
                     node=self.name,
-                    run_dir=self.run_dir,
+                    run=self.store,
                     body=lambda member: self._body(member, self._parts),
                 )
         except BaseException:  # noqa: BLE001 (nothing may escape into the parent's code)
@@ -266,8 +269,8 @@ class Node:
             os._exit(code)
 
     def _redirect(self, member: int) -> None:
-        self.run_dir.logs.mkdir(exist_ok=True)
-        path = self.run_dir.logs / f"member-{member}.log"
+        self.store.logs.mkdir(exist_ok=True)
+        path = self.store.logs / f"member-{member}.log"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -275,8 +278,8 @@ class Node:
 
     def _make_plan(self, writer: int) -> int:
         try:
-            found = self._plan(self.run_dir, self._parts, self.devices)
-            words: Value = Planned(layouts=dict(found))
+            found = self._plan(self.store, self._parts, self.devices)
+            words: Value = LayoutsPlanned(layouts=dict(found))
         except BaseException as error:  # noqa: BLE001 (the last border: it becomes a message)
             traceback.print_exc()
             words = as_failure(error)
@@ -312,7 +315,7 @@ class Node:
     def _tell(self, message: Value) -> None:
         try:
             self._contact.send(message)
-        except LostError:
+        except ControlLostError:
             self._contact.drop()
 
     def _listen_to_signals(self) -> None:

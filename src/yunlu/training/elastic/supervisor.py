@@ -27,22 +27,25 @@ import psutil
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, become
 from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.control_client import run_is_over
-from yunlu.training.elastic.helm import Outcome
-from yunlu.training.elastic.control_server import Links
-from yunlu.training.elastic.event_reporter import Logbook
+from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.event_reporter import EventReporter
+from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, exec_module
+from yunlu.training.elastic.helm import RunOutcome
+from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord, is_alive, kill
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
-from yunlu.training.elastic.membership import LOCAL, MemberRecord, NodeRecord, is_alive, kill
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-NODE_MODULE = "yunlu.training.crew"
+    from yunlu.runs.run_store import RunStore
+
+NODE_MODULE = "yunlu.training.worker_group_node"
 """The program of a node, started by name: nothing here imports what trains."""
 _LOOP_S = 0.1
 _LEAVE_S = 8.0
@@ -52,7 +55,7 @@ _LOCK_S = 1.0
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="yunlu.training.elastic.supervisor")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--node-module", default=NODE_MODULE)
@@ -61,7 +64,7 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         state = supervise(
-            asked.run_dir,
+            asked.run,
             devices=asked.devices,
             spares=asked.spares,
             node_module=asked.node_module,
@@ -75,7 +78,7 @@ def main() -> int:
 
 
 def supervise(
-    run_dir: Path,
+    run: Path,
     *,
     devices: int,
     spares: int = 1,
@@ -84,7 +87,7 @@ def supervise(
     adopt: bool = False,
 ) -> RunState:
     """See a run through; ``BlockingIOError`` where somebody else does."""
-    directory = RunDir(run_dir)
+    directory = open_run(run)
     with _only_supervisor(directory) as lock:
         if adopt and run_is_over(directory):
             return RunState.STOPPED  # started by somebody who had not heard of its end
@@ -108,7 +111,7 @@ class Supervisor:
 
     def __init__(
         self,
-        directory: RunDir,
+        directory: RunStore,
         before: Crew | None,
         *,
         devices: int,
@@ -119,14 +122,14 @@ class Supervisor:
         self.directory = directory
         self._token = before.token if before else secrets.token_urlsafe(32)
         self._host = reachable(bind_address())
-        self._links = Links(bind_address(), self._token)
+        self._links = ControlServer(bind_address(), self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
         self._started_at = psutil.Process().create_time()
         self._is_signalled = False
         self.captain = Captain(
             self._links,
-            Logbook(directory),
+            EventReporter(directory),
             devices=before.wanted.get(LOCAL, before.target) if before else devices,
             spares=before.spares if before else spares,
             plan_only=plan_only,
@@ -149,11 +152,11 @@ class Supervisor:
         shares = captain.history[captain.generation].world
         devices = max(captain.roster.nodes[LOCAL].wanted, 1)
         words = ("--devices", str(devices), "--shares", str(shares), "--lock", str(lock.fileno()))
-        become(ASYNCHRONOUS, str(self.directory.path), *words)
+        exec_module(ASYNCHRONOUS, str(self.directory.path), *words)
 
     def run(self) -> RunState:
         """Until the run ends."""
-        outcome = Outcome(state=RunState.FAILED)
+        outcome = RunOutcome(state=RunState.FAILED)
         try:
             self._begin()
             outcome = self._see_through()
@@ -179,7 +182,7 @@ class Supervisor:
             self._begin_life()
             self._start_node()
 
-    def _see_through(self) -> Outcome:
+    def _see_through(self) -> RunOutcome:
         while self.captain.outcome is None:
             self._links.poll(_LOOP_S, on_message=self.captain.hear, on_lost=self.captain.lose)
             if self._is_signalled:
@@ -198,7 +201,7 @@ class Supervisor:
         for name, wanted in before.wanted.items():
             captain.roster.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
         for found in before.members:
-            captain.roster.members[found.member] = MemberRecord(
+            captain.roster.members[found.member] = WorkerRecord(
                 number=found.member,
                 node=found.node,
                 host=found.host,
@@ -318,7 +321,7 @@ class Supervisor:
 
 
 @contextmanager
-def _only_supervisor(directory: RunDir) -> Generator[IO[str]]:
+def _only_supervisor(directory: RunStore) -> Generator[IO[str]]:
     """Hold the run's lock: two of us would destroy each other's work."""
     with (directory.path / "worker.lock").open("w") as file:
         deadline = time.monotonic() + _LOCK_S
@@ -337,7 +340,7 @@ def _ignore(*_: object) -> None:
     """Nobody needs to know."""
 
 
-def _lives(member: MemberRecord) -> bool:
+def _lives(member: WorkerRecord) -> bool:
     return is_alive(member.pid, member.process_started_at)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from yunlu.training.elastic.messages import Beat
+    from yunlu.training.elastic.messages import Heartbeat
 
 WAITING = "sync"
 """The phase of who waits for others; such a one is never to blame."""
@@ -41,7 +41,7 @@ STRAGGLER_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class HealthVerdict:
     """What is the matter with a member."""
 
     member: int
@@ -52,7 +52,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WorkerHealth:
     node: str
     heard_at: float
     moved_at: float
@@ -71,7 +71,7 @@ class Watchdog:
 
     def __init__(self, deadlines: Deadlines | None = None) -> None:
         self.deadlines = deadlines or Deadlines()
-        self._members: dict[int, _Watched] = {}
+        self._members: dict[int, _WorkerHealth] = {}
         self._voices: dict[str, float] = {}
         self._steps: deque[float] = deque(maxlen=64)
         self._generation = -1
@@ -84,7 +84,7 @@ class Watchdog:
 
     def watch(self, member: int, *, node: str, at: float) -> None:
         """Begin to expect signs of life."""
-        self._members[member] = _Watched(node=node, heard_at=at, moved_at=at)
+        self._members[member] = _WorkerHealth(node=node, heard_at=at, moved_at=at)
 
     def forget(self, member: int) -> None:
         """It is gone."""
@@ -98,7 +98,7 @@ class Watchdog:
         """It is gone."""
         self._voices.pop(node, None)
 
-    def hear(self, member: int, beat: Beat, *, at: float) -> list[Verdict]:
+    def hear(self, member: int, beat: Heartbeat, *, at: float) -> list[HealthVerdict]:
         """A sign of life; who becomes, or is no longer, a straggler by it."""
         watched = self._members.get(member)
         if watched is None:
@@ -114,7 +114,7 @@ class Watchdog:
             # Another layout has another pace: its first step may take long, and tells the next.
             self._generation = beat.generation
             self._steps.clear()
-        found: list[Verdict] = []
+        found: list[HealthVerdict] = []
         for _, step_s, wait_s in beat.steps:
             if beat.generation == self._generation:
                 self._steps.append(step_s)
@@ -129,7 +129,7 @@ class Watchdog:
         is_stopped: Callable[[int], bool],
         is_remote: Callable[[str], bool],
         busy: Iterable[int],
-    ) -> list[Verdict]:
+    ) -> list[HealthVerdict]:
         """Who is lost.
 
         Args:
@@ -142,7 +142,7 @@ class Watchdog:
         if looked_at is not None and at - looked_at > self.deadlines.late_s:
             self._excuse(at - looked_at)
             return []
-        found: dict[int, Verdict] = {}
+        found: dict[int, HealthVerdict] = {}
         for verdict in (
             *self._cut_off(at, is_remote),
             *self._silent(at, is_stopped),
@@ -165,30 +165,30 @@ class Watchdog:
         for node in self._voices:
             self._voices[node] += late_s
 
-    def _cut_off(self, at: float, is_remote: Callable[[str], bool]) -> list[Verdict]:
-        found: list[Verdict] = []
+    def _cut_off(self, at: float, is_remote: Callable[[str], bool]) -> list[HealthVerdict]:
+        found: list[HealthVerdict] = []
         for node, heard_at in self._voices.items():
             members = {m: w for m, w in self._members.items() if w.node == node}
             last = max([heard_at, *(watched.heard_at for watched in members.values())])
             if is_remote(node) and members and at - last > self.deadlines.node_silent_s:
                 words = f"nothing heard from {node} for {at - last:.1f} s"
-                found += [Verdict(member=m, what="cut off", detail=words) for m in members]
+                found += [HealthVerdict(member=m, what="cut off", detail=words) for m in members]
         return found
 
-    def _silent(self, at: float, is_stopped: Callable[[int], bool]) -> list[Verdict]:
-        found: list[Verdict] = []
+    def _silent(self, at: float, is_stopped: Callable[[int], bool]) -> list[HealthVerdict]:
+        found: list[HealthVerdict] = []
         for member, watched in self._members.items():
             silent_s = at - watched.heard_at
             if silent_s > self.deadlines.silent_s:
                 words = f"no sign of life for {silent_s:.1f} s"
-                found.append(Verdict(member=member, what="hung", detail=words))
+                found.append(HealthVerdict(member=member, what="hung", detail=words))
             elif silent_s > self.deadlines.stopped_s and is_stopped(member):
                 words = f"its process is stopped; no sign of life for {silent_s:.1f} s"
-                found.append(Verdict(member=member, what="hung", detail=words))
+                found.append(HealthVerdict(member=member, what="hung", detail=words))
         return found
 
-    def _stuck(self, at: float, busy: set[int]) -> list[Verdict]:
-        late: dict[int, tuple[_Watched, float]] = {}
+    def _stuck(self, at: float, busy: set[int]) -> list[HealthVerdict]:
+        late: dict[int, tuple[_WorkerHealth, float]] = {}
         for member in busy & set(self._members):
             watched = self._members[member]
             allowed_s = self._allowed_s(watched.phase)
@@ -201,13 +201,13 @@ class Watchdog:
             # Several at once: the least advanced.
             first = min(self._members[m].step for m in blamed)
             return [
-                Verdict(member=m, what="hung", detail=_stuck_words(*late[m]))
+                HealthVerdict(member=m, what="hung", detail=_stuck_words(*late[m]))
                 for m in blamed
                 if self._members[m].step == first
             ]
         if late and not blamed and len(late) == len(here):
             return [
-                Verdict(member=m, what="stalled", detail=_stuck_words(*found))
+                HealthVerdict(member=m, what="stalled", detail=_stuck_words(*found))
                 for m, found in late.items()
             ]
         return []
@@ -218,7 +218,7 @@ class Watchdog:
             return max(limits.step_s, limits.step_ratio * self.usual_step_s)
         return limits.forming_s if phase in {"forming", "starting"} else limits.long_s
 
-    def _weigh(self, member: int, watched: _Watched) -> list[Verdict]:
+    def _weigh(self, member: int, watched: _WorkerHealth) -> list[HealthVerdict]:
         """Compare a step's compute time with the median of the others' last."""
         others = [
             other.compute_s[-1]
@@ -235,13 +235,13 @@ class Watchdog:
         if watched.slow_steps >= STRAGGLER_STEPS and not watched.is_named:
             watched.is_named = True
             words = f"computes {ratio:.1f} times as long as the others"
-            return [Verdict(member=member, what="straggler", detail=words, ratio=ratio)]
+            return [HealthVerdict(member=member, what="straggler", detail=words, ratio=ratio)]
         if watched.brisk_steps >= STRAGGLER_STEPS and watched.is_named:
             watched.is_named = False
             words = "keeps up with the others again"
-            return [Verdict(member=member, what="recovered", detail=words, ratio=ratio)]
+            return [HealthVerdict(member=member, what="recovered", detail=words, ratio=ratio)]
         return []
 
 
-def _stuck_words(watched: _Watched, allowed_s: float) -> str:
+def _stuck_words(watched: _WorkerHealth, allowed_s: float) -> str:
     return f"no progress in {watched.phase!r} at step {watched.step} for {allowed_s:.0f} s"

@@ -23,28 +23,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from yunlu.core.settings import use_network_interface
-from yunlu.training.elastic.control_client import GIVE_UP_S, Contact, LostError
+from yunlu.training.attempt import as_user_error
+from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.messages import (
     Assignment,
-    Beat,
     Done,
     Ending,
     Halt,
-    HelloMember,
-    Holding,
-    Hosting,
+    Heartbeat,
+    HeldState,
     Leave,
-    Leaving,
-    Meet,
+    LeaveNotice,
     Message,
     Pause,
+    Paused,
     Ready,
-    Settled,
     Stop,
+    StoreHosted,
+    StoreLocated,
+    WorkerHello,
     as_failure,
 )
 from yunlu.training.elastic.sockets import cut_since, interface_of, open_store
-from yunlu.training.attempt import as_user_error
 from yunlu.training.parallel.sockets import Socket, open_sockets, tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from yunlu.core.value import Value
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 BEAT_S = 0.2
 _CUT_AGAIN_S = 0.05
@@ -67,13 +67,13 @@ class HaltedError(Exception):
     """The supervisor broke off the generation: somebody in it is lost."""
 
 
-class Member:
+class WorkerAgent:
     """One worker of the crew. Its methods are for the main thread."""
 
-    def __init__(self, number: int, *, node: str, run_dir: RunDir) -> None:
+    def __init__(self, number: int, *, node: str, run: RunStore) -> None:
         self.number = number
         self.node = node
-        self.run_dir = run_dir
+        self.run = run
         self.assignment: Assignment | None = None
         """What it does, or did last."""
         self.dismissed: Literal["leave", "lost"] | None = None
@@ -83,19 +83,19 @@ class Member:
         """Stop at the next step boundary, together with all others, and settle."""
         self.wants_stop = False
         """Stop at the next step boundary, together with all others, save, and be done."""
-        self._contact = Contact(run_dir)
+        self._contact = ControlClient(run)
         self._changed = threading.Condition()
         self._outbox: deque[Value] = deque()
         self._pending: Assignment | None = None
-        self._meeting: Meet | None = None
+        self._meeting: StoreLocated | None = None
         self._halted = -1
         self._aside_due_at = 0.0
         self._is_waiting = False
         self._ending: Ending | None = None
         self._taken: Assignment | None = None
-        self._live: Holding | None = None
-        self._copies: tuple[Holding, ...] = ()
-        self._beat = Beat(phase="starting")
+        self._live: HeldState | None = None
+        self._copies: tuple[HeldState, ...] = ()
+        self._beat = Heartbeat(phase="starting")
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=10_000)
         self._has_stepped = False
         self._is_news = False
@@ -173,13 +173,13 @@ class Member:
         self._taken, self._has_stepped = assignment, False
         self.beat(step=step, phase="first step")
 
-    def holding(self, step: int) -> Holding | None:
+    def holding(self, step: int) -> HeldState | None:
         """The part of the state this worker has after ``step`` steps; none before it has any."""
         taken = self._taken
         if taken is None or taken.rank is None:
             return None
         place = taken.layout.place_of(taken.rank)
-        return Holding(step=step, generation=taken.generation, place=place)
+        return HeldState(step=step, generation=taken.generation, place=place)
 
     def beat(
         self,
@@ -218,7 +218,7 @@ class Member:
         now = time.monotonic()
         if now >= self._aside_due_at:  # again in a while: who heard it may have been replaced
             self._aside_due_at = now + _ASIDE_AGAIN_S
-            self._post(Leaving(is_aside=True))
+            self._post(LeaveNotice(is_aside=True))
 
     @property
     def is_halted(self) -> bool:
@@ -232,7 +232,7 @@ class Member:
         return tells_of_loss(error)
 
     def settled(
-        self, step: int, *, live: bool, copies: Sequence[Holding] = (), detail: str = ""
+        self, step: int, *, live: bool, copies: Sequence[HeldState] = (), detail: str = ""
     ) -> None:
         """Out of the generation, at the end of ``step``; ``live`` where the state is whole."""
         assert self.assignment is not None
@@ -294,7 +294,7 @@ class Member:
             if assignment.meeting_rank == 0:
                 store = open_store(self._contact.local_host, 0, is_host=True)
                 host, port = self._contact.local_host, store.port
-                self._post(Hosting(generation=assignment.generation, host=host, port=port))
+                self._post(StoreHosted(generation=assignment.generation, host=host, port=port))
             else:
                 store = open_store(*self._await_meeting(assignment.generation), is_host=False)
             store.set_timeout(timedelta(seconds=_STORE_S))
@@ -347,7 +347,7 @@ class Member:
                     beaten_at = now
                     self._send_beat()
                 self._contact.check_quiet()
-            except LostError:
+            except ControlLostError:
                 if self._contact.connection is not None:
                     selector.unregister(self._contact.connection)
                 self._contact.drop()
@@ -355,7 +355,7 @@ class Member:
     def _reconnect(self, selector: selectors.BaseSelector) -> bool:
         with self._changed:
             # What was to be said in an earlier connection stands in the hello, except last words.
-            for message in [each for each in self._outbox if isinstance(each, Done | Settled)]:
+            for message in [each for each in self._outbox if isinstance(each, Done | Paused)]:
                 self._outbox.remove(message)
             hello = self._hello()
         if self._contact.connect(hello):
@@ -375,7 +375,7 @@ class Member:
                 case Assignment():
                     if message.generation > self._halted:
                         self._pending = message
-                case Meet():
+                case StoreLocated():
                     self._meeting = message
                 case Pause():
                     current = self.assignment
@@ -434,17 +434,17 @@ class Member:
         with suppress(BlockingIOError):
             if signal.SIGTERM in self._woken.recv(4096) and not self.leaving:
                 self.leaving = True
-                self._outbox.append(Leaving())
+                self._outbox.append(LeaveNotice())
 
-    def _report(self, generation: int, step: int, detail: str) -> Settled:
-        return Settled(
+    def _report(self, generation: int, step: int, detail: str) -> Paused:
+        return Paused(
             generation=generation, step=step, live=self._live, copies=self._copies, detail=detail
         )
 
-    def _hello(self) -> HelloMember:
+    def _hello(self) -> WorkerHello:
         current = self.assignment
         waits = self._is_waiting and self._pending is None
-        return HelloMember(
+        return WorkerHello(
             token="",
             member=self.number,
             node=self.node,
@@ -470,9 +470,11 @@ class Member:
             self._wake.send(b"\0")
 
 
-def run_member(number: int, *, node: str, run_dir: RunDir, body: Callable[[Member], None]) -> int:
+def run_worker_agent(
+    number: int, *, node: str, run: RunStore, body: Callable[[WorkerAgent], None]
+) -> int:
     """Live a worker's life; its exit code."""
-    member = Member(number, node=node, run_dir=run_dir)
+    member = WorkerAgent(number, node=node, run=run)
     member.start()
     try:
         body(member)

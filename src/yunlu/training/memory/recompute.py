@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from yunlu.core.errors import ModelError
-from yunlu.training.memory.live import peak_bytes
+from yunlu.training.memory.live_bytes import peak_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from yunlu.core.errors import ModelError, TrainingError, missing_part
-from yunlu.training.optim.frozen import FrozenAdam
-from yunlu.training.optim.fused import FusedAdam
+from yunlu.training.optim.frozen_adam import FrozenAdam
+from yunlu.training.optim.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.training.parallel.arrangement import blank_like
-from yunlu.training.parallel.boxes import join_groups, weights_of
-from yunlu.training.parallel.exchange import exchange
+from yunlu.training.parallel.parallel_model import blank_like
+from yunlu.training.parallel.redistribute import exchange
+from yunlu.training.parallel.tensor_slices import join_groups, weights_of
 
 if TYPE_CHECKING:
     from torch import nn

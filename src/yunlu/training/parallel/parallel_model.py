@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.training.communication.summation import TorchSummation
-from yunlu.training.parallel.batch_norm import synchronise_batch_norm, uncounted, undo
-from yunlu.training.parallel.boxes import is_spread, local_of
-from yunlu.training.parallel.gradients import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientSum
+from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, undo
+from yunlu.training.parallel.tensor_slices import is_spread, local_of
 from yunlu.training.parallel.zero import OwnedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.training.communication.summation import Summation
+    from yunlu.training.parallel.fsdp import UsedWeights
     from yunlu.training.parallel.pipeline import Pipeline
-    from yunlu.training.parallel.sharded import UsedWeights
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
@@ -49,10 +49,10 @@ class Arrangement:
         self._shared: dict[str, list[int]] = {}
         if self._is_cut:
             # Slow to import, and replicas need none of it: a node that joins them is there sooner.
-            from yunlu.training.parallel import cutting  # noqa: PLC0415
+            from yunlu.training.parallel import parallelize  # noqa: PLC0415
 
             self._cutting = cutting
-            self._stages, self._shared = cutting.cut(model, world)
+            self._stages, self._shared = parallelize.cut(model, world)
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
         self.leaves = [_leaf(weight) for weight in self.weights]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from yunlu.training.parallel.fsdp import UsedWeights, find_blocks, reshard, set_sync, shard
 from yunlu.training.parallel.pipeline import Pipeline
-from yunlu.training.parallel.sharded import UsedWeights, find_blocks, reshard, set_sync, shard
-from yunlu.training.parallel.stages import shared_names, split
-from yunlu.training.parallel.tensor import apply_tensor_parallel, sharded_loss
+from yunlu.training.parallel.pipeline_stages import shared_names, split
+from yunlu.training.parallel.tensor_parallel import apply_tensor_parallel, sharded_loss
 
 if TYPE_CHECKING:
     from torch import nn

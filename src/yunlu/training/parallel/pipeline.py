@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
-from yunlu.training.parallel.schedules import actions
-from yunlu.training.parallel.wire import Letter, Wire, empty_header, write_header
+from yunlu.training.parallel.pipeline_schedules import actions
+from yunlu.training.parallel.pipeline_transport import Letter, Wire, empty_header, write_header
 from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from yunlu.planning.layout import Layout
-    from yunlu.training.parallel.schedules import Action
-    from yunlu.training.parallel.wire import Wait
+    from yunlu.training.parallel.pipeline_schedules import Action
+    from yunlu.training.parallel.pipeline_transport import Wait
     from yunlu.training.tasks.task import Batch
 
 _HEADER, _HIDDEN, _GRADIENT, _SHARED = range(4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.training.parallel.gradients import GradientSum
-from yunlu.training.parallel.whole import Whole
+from yunlu.training.parallel.gradient_allreduce import GradientSum
+from yunlu.training.parallel.single_model import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

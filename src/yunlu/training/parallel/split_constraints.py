@@ -8,15 +8,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.facts import ModelFacts
-from yunlu.training.parallel.sharded import why_not_shard
-from yunlu.training.parallel.stages import check, split, why_not_split
-from yunlu.training.parallel.tensor import why_not_tensor
+from yunlu.planning.split_constraints import SplitConstraints
+from yunlu.training.parallel.fsdp import why_not_shard
+from yunlu.training.parallel.pipeline_stages import check, split, why_not_split
+from yunlu.training.parallel.tensor_parallel import why_not_tensor
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.planning.facts import Axis
+    from yunlu.planning.split_constraints import Axis
     from yunlu.training.tasks.task import Batch
 
 _MOST_WAYS = 64
@@ -24,7 +24,7 @@ _MOST_WAYS = 64
 
 def find_facts(
     model: nn.Module, probe: Batch, *, state_bytes: float, activation_bytes_per_sample: float
-) -> ModelFacts:
+) -> SplitConstraints:
     """Look at a whole model; ``probe`` shows whether its stages together do what it does."""
     weights = list(model.parameters())
     why_not: dict[Axis, str] = {}
@@ -37,7 +37,7 @@ def find_facts(
     layers, parting = _count_layers(model, probe)
     if parting is not None:
         why_not["pp"] = parting
-    return ModelFacts(
+    return SplitConstraints(
         parameters=sum(weight.numel() for weight in weights),
         trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         state_bytes=state_bytes,

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from yunlu.planning.layout import AXES, Layout, Place
 from yunlu.training.communication.allreduce.doubling import doubling_sum
 from yunlu.training.communication.transport import connect
-from yunlu.training.parallel.boxes import piece_of
-from yunlu.training.parallel.exchange import exchange, gather_json, gather_specs
+from yunlu.training.parallel.redistribute import exchange, gather_json, gather_specs
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
+from yunlu.training.parallel.tensor_slices import piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 NEVER_S = 24 * 3600.0
 """Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""
@@ -54,8 +54,8 @@ class World:
     may_part: bool = False
     """Whether a worker can step aside, and the others go on without it."""
     _store: Any = None
-    _wires: list[Wire] = field(default_factory=list[Any])
-    _quick: Wire | None = None
+    _wires: list[Transport] = field(default_factory=list[Any])
+    _quick: Transport | None = None
     _sums: int = 0
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
@@ -171,7 +171,7 @@ class World:
 
     def open_wire(
         self, *, among: Sequence[int] | None = None, check: Callable[[], object] | None = None
-    ) -> Wire:
+    ) -> Transport:
         """Connections of their own for one thread; everyone calls this at the same point.
 
         Args:

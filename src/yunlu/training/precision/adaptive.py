@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from yunlu.training.precision.looks import FiniteLook, RangeLook
 from yunlu.training.precision.modules import (
     find_candidates,
     is_covered,
@@ -23,6 +22,7 @@ from yunlu.training.precision.modules import (
     run_in_full,
 )
 from yunlu.training.precision.policy import judge
+from yunlu.training.precision.range_probes import FiniteLook, RangeLook
 from yunlu.training.precision.ranges import Format
 from yunlu.training.precision.spikes import Spikes
 

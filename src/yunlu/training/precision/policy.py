@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from yunlu.training.precision.looks import BACKWARD, FORWARD
+from yunlu.training.precision.range_probes import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ import torch
 from yunlu.core.settings import read_settings
 from yunlu.planning.probed import Probed, no_slower
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
+from yunlu.training.probing.child_process import end_with_parent
 from yunlu.training.probing.microbenchmarks import (
     ATTENTIONS,
     CONVOLUTIONS,
@@ -33,7 +33,7 @@ from yunlu.training.probing.microbenchmarks import (
     measure_products,
     with_threads,
 )
-from yunlu.training.probing.child_process import end_with_parent
+from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
 from yunlu.training.probing.profile_store import keep_probe
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ def with_threads(count: int) -> Generator[None]:
 
 def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> Pace:
     """Square matrices; FLOPs are twice the cube of the side."""
-    from yunlu.training.precision.room import tf32_products  # noqa: PLC0415 - loads much else
+    from yunlu.training.precision.autocast import tf32_products  # noqa: PLC0415 - loads much else
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Settings
     from yunlu.planning.probed import Kind
     from yunlu.spec.job import Job
-    from yunlu.training.training_inputs import Parts
     from yunlu.training.autotune.timer import ModelMeter
     from yunlu.training.tasks.task import Batch
+    from yunlu.training.training_inputs import Parts
 
 _COUNTED_S = 0.01
 """What may be computed once more only to count it."""

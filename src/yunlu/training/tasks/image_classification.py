@@ -23,7 +23,7 @@ from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
-from yunlu.training.models.weights import read_parts
+from yunlu.training.models.initial_weights import read_parts
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
     Labelled,

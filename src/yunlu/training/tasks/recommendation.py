@@ -16,7 +16,7 @@ from yunlu.core.files import write_atomically
 from yunlu.training.data.features import customary, find_column
 from yunlu.training.data.sources import Tables, load_tables
 from yunlu.training.models.build import build_model
-from yunlu.training.models.factors import Factors
+from yunlu.training.models.matrix_factorization import Factors
 from yunlu.training.tasks.scoring import RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Scorer, Splits, call, logits_of
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeAlias
 
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import Job
 from yunlu.training.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from yunlu.runs.run_store import RunStore
 
 Curves: TypeAlias = dict[str, dict[int, float]]
 """Name of a metric to its value at each step."""
@@ -36,7 +38,7 @@ class TrackerContract:
         """A fresh tracker, as the engine would make one."""
         raise NotImplementedError
 
-    def read_back(self, run: RunDir) -> Curves | None:
+    def read_back(self, run: RunStore) -> Curves | None:
         """Everything the tracker holds of the run; None where it cannot be read back."""
         del run
         return None
@@ -102,7 +104,7 @@ class TrackerContract:
         tracker.finish(state="finished", summary={})
         self._assert_holds(run, {"train/loss": {9: 0.5}})
 
-    def _assert_holds(self, run: RunDir, expected: Curves) -> None:
+    def _assert_holds(self, run: RunStore, expected: Curves) -> None:
         curves = self.read_back(run)
         if curves is None:
             return
@@ -119,7 +121,7 @@ _JOB = Job.model_validate(
 )
 
 
-def _run(directory: Path) -> RunDir:
+def _run(directory: Path) -> RunStore:
     path = directory / "contract-run"
     path.mkdir()
-    return RunDir(path)
+    return open_run(path)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 EXPERIMENT = "yunlu"
@@ -48,7 +48,7 @@ class MlflowTracker:
         self._waiting: list[Any] = []
         self._sent_at = 0.0
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Find this run's MLflow run, or make one with the job as its parameters."""
         del resumed  # the id kept in the run's directory tells it, also without a checkpoint
         self._mlflow = _load_mlflow()
@@ -97,7 +97,7 @@ class MlflowTracker:
         self._run_id = run_id
         return True
 
-    def _create(self, run: RunDir, *, uri_is_local: bool) -> str:
+    def _create(self, run: RunStore, *, uri_is_local: bool) -> str:
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         if experiment is None:
             # Without this a local store would put artifacts under the working directory.
@@ -134,12 +134,12 @@ def _load_mlflow() -> ModuleType:
     return mlflow
 
 
-def _remember(run: RunDir, uri: str, run_id: str) -> None:
+def _remember(run: RunStore, uri: str, run_id: str) -> None:
     known = {"uri": hide_credentials(uri), "run_id": run_id}
     write_atomically(run.path / "mlflow.json", json.dumps(known))
 
 
-def _recall(run: RunDir, uri: str) -> str | None:
+def _recall(run: RunStore, uri: str) -> str | None:
     """The MLflow run of an earlier life, if it logged to the same place."""
     try:
         known = json.loads((run.path / "mlflow.json").read_text())

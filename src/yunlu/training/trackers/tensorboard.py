@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 
@@ -33,11 +33,11 @@ class TensorBoardTracker:
     def __init__(self) -> None:
         self._file: FileIO | None = None
         self._proto: Any = None
-        self._run: RunDir | None = None
+        self._run: RunStore | None = None
         self._config: dict[str, Any] = {}
         self._resumed = False
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Remember where to write; the file is made by the first metrics."""
         self._run, self._resumed, self._config = run, resumed, public_config(job)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 
@@ -16,7 +16,7 @@ class Tracker(Protocol):
     Built with no arguments. Called from one thread that is not the training loop's.
     """
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Open the tracker for this run; ``resumed`` is true for a later life of the same run."""
         ...
 

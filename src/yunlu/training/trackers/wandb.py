@@ -13,7 +13,7 @@ from yunlu.runs.states import RunState
 from yunlu.training.trackers.config import public_config
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 PROJECT = "yunlu"
@@ -31,7 +31,7 @@ class WandbTracker:
     def __init__(self) -> None:
         self._run: Any = None
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Open the W&B run named after this run."""
         del resumed  # the id kept in the run's directory tells it, also without a checkpoint
         try:
@@ -70,7 +70,7 @@ class WandbTracker:
         self._run.finish(exit_code=1 if state in _FAILED else 0)
 
 
-def _id_of(run: RunDir) -> str:
+def _id_of(run: RunStore) -> str:
     """Made in the first life and kept: run ids repeat between stores, W&B's must not."""
     kept = run.path / "wandb.json"
     if kept.exists():

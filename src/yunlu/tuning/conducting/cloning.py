@@ -16,14 +16,14 @@ from yunlu.tuning.conducting.story import read_story
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.story import Story
 
 _MADE_ANEW = ("batch", "micro_batch", "padding", "precision", "compile", "recompute", "memory_gb")
 """Fields of ``train`` on which so much of the plan depends that the worker makes another one."""
 
 
-def clone(parent: RunDir, child: RunDir, rung: int) -> bool:
+def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
     """Let a run that was not started yet begin where another one was at a rung.
 
     False where that one's checkpoint is gone; the run then begins from nothing.
@@ -65,7 +65,7 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _adapt_plan(parent: RunDir, child: RunDir, story: Story) -> Plan | None:
+def _adapt_plan(parent: RunStore, child: RunStore, story: Story) -> Plan | None:
     """The parent's plan for the child's job; None where the worker had better make its own.
 
     What was measured stays as it was: the child then computes each step exactly as the parent would.

@@ -41,7 +41,7 @@ from yunlu.tuning.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.hosting import Elastic
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.conducting.story import Evaluated
@@ -170,8 +170,8 @@ class Conductor:
             self._end = ("finished", self._is_exhausted or "nothing more is worth trying")
         if self._end is None:
             self._hosting.share([*self._live.values()])
-            for number, run_dir in self._hosting.start_queued([*self._live.values()]):
-                self._watch(number, run_dir)
+            for number, run in self._hosting.start_queued([*self._live.values()]):
+                self._watch(number, run)
             self._show()
             time.sleep(_BEAT_S)
 
@@ -189,8 +189,8 @@ class Conductor:
             trial = facts.trial
             if trial.state.is_over:
                 continue
-            run_dir = find_run(facts.run) if facts.run else None
-            if run_dir is None:
+            run = find_run(facts.run) if facts.run else None
+            if run is None:
                 if facts.run is not None:
                     reason = f"its run {facts.run} was removed"
                     self._records.end(trial.number, TrialState.FAILED, error=reason)
@@ -198,13 +198,13 @@ class Conductor:
                     self._hosting.enqueue(trial.number, self._starter.make_run(trial.number))
                 continue
             is_cut_off = trial.state is TrialState.HELD and trial.rung < trial.until
-            if trial.state is TrialState.HELD and not (is_cut_off or has_finished(run_dir)):
+            if trial.state is TrialState.HELD and not (is_cut_off or has_finished(run)):
                 continue
-            live = self._watch(trial.number, run_dir)
+            live = self._watch(trial.number, run)
             before = trial.rung
             if trial.state is TrialState.HELD:
                 self._records.change_trial(trial.number, state=TrialState.RUNNING)
-            live.ruled = next((k for k in ("prune", "hold") if k in read_verdict(run_dir)), "")
+            live.ruled = next((k for k in ("prune", "hold") if k in read_verdict(run)), "")
             if is_cut_off:
                 live.ruled = ""
             self._hear(live)
@@ -212,16 +212,14 @@ class Conductor:
             if trial.number in self._live and 0 < now.rung == before < self._total(live):
                 self._judge(live)  # it may have been killed before it had said so
 
-    def _watch(self, number: int, run_dir: RunDir) -> Live:
+    def _watch(self, number: int, run: RunStore) -> Live:
         live = self._live.get(number)
         if live is None:
-            record = new_record(run_dir)
+            record = new_record(run)
             assert record is not None
             devices = self._records.facts()[number].devices or 1
             story = Story(devices=devices)
-            live = self._live[number] = Live(
-                number=number, run_dir=run_dir, record=record, story=story
-            )
+            live = self._live[number] = Live(number=number, run=run, record=record, story=story)
         live.ruled = ""
         return live
 
@@ -230,16 +228,16 @@ class Conductor:
         now = time.monotonic()
         if now - live.looked_at > _ALIVE_S:
             live.looked_at = now
-            live.record = settle(live.run_dir, live.record)
+            live.record = settle(live.run, live.record)
         try:
-            size = live.run_dir.events.stat().st_size
+            size = live.run.events.stat().st_size
         except FileNotFoundError:
             self._rests.forget(live)
             self._records.end(live.number, TrialState.FAILED, error="its run was removed")
             return
         if size <= live.story.offset:
             return
-        for event, offset in live.run_dir.read_events(offset=live.story.offset):
+        for event, offset in live.run.read_events(offset=live.story.offset):
             found = live.story.take(event)
             live.story.offset = offset
             if found is not None:
@@ -284,14 +282,14 @@ class Conductor:
             self._rule(live, judged)
         elif judged.until > self._records.trial(live.number).until:
             self._records.change_trial(live.number, until=judged.until)
-            write_verdict(live.run_dir, {"until": judged.until})
+            write_verdict(live.run, {"until": judged.until})
 
     def _rule(self, live: Live, judged: Judged) -> None:
         kind = live.ruled = "prune" if judged.verdict is Verdict.PRUNE else "hold"
-        self._places.let_go(live.run_dir, for_good=kind == "prune")
-        write_verdict(live.run_dir, {kind: judged.reason})
+        self._places.let_go(live.run, for_good=kind == "prune")
+        write_verdict(live.run, {kind: judged.reason})
         if self._hosting.is_deaf:  # workers that do not wait for each other know no gate
-            self._places.stop(live.run_dir, now=kind == "prune")
+            self._places.stop(live.run, now=kind == "prune")
 
     def _start_more(self) -> None:
         """Ask the method what to do with the places that are free, until it has nothing more."""
@@ -337,17 +335,17 @@ class Conductor:
                 f"trial {number} is {trial.state} at rung {trial.rung}: it cannot go on to {until}"
             )
         if trial.state is TrialState.HELD:
-            run_dir = find_run(self._records.facts()[number].run or "")
-            if run_dir is None:
+            run = find_run(self._records.facts()[number].run or "")
+            if run is None:
                 self._records.end(number, TrialState.FAILED, error="its run was removed")
                 return
             self._records.change_trial(number, state=TrialState.RUNNING, until=until, reason="")
-            self._hosting.enqueue(number, run_dir)
+            self._hosting.enqueue(number, run)
         elif until > trial.until:
             self._records.change_trial(number, until=until)
             live = self._live.get(number)
             if live is not None and not live.ruled:
-                write_verdict(live.run_dir, {"until": until})
+                write_verdict(live.run, {"until": until})
 
     # The end.
 
@@ -360,7 +358,7 @@ class Conductor:
                 continue
             self._rule(live, Judged(Verdict.HOLD, reason=reason))
             if live.story.state in {RunState.PENDING, RunState.PLANNING}:
-                self._places.stop(live.run_dir)
+                self._places.stop(live.run)
         deadline = time.monotonic() + _LEAVE_S
         while self._live:
             for live in [*self._live.values()]:
@@ -369,13 +367,13 @@ class Conductor:
                 self._give_up()
             time.sleep(_BEAT_S)
         for facts in self._records.facts():
-            run_dir = find_run(facts.run) if facts.run else None
-            if facts.state is TrialState.HELD and run_dir is not None:
-                write_verdict(run_dir, {})  # whoever resumes the run by hand trains it to its end
+            run = find_run(facts.run) if facts.run else None
+            if facts.state is TrialState.HELD and run is not None:
+                write_verdict(run, {})  # whoever resumes the run by hand trains it to its end
 
     def _give_up(self) -> None:
         """End what still runs, at once."""
         for live in [*self._live.values()]:
-            self._places.stop(live.run_dir, now=True)
+            self._places.stop(live.run, now=True)
             self._rests.forget(live)
             self._records.change_trial(live.number, state=TrialState.HELD, reason="ended at once")

@@ -18,7 +18,7 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.live import Live
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.conducting.sharing import Aim, Claim
@@ -54,11 +54,11 @@ class Hosting:
         self.workers = min(asked.parallel or most, most)
         """Trials that can run at once."""
         self.is_deaf = asked.job.communication.method == "asynchronous"
-        self.queue: dict[int, RunDir] = {}
+        self.queue: dict[int, RunStore] = {}
         """Trials that wait for devices, by number."""
         self._paces = Paces(rungs=max(asked.rungs, 1))
         self._given: dict[str, int] = {}
-        self._leaving: list[RunDir] = []
+        self._leaving: list[RunStore] = []
         self._refused_at: dict[int, float] = {}
         self._shares: dict[int, int] = {}
         self._shared_at = -inf
@@ -83,15 +83,15 @@ class Hosting:
 
     # Waiting for devices.
 
-    def enqueue(self, number: int, run_dir: RunDir) -> None:
+    def enqueue(self, number: int, run: RunStore) -> None:
         """A trial is to begin, or to go on, as soon as there are devices for it."""
-        self.queue[number] = run_dir
+        self.queue[number] = run
         self._shared_at = -inf
 
-    def leave(self, run_dir: RunDir) -> None:
+    def leave(self, run: RunStore) -> None:
         """A run is over, but for its last processes."""
-        if self._given.pop(run_dir.id, None) is not None:
-            self._leaving.append(run_dir)
+        if self._given.pop(run.id, None) is not None:
+            self._leaving.append(run)
         self._shared_at = -inf
 
     def clear(self) -> list[int]:
@@ -100,24 +100,24 @@ class Hosting:
         self.queue.clear()
         return waited
 
-    def start_queued(self, lives: Sequence[Live]) -> list[tuple[int, RunDir]]:
+    def start_queued(self, lives: Sequence[Live]) -> list[tuple[int, RunStore]]:
         """Start those for whom there are devices now."""
         if not self.queue:
             return []
-        started: list[tuple[int, RunDir]] = []
+        started: list[tuple[int, RunStore]] = []
         free = self._places.devices - self._taken(lives)
-        for number, run_dir in [*self.queue.items()]:
+        for number, run in [*self.queue.items()]:
             devices = self._find_size(number)
             if devices > free and self._leaving:
                 break  # a moment later it can have what it is meant to
             devices = devices if devices <= free else self._least
             if devices > free:
                 break  # in their order: who needs more is not passed by
-            if self._places.held(run_dir) or not self._start(number, run_dir, devices):
+            if self._places.held(run) or not self._start(number, run, devices):
                 continue  # what is left of its life before is just leaving
             free -= devices
             del self.queue[number]
-            started.append((number, run_dir))
+            started.append((number, run))
         return started
 
     def _find_size(self, number: int) -> int:
@@ -127,29 +127,28 @@ class Hosting:
         is_short = self._is_measured() and left_s < self._paces.start_s
         return self._least if self._elastic == "auto" and is_short else max(share, self._least)
 
-    def _start(self, number: int, run_dir: RunDir, devices: int) -> bool:
+    def _start(self, number: int, run: RunStore, devices: int) -> bool:
         trial = self._records.trial(number)
-        write_verdict(run_dir, {"until": trial.until})
+        write_verdict(run, {"until": trial.until})
         most = self._places.devices if self._may_grow(number) else devices
         try:
-            self._places.start(run_dir, devices, most=most, promise=self._promise(number))
+            self._places.start(run, devices, most=most, promise=self._promise(number))
         except StoreError:
             refused_at = self._refused_at.setdefault(number, time.monotonic())
             if time.monotonic() - refused_at < _TRY_S:
                 return False
             raise
         self._refused_at.pop(number, None)
-        self._given[run_dir.id] = devices
+        self._given[run.id] = devices
         self._records.change_trial(number, state=TrialState.RUNNING, devices=devices)
         return True
 
     def _taken(self, lives: Sequence[Live]) -> int:
-        self._leaving = [run_dir for run_dir in self._leaving if self._places.held(run_dir)]
-        here = {live.run_dir.id: live.run_dir for live in lives if live.number not in self.queue}
+        self._leaving = [run for run in self._leaving if self._places.held(run)]
+        here = {live.run.id: live.run for live in lives if live.number not in self.queue}
         return sum(
-            max(self._places.held(run_dir), self._given.get(run_dir.id, 0))
-            for run_dir in here.values()
-        ) + sum(self._places.held(run_dir) for run_dir in self._leaving)
+            max(self._places.held(run), self._given.get(run.id, 0)) for run in here.values()
+        ) + sum(self._places.held(run) for run in self._leaving)
 
     # Sharing them out.
 
@@ -159,7 +158,7 @@ class Hosting:
         if now - self._shared_at < _SHARE_S or not self._is_elastic():
             return
         self._shared_at = now
-        self._paces.look((live.number, live.run_dir) for live in lives)
+        self._paces.look((live.number, live.run) for live in lives)
         promises = find_promises(self._records.trials())
         running = [live for live in lives if live.number not in self.queue]
         claims = [self._claim(live, promises) for live in running]
@@ -179,17 +178,17 @@ class Hosting:
         for more, live in sorted(changes, key=lambda change: change[0]):  # who shrinks is first
             devices = self._shares[live.number]
             if more <= free and self._places.resize(
-                live.run_dir, devices, promise=promises[live.number]
+                live.run, devices, promise=promises[live.number]
             ):
                 free -= max(more, 0)  # what shrinks is free when it has shrunk
-                self._given[live.run_dir.id] = devices
+                self._given[live.run.id] = devices
                 self._records.change_trial(live.number, devices=devices)
 
     def _claim(self, live: Live, promises: dict[int, float]) -> Claim:
         trial = self._records.trial(live.number)
-        held = self._given.get(live.run_dir.id) or self._places.held(live.run_dir) or self._least
+        held = self._given.get(live.run.id) or self._places.held(live.run) or self._least
         is_moving = live.story.state is not RunState.RUNNING or bool(live.ruled)
-        usable = self._places.usable(live.run_dir)
+        usable = self._places.usable(live.run)
         return self._paces.claim(
             trial,
             held=held,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yunlu.jobs.run import RunRecord
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.story import Story
 
 
@@ -17,7 +17,7 @@ class Live:
 
     number: int
     """Of its trial."""
-    run_dir: RunDir
+    run: RunStore
     record: RunRecord
     story: Story
     ruled: str = ""

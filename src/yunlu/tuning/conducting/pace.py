@@ -14,7 +14,7 @@ from yunlu.tuning.conducting.sharing import MANY, Claim, fit_power
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.values import Trial
 
 _RUNG_S = 60.0
@@ -42,11 +42,11 @@ class Paces:
         """From a start to the first step."""
         self._usual_rung_s = _RUNG_S
 
-    def look(self, runs: Iterable[tuple[int, RunDir]]) -> None:
+    def look(self, runs: Iterable[tuple[int, RunStore]]) -> None:
         """Read what the runs of these trials, by number, have written since the last time."""
         has_moved = False
-        for number, run_dir in runs:
-            course = self._courses.pop(number, None) or Course(run_dir)
+        for number, run in runs:
+            course = self._courses.pop(number, None) or Course(run)
             self._courses[number] = course  # the newest last
             has_moved |= course.take()
         for number in [*self._courses][:-_KEPT]:
@@ -114,7 +114,7 @@ class Paces:
 
     def _change_s(self, course: Course | None) -> float:
         """What other devices cost it: a pause, or another start."""
-        if course is None or not restarts(course.run_dir):
+        if course is None or not restarts(course.run):
             return self.resize_s
         return self.start_s + _SAVE_S
 

@@ -36,7 +36,7 @@ from yunlu.tuning.study_dir import StudyError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
 
 PROMISING = 0.5
 """A trial that is better than half of those at its rung keeps the study's priority in the pool."""
@@ -54,47 +54,47 @@ class Places(Protocol):
         """How many in all."""
         ...
 
-    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+    def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         """Make the run of a trial, which waits until it is started."""
         ...
 
     def start(
-        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+        self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
         """Start a trial, or go on with one that rests.
 
         Args:
-            run_dir: Its run.
+            run: Its run.
             devices: On so many.
             most: To so many it may grow later; without a word, to all there are.
             promise: The chance that it is among the best; says who goes first where others wait.
         """
         ...
 
-    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+    def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """Other devices for a trial that trains; False where that cannot be just now."""
         ...
 
-    def held(self, run_dir: RunDir) -> int:
+    def held(self, run: RunStore) -> int:
         """Devices that it takes now; 0 where nobody works on it, or not yet."""
         ...
 
-    def usable(self, run_dir: RunDir) -> int | None:
+    def usable(self, run: RunStore) -> int | None:
         """The most that its model and batch can be split over; None until that is known."""
         ...
 
-    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+    def let_go(self, run: RunStore, *, for_good: bool) -> None:
         """It will end by itself, at a rung: nobody is to start it again before we do."""
         ...
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """Ask it to save and stop, or end it at once; does not wait."""
         ...
 
 
-def restarts(run_dir: RunDir) -> bool:
+def restarts(run: RunStore) -> bool:
     """Whether a run of this machine can only get other devices in another life."""
-    record = read_leases(run_dir)
+    record = read_leases(run)
     return record is None or any(lease.slots for lease in record.wanted)
 
 
@@ -136,93 +136,93 @@ class LocalPlaces:
         """As ``Places.devices``."""
         return self._node.devices
 
-    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+    def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         """As ``Places.submit``."""
         return service.submit(job, source=source)
 
     def start(
-        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+        self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
         """As ``Places.start``; where all run here at once, promise decides nothing."""
         del promise
         most = self.devices if most is None else most
         if devices == most == 1 and not count_gpus():
-            self._start_light(run_dir)
+            self._start_light(run)
         else:
-            self._hands.start(run_dir, self._placement(devices))
+            self._hands.start(run, self._placement(devices))
 
-    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+    def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Places.resize``: live, or by a stop from which it is to be started again."""
         del promise
-        sight, crew = self._hands.look(run_dir), read_crew(run_dir)
-        must_restart = restarts(run_dir)
+        sight, crew = self._hands.look(run), read_crew(run)
+        must_restart = restarts(run)
         if sight.state is not RunState.RUNNING or not (must_restart or sight.is_resizable):
             return False
         held = max(sight.devices, 1) if must_restart or crew is None else crew.target
         if held == devices:
             return True  # asked before, and about to happen
-        if devices > held and not self._has_lasted(run_dir):
+        if devices > held and not self._has_lasted(run):
             return False
         if must_restart:
-            return self._send_off(run_dir)
+            return self._send_off(run)
         try:
-            return self._hands.resize(run_dir, self._placement(devices))
+            return self._hands.resize(run, self._placement(devices))
         except NotNowError:
             return False
 
-    def held(self, run_dir: RunDir) -> int:
+    def held(self, run: RunStore) -> int:
         """As ``Places.held``."""
-        sight = self._hands.look(run_dir)
+        sight = self._hands.look(run)
         if sight.is_alive:
             return max(sight.devices, 1)
-        limits.forget(run_dir.id)
+        limits.forget(run.id)
         return 0
 
-    def usable(self, run_dir: RunDir) -> int | None:
+    def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``."""
-        if read_leases(run_dir) is not None:
-            return self._hands.look(run_dir).usable
-        if run_dir.id not in self._most:
-            job = Job.model_validate_json(run_dir.job.read_bytes())
-            self._most[run_dir.id] = min(find_needs(job).most, self.devices)
-        return self._most[run_dir.id]
+        if read_leases(run) is not None:
+            return self._hands.look(run).usable
+        if run.id not in self._most:
+            job = Job.model_validate_json(run.job.read_bytes())
+            self._most[run.id] = min(find_needs(job).most, self.devices)
+        return self._most[run.id]
 
-    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+    def let_go(self, run: RunStore, *, for_good: bool) -> None:
         """As ``Places.let_go``: nobody else starts anything here."""
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Places.stop``."""
-        service.request_stop(run_dir, now=now)
+        service.request_stop(run, now=now)
 
-    def _start_light(self, run_dir: RunDir) -> None:
-        if service.read_record(run_dir).state is RunState.PENDING:
-            service.start(run_dir, command=WORKER)
+    def _start_light(self, run: RunStore) -> None:
+        if service.read_record(run).state is RunState.PENDING:
+            service.start(run, command=WORKER)
         else:
-            service.resume(run_dir, command=WORKER)
-        worker = recorded_worker(run_dir)
+            service.resume(run, command=WORKER)
+        worker = recorded_worker(run)
         if worker is not None and self.devices > 1:
             limits.sweep()
             cores = len(os.sched_getaffinity(0))
-            limits.limit(run_dir.id, worker.pid, cpus=cores / self.devices)
+            limits.limit(run.id, worker.pid, cpus=cores / self.devices)
 
-    def _has_lasted(self, run_dir: RunDir) -> bool:
+    def _has_lasted(self, run: RunStore) -> bool:
         """Whether the wish that it grows is more than a moment's.
 
         Between one trial's end and another's beginning devices seem free that are not.
         """
         now = time.monotonic()
-        first, last = self._wished.get(run_dir.id, (now, now))
+        first, last = self._wished.get(run.id, (now, now))
         first = now if now - last > _CALM_S else first
-        self._wished[run_dir.id] = (first, now)
+        self._wished[run.id] = (first, now)
         return now - first >= _CALM_S
 
-    def _send_off(self, run_dir: RunDir) -> bool:
+    def _send_off(self, run: RunStore) -> bool:
         """Ask it to save and stop; not again while it may still be saving."""
-        asked_at = self._sent_off.get(run_dir.id, -_AGAIN_S)
+        asked_at = self._sent_off.get(run.id, -_AGAIN_S)
         if time.monotonic() - asked_at < _AGAIN_S:
             return False
-        self._sent_off[run_dir.id] = time.monotonic()
-        service.request_stop(run_dir)
+        self._sent_off[run.id] = time.monotonic()
+        service.request_stop(run)
         return True
 
     def _placement(self, devices: int) -> Placement:
@@ -250,19 +250,19 @@ class PoolPlaces:
         there = int(view.get("devices") or 0)
         return min(there, self._most) if self._most is not None else there
 
-    def submit(self, job: Job, *, source: Path | None = None) -> RunDir:
+    def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         """As ``Places.submit``: not in the queue before it is started."""
         return service.submit(job, source=source)
 
     def start(
-        self, run_dir: RunDir, devices: int, *, most: int | None = None, promise: float = 0.0
+        self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
         """As ``Places.start``: put into the queue, with all that waits there."""
         del most  # a bound in the queue can be raised at any time
-        job = Job.model_validate_json(run_dir.job.read_bytes())
+        job = Job.model_validate_json(run.job.read_bytes())
         needs = find_needs(job, most=devices)
         priority = self._priority_of(promise)
-        if read_entry(run_dir) is None:
+        if read_entry(run) is None:
             adapted = job.train.adapt_batch
             entry = Entry(
                 submitted_at=time.time(),
@@ -273,41 +273,41 @@ class PoolPlaces:
                 signature=sign(job),
                 wish="pause",  # until it is whole
             )
-            write_atomically(run_dir.path / QUEUE, entry.model_dump_json(indent=2))
+            write_atomically(run.path / QUEUE, entry.model_dump_json(indent=2))
         else:
-            change_entry(run_dir, needs=needs, priority=priority)
-        put_back(run_dir)
+            change_entry(run, needs=needs, priority=priority)
+        put_back(run)
 
-    def resize(self, run_dir: RunDir, devices: int, *, promise: float = 0.0) -> bool:
+    def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Places.resize``: another bound; the pool sees to it at its next decision."""
-        entry = read_entry(run_dir)
+        entry = read_entry(run)
         if entry is None or entry.wish != "run":
             return False
         most = max(devices // entry.needs.multiple * entry.needs.multiple, entry.needs.least)
         needs = entry.needs.model_copy(update={"most": most, "asked": most})
         priority = self._priority_of(promise)
         if (needs, priority) != (entry.needs, entry.priority):
-            change_entry(run_dir, needs=needs, priority=priority)
+            change_entry(run, needs=needs, priority=priority)
         return True
 
-    def held(self, run_dir: RunDir) -> int:
+    def held(self, run: RunStore) -> int:
         """As ``Places.held``: what the pool has given it, and nobody else may have."""
-        return sum(read_notes(run_dir).claims.values())
+        return sum(read_notes(run).claims.values())
 
-    def usable(self, run_dir: RunDir) -> int | None:
+    def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``: the pool finds out, too, and gives no more."""
-        crew = read_crew(run_dir)
+        crew = read_crew(run)
         return max(crew.layouts) if crew is not None and crew.layouts else None
 
-    def let_go(self, run_dir: RunDir, *, for_good: bool) -> None:
+    def let_go(self, run: RunStore, *, for_good: bool) -> None:
         """As ``Places.let_go``: it leaves the queue, and its devices are the pool's."""
         with suppress(StoreError):  # never queued
-            change_entry(run_dir, wish="stop" if for_good else "pause")
+            change_entry(run, wish="stop" if for_good else "pause")
 
-    def stop(self, run_dir: RunDir, *, now: bool = False) -> None:
+    def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Places.stop``."""
-        self.let_go(run_dir, for_good=False)
-        service.request_stop(run_dir, now=now)
+        self.let_go(run, for_good=False)
+        service.request_stop(run, now=now)
 
     def _priority_of(self, promise: float) -> int:
         # Never above the study's own: other runs of the pool do not wait for a promising trial.

@@ -40,7 +40,7 @@ class Rests:
     def forget(self, live: Live) -> None:
         """Watch a run no longer."""
         self._lives.pop(live.number, None)
-        self._hosting.leave(live.run_dir)
+        self._hosting.leave(live.run)
 
     def take(self, live: Live, *, is_ending: bool) -> None:
         """A run rests; nothing is started again where the study is ending."""
@@ -57,16 +57,16 @@ class Rests:
             case RunState.STOPPED if live.ruled == "prune" or story.reason.startswith("pruned"):
                 self.forget(live)
                 self._records.end(live.number, TrialState.PRUNED, reason=story.reason, **cost)
-                self._places.let_go(live.run_dir, for_good=True)
-                drop_checkpoints(live.run_dir)
+                self._places.let_go(live.run, for_good=True)
+                drop_checkpoints(live.run)
             case RunState.STOPPED:
                 self.forget(live)
                 self._hold(live, cost, is_ending=is_ending)
             case RunState.LOST if live.lost < _LOST and not is_ending:
                 live.lost += 1
                 self._records.change_trial(live.number, **cost)
-                self._hosting.enqueue(live.number, live.run_dir)
-                self._hosting.leave(live.run_dir)
+                self._hosting.enqueue(live.number, live.run)
+                self._hosting.leave(live.run)
             case _:
                 self.forget(live)
                 self._fail(live, cost)
@@ -79,9 +79,9 @@ class Rests:
         is_best = best is not None and best.number == live.number
         worse = before if is_best else self._records.facts()[live.number]
         if worse is not None and worse.state is TrialState.DONE and not self._starter.saves:
-            run_dir = find_run(worse.run or "")
-            if run_dir is not None:
-                drop_checkpoints(run_dir)
+            run = find_run(worse.run or "")
+            if run is not None:
+                drop_checkpoints(run)
 
     def _hold(self, live: Live, cost: dict[str, Any], *, is_ending: bool) -> None:
         trial = self._records.trial(live.number)
@@ -89,9 +89,9 @@ class Rests:
         state = TrialState.RUNNING if goes_on else TrialState.HELD
         self._records.change_trial(live.number, state=state, reason=live.story.reason, **cost)
         if goes_on:  # it had not heard in time that it may, or somebody else has stopped it
-            self._hosting.enqueue(live.number, live.run_dir)
+            self._hosting.enqueue(live.number, live.run)
         else:
-            self._places.let_go(live.run_dir, for_good=False)
+            self._places.let_go(live.run, for_good=False)
 
     def _fail(self, live: Live, cost: dict[str, Any]) -> None:
         told = live.story.error or {}

@@ -11,7 +11,7 @@ from yunlu.tuning.conducting.trial_runs import find_run, make_job, make_run
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.records import Records
@@ -62,25 +62,23 @@ class Starter:
             copied_from=(source.number, rung),
         )
 
-    def make_run(self, number: int) -> RunDir:
+    def make_run(self, number: int) -> RunStore:
         """The run of a recorded trial; made once, whoever was killed meanwhile."""
         asked, trial = self._records.asked, self._records.trial(number)
         # Others may begin from any of its rungs; a population goes on from its newest.
         keep = _ALL if self._shares else 3 if self.saves else 1
         job = make_job(asked, number, trial.params, keep=keep)
         is_copy = trial.copied_from is not None
-        run_dir = make_run(
+        run = make_run(
             asked, number, trial.params, job, self._places, saves=self.saves, is_copy=is_copy
         )
         if trial.copied_from is not None:
             source, rung = trial.copied_from
             parent = find_run(self._records.facts()[source].run or "")
-            if parent is None or not clone(parent, run_dir, rung):
-                run_dir.warn(
-                    f"The checkpoint of trial {source} at rung {rung} is gone: begun anew."
-                )
-        self._records.change_trial(number, run=run_dir.id)
-        return run_dir
+            if parent is None or not clone(parent, run, rung):
+                run.warn(f"The checkpoint of trial {source} at rung {rung} is gone: begun anew.")
+        self._records.change_trial(number, run=run.id)
+        return run
 
     def _find_prefix(self, params: Params) -> tuple[TrialFacts | None, int]:
         """The trial that trained most of what this one would train first, and how far."""
@@ -90,10 +88,10 @@ class Starter:
         asked = self._records.asked
         job = make_job(asked, 0, params)
         for facts in self._records.facts():
-            run_dir = find_run(facts.run) if facts.run else None
-            if run_dir is None or len(facts.points) <= best[1]:
+            run = find_run(facts.run) if facts.run else None
+            if run is None or len(facts.points) <= best[1]:
                 continue
-            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_story(run_dir))
+            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_story(run))
             if best[1] < rung <= len(facts.points):
                 best = (facts, rung)
         return best

@@ -10,7 +10,8 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState, replay_move
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import Event, RunDir
+    from yunlu.runs.run_dir import Event
+    from yunlu.runs.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +122,18 @@ class Story:
         self.state = state
 
 
-def read_story(run_dir: RunDir, *, devices: int = 1) -> Story:
+def read_story(run: RunStore, *, devices: int = 1) -> Story:
     """All that a run has told."""
     story = Story(devices=devices)
-    for event, offset in run_dir.read_events():
+    for event, offset in run.read_events():
         story.take(event)
         story.offset = offset
     return story
 
 
-def has_finished(run_dir: RunDir) -> bool:
+def has_finished(run: RunStore) -> bool:
     """Whether a run was trained to its end: somebody may have gone on with a held trial by hand."""
-    return read_story(run_dir).state is RunState.FINISHED
+    return read_story(run).state is RunState.FINISHED
 
 
 def _number(value: Any) -> float:

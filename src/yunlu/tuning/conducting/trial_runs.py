@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
+    from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.study_dir import StudyAsked
     from yunlu.tuning.values import Params
@@ -52,9 +54,9 @@ def make_run(
     *,
     saves: bool,
     is_copy: bool = False,
-) -> RunDir:
+) -> RunStore:
     """The run of a trial, not yet started; the one of an earlier life if that was killed just then."""
-    run_dir = _find_orphan(job) or places.submit(job)
+    run = _find_orphan(job) or places.submit(job)
     told = {
         "study": asked.name,
         "study_id": asked.id,
@@ -64,43 +66,43 @@ def make_run(
         "saves": saves,
         "is_copy": is_copy,
     }
-    write_atomically(run_dir.trial, json.dumps(told))
-    return run_dir
+    write_atomically(run.trial, json.dumps(told))
+    return run
 
 
-def find_run(run_id: str) -> RunDir | None:
+def find_run(run_id: str) -> RunStore | None:
     """The directory of a trial's run; None where somebody has removed it."""
-    run_dir = RunDir(read_settings().home / run_id)
-    return run_dir if run_dir.job.exists() else None
+    run = open_run(read_settings().home / run_id)
+    return run if run.job.exists() else None
 
 
-def write_verdict(run_dir: RunDir, verdict: dict[str, Any]) -> None:
+def write_verdict(run: RunStore, verdict: dict[str, Any]) -> None:
     """Tell the worker: ``until``, a rung; ``hold`` or ``prune``, a reason; nothing: to the end."""
-    write_atomically(run_dir.verdict, json.dumps(verdict))
+    write_atomically(run.verdict, json.dumps(verdict))
 
 
-def read_verdict(run_dir: RunDir) -> dict[str, Any]:
+def read_verdict(run: RunStore) -> dict[str, Any]:
     """What the worker was last told."""
     try:
-        return json.loads(run_dir.verdict.read_bytes())
+        return json.loads(run.verdict.read_bytes())
     except FileNotFoundError:
         return {}
 
 
-def drop_checkpoints(run_dir: RunDir) -> None:
+def drop_checkpoints(run: RunStore) -> None:
     """Nobody goes on from here."""
-    shutil.rmtree(run_dir.checkpoints, ignore_errors=True)
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
 
 
-def _find_orphan(job: Job) -> RunDir | None:
+def _find_orphan(job: Job) -> RunStore | None:
     """A run that was submitted for this very job, and that nobody ever started."""
     home, name = read_settings().home, str(job.name)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
     for path in sorted(home.glob(f"{slug}-*")):
-        run_dir = RunDir(path)
-        if not _SUFFIX.fullmatch(path.name.removeprefix(slug)) or not run_dir.job.exists():
+        run = open_run(path)
+        if not _SUFFIX.fullmatch(path.name.removeprefix(slug)) or not run.job.exists():
             continue
-        same = Job.model_validate_json(run_dir.job.read_bytes()) == job
-        if same and not any(event.kind is EventKind.LIFE for event, _ in run_dir.read_events()):
-            return run_dir
+        same = Job.model_validate_json(run.job.read_bytes()) == job
+        if same and not any(event.kind is EventKind.LIFE for event, _ in run.read_events()):
+            return run
     return None

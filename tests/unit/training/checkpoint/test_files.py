@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from tests.checkpoints import load, read, write
 from yunlu.core.errors import CheckpointError, TrainingError
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.crew import Crew, Shares, assign_writers
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.manifest import pack_manifest
-from yunlu.training.checkpoint.places import LocalPlace
+from yunlu.training.checkpoint.save_group import Crew, Shares, assign_writers
+from yunlu.training.checkpoint.storage import LocalPlace
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.checkpoint.tensor_files import describe_bytes
-from yunlu.training.parallel.boxes import Box, Piece, piece_of
+from yunlu.training.parallel.tensor_slices import Box, Piece, piece_of
 
 WEIGHTS = "rank-00000.safetensors"
 

@@ -9,12 +9,12 @@ from tests.unit.training.communication.wired import in_threads, make_wires
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 Found = TypeVar("Found")
 
 
-def run_workers(function: Callable[[Wire], Found], size: int) -> list[Found]:
+def run_workers(function: Callable[[Transport], Found], size: int) -> list[Found]:
     """``function(wire)`` in a thread for each worker; what each returned."""
     wires = make_wires(["127.0.0.1"] * size)
 

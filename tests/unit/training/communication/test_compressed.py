@@ -19,7 +19,7 @@ from yunlu.training.communication.error_feedback import fold, share_out
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _LENGTH = 3 * 512 + 77
 _LOSSY = [name for name in CODECS if name not in {"none", "fp16", "bf16"}]
@@ -44,7 +44,7 @@ def lacking(sums: Sequence[CompressedSum], length: int = _LENGTH) -> Tensor:
 
 
 def run_steps(
-    wire: Wire, compressed: CompressedSum, steps: Sequence[int], length: int = _LENGTH
+    wire: Transport, compressed: CompressedSum, steps: Sequence[int], length: int = _LENGTH
 ) -> list[Tensor]:
     sums: list[Tensor] = []
     for step in steps:
@@ -82,7 +82,7 @@ def test_any_length_can_be_added_up(length: int) -> None:
 def test_the_bytes_are_those_of_the_codec() -> None:
     length, size, header = 4 * 512, 4, 24
 
-    def work(wire: Wire) -> int:
+    def work(wire: Transport) -> int:
         run_steps(wire, make("int4"), [0], length)
         return wire.traffic.sent_bytes
 
@@ -95,7 +95,7 @@ def test_the_bytes_are_those_of_the_codec() -> None:
 def test_one_bad_number_reaches_all_and_is_forgotten(name: str, bad: float) -> None:
     sums, clean = ([make(name) for _ in range(3)] for _ in range(2))
 
-    def work(wire: Wire) -> tuple[Tensor, Tensor]:
+    def work(wire: Transport) -> tuple[Tensor, Tensor]:
         compressed = sums[wire.rank]
         run_steps(wire, compressed, [0])
         flat = share(wire.rank, 1)
@@ -116,7 +116,7 @@ def test_one_bad_number_reaches_all_and_is_forgotten(name: str, bad: float) -> N
 def test_a_sum_that_overflows_is_forgotten() -> None:
     sums = [make("int4") for _ in range(2)]
 
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         flat = torch.full((_LENGTH,), 3e38)
         sums[wire.rank](wire, flat, 0, 0)
         assert not flat.isfinite().all()
@@ -129,7 +129,7 @@ def test_a_sum_that_overflows_is_forgotten() -> None:
 def test_a_step_that_was_left_out_does_not_go_into_the_next() -> None:
     sums, clean = ([make("onebit") for _ in range(2)] for _ in range(2))
 
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         compressed = sums[wire.rank]
         run_steps(wire, compressed, [0])
         compressed.settle()
@@ -145,10 +145,10 @@ def test_a_step_that_was_left_out_does_not_go_into_the_next() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "topk", "randomk"])
 def test_a_restored_run_goes_on_with_the_same_bits(name: str) -> None:
-    def whole(wire: Wire) -> Tensor:
+    def whole(wire: Transport) -> Tensor:
         return run_steps(wire, make(name), range(4))[3]
 
-    def halves(wire: Wire) -> Tensor:
+    def halves(wire: Transport) -> Tensor:
         first, second = make(name), make(name)
         run_steps(wire, first, [0, 1])
         state = first.state()
@@ -195,7 +195,7 @@ def test_residuals_of_another_arrangement_are_dropped() -> None:
 
 
 def test_numbers_that_are_no_gradients_are_added_up_exactly() -> None:
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         flags = torch.tensor([0.0, 1.0, float(wire.rank)])
         make("onebit")(wire, flags, -1, 0)
         return flags
@@ -206,7 +206,7 @@ def test_numbers_that_are_no_gradients_are_added_up_exactly() -> None:
 def test_an_outlier_is_bounded_before_it_is_left_out() -> None:
     sums = [CompressedSum(make_codec("onebit"), clip_norm=1.0) for _ in range(2)]
 
-    def work(wire: Wire) -> None:
+    def work(wire: Transport) -> None:
         flat = share(wire.rank, 0) * (1e4 if wire.rank else 1e-4)
         sums[wire.rank](wire, flat, 0, 0)
 
@@ -216,7 +216,7 @@ def test_an_outlier_is_bounded_before_it_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "powersgd"])
 def test_the_engine_gets_sums_that_run_beside_it(name: str) -> None:
-    def work(wire: Wire) -> tuple[list[Tensor], CompressedSummation]:
+    def work(wire: Transport) -> tuple[list[Tensor], CompressedSummation]:
         summation = compressed_summation(wire, name, rank=2)
         flats = [share(wire.rank, key, 4096).to(torch.float64) for key in range(3)]
         pending = [summation.begin(flat, key=key) for key, flat in enumerate(flats)]
@@ -242,7 +242,7 @@ def test_the_engine_gets_sums_that_run_beside_it(name: str) -> None:
 def test_after_a_switch_to_whole_numbers_nothing_is_lacking_or_comes_twice() -> None:
     sums = [make("onebit") for _ in range(2)]
 
-    def work(wire: Wire) -> list[Tensor]:
+    def work(wire: Transport) -> list[Tensor]:
         compressed = sums[wire.rank]
         first = run_steps(wire, compressed, [0, 1])
         compressed.switch(make_codec("int4", block=64))

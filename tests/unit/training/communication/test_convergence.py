@@ -19,12 +19,12 @@ from tests.unit.training.communication.crowd import run_workers
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.compressed import CompressedSum
 from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
-from yunlu.training.optim.frozen import FrozenAdam
-from yunlu.training.optim.fused import FusedAdam
+from yunlu.training.optim.frozen_adam import FrozenAdam
+from yunlu.training.optim.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
     from yunlu.training.communication.compressed import KeptSum
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _WORKERS, _STEPS, _WARM_UP, _BATCH = 4, 100, 20, 16
 _DIGITS: Any = load_digits(return_X_y=True)
@@ -69,7 +69,7 @@ def train(name: str, *, warm_up: bool = False, **options: Any) -> float:
     """The loss over all samples after training; ``warm_up``: at first four bits, then Adam held still."""
     images, labels = data()
 
-    def work(wire: Wire) -> tuple[float, list[nn.Parameter]]:
+    def work(wire: Transport) -> tuple[float, list[nn.Parameter]]:
         model = make_model()
         weights = list(model.parameters())
         groups = [{"params": weights, "weight_decay": 0.01}]

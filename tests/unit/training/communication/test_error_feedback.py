@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from yunlu.training.communication.error_feedback import (
+    ErrorFeedback,
     Place,
-    Residual,
     clip_share,
     fold,
     pack_state,
@@ -26,8 +26,8 @@ def state_of(rank: int, size: int, length: int) -> dict[str, Tensor]:
     """One of ``size`` workers, who own equal parts; whole numbers, whose sums are exact."""
     draw = torch.Generator().manual_seed(100 * size + rank)
     start, stop = length * rank // size, length * (rank + 1) // size
-    worker = Residual({"0": torch.randint(-99, 99, (length,), generator=draw).float()})
-    owner = Residual({"0": torch.randint(-99, 99, (stop - start,), generator=draw).float()})
+    worker = ErrorFeedback({"0": torch.randint(-99, 99, (length,), generator=draw).float()})
+    owner = ErrorFeedback({"0": torch.randint(-99, 99, (stop - start,), generator=draw).float()})
     place = Place(size=size, rank=rank, start=start, length=length, rounds=3)
     return pack_state(worker, owner, {"0": place}) | {"factor/0": whole(1, 2)}
 
@@ -64,7 +64,7 @@ def test_a_share_is_a_copy() -> None:
 
 
 def test_a_step_that_was_not_taken_leaves_no_trace() -> None:
-    residual = Residual()
+    residual = ErrorFeedback()
     for step in (1.0, 2.0):
         left = residual.room("a", 2).fill_(step)
         residual.keep("a", left)
@@ -79,7 +79,7 @@ def test_a_step_that_was_not_taken_leaves_no_trace() -> None:
 
 
 def test_undoing_the_first_step_leaves_nothing() -> None:
-    residual = Residual()
+    residual = ErrorFeedback()
     residual.keep("a", residual.room("a", 2).fill_(1.0))
     residual.revert()
     values = whole(5, 5)
@@ -88,7 +88,7 @@ def test_undoing_the_first_step_leaves_nothing() -> None:
 
 
 def test_undoing_half_a_step_leaves_the_other_half_alone() -> None:
-    residual = Residual()
+    residual = ErrorFeedback()
     for step in (1.0, 2.0):
         for name in "ab":
             residual.keep(name, residual.room(name, 1).fill_(step))
@@ -99,7 +99,7 @@ def test_undoing_half_a_step_leaves_the_other_half_alone() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_one_bad_number_spoils_the_message_and_nothing_that_is_kept(bad: float) -> None:
-    residual = Residual({"a": whole(1, 2, 3)})
+    residual = ErrorFeedback({"a": whole(1, 2, 3)})
     values = whole(1, bad, 1)
     assert not math.isfinite(residual.add_to("a", values))
     assert values.isnan().all()
@@ -107,14 +107,14 @@ def test_one_bad_number_spoils_the_message_and_nothing_that_is_kept(bad: float) 
 
 
 def test_what_is_kept_for_a_tensor_of_another_length_is_not_used() -> None:
-    residual = Residual({"a": whole(1, 2, 3)})
+    residual = ErrorFeedback({"a": whole(1, 2, 3)})
     values = whole(1, 1)
     residual.add_to("a", values)
     assert torch.equal(values, whole(1, 1))
 
 
 def test_error_is_relative_and_over_all_names() -> None:
-    residual = Residual()
+    residual = ErrorFeedback()
     assert residual.error() is None
     residual.note("a", given=3.0, left=0.6)
     residual.note("b", given=4.0, left=0.8)

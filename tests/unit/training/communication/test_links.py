@@ -13,13 +13,13 @@ from yunlu.planning.communication.figures import CodecCost, Work
 from yunlu.training.communication.codecs.make import CODECS, make_codec
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.links import measure_links
-from yunlu.training.communication.transport import LinkLostError, Wire
+from yunlu.training.communication.transport import LinkLostError, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def together(hosts: list[str], run: Callable[[Wire], Any]) -> list[Any]:
+def together(hosts: list[str], run: Callable[[Transport], Any]) -> list[Any]:
     """Run the same on a wire of each worker, as threads."""
     wires = make_wires(hosts)
 
@@ -55,7 +55,7 @@ def test_all_workers_get_the_same_sound_figures(hosts: list[str]) -> None:
 
 
 def test_the_slowest_worker_counts() -> None:
-    def run(wire: Wire) -> Any:
+    def run(wire: Transport) -> Any:
         cost = CodecCost(
             name="int8",
             bytes_per_value=1,
@@ -79,14 +79,14 @@ def test_the_slowest_worker_counts() -> None:
 
 
 def test_a_worker_without_a_step_leaves_compute_unknown() -> None:
-    def run(wire: Wire) -> Any:
+    def run(wire: Transport) -> Any:
         return measure_links(wire, budget_s=0.02, compute_s=0.1 if wire.rank else None)
 
     assert together(["127.0.0.1"] * 2, run)[0].compute_s == ()
 
 
 def test_the_sum_of_torch_is_tried_by_all_alike() -> None:
-    def run(wire: Wire) -> Any:
+    def run(wire: Transport) -> Any:
         tried: list[int] = []
         figures = measure_links(wire, budget_s=0.02, all_reduce=tried.append)
         return figures.all_reduce, tried
@@ -98,7 +98,7 @@ def test_the_sum_of_torch_is_tried_by_all_alike() -> None:
 
 
 def test_a_lost_worker_ends_the_measurement() -> None:
-    def run(wire: Wire) -> Any:
+    def run(wire: Transport) -> Any:
         if wire.rank == 1:
             return None
         with pytest.raises(LinkLostError):

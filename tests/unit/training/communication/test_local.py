@@ -16,7 +16,7 @@ from torch import Tensor
 
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
 from yunlu.training.communication.local.following import Following
-from yunlu.training.communication.transport import LinkLostError, Wire, connect
+from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ _SHAPES = ((5, 7), (), (3,), (2, 3, 4))
 _LENGTH = 35 + 1 + 3 + 24
 
 
-def _run(function: Callable[[Wire], Found], size: int) -> list[Found]:
+def _run(function: Callable[[Transport], Found], size: int) -> list[Found]:
     """``function(wire)`` in a thread for each worker; what each returned."""
     store = dist.HashStore()
 
@@ -62,7 +62,7 @@ def _changes(rank: int, step: int) -> list[Tensor]:
 
 
 def _train(
-    wire: Wire, rules: LocalRules, steps: int, samples: tuple[float, ...] | None = None
+    wire: Transport, rules: LocalRules, steps: int, samples: tuple[float, ...] | None = None
 ) -> tuple[list[Tensor], Averaging]:
     weights = _weights()
     averaging = Averaging(weights, wire, rules)
@@ -88,7 +88,7 @@ def _rules(draw: st.DrawFn) -> LocalRules:
 def test_all_that_was_learned_arrives_once_whatever_the_rules(
     rules: LocalRules, steps: int, size: int
 ) -> None:
-    def work(wire: Wire) -> tuple[Tensor, Tensor]:
+    def work(wire: Transport) -> tuple[Tensor, Tensor]:
         weights, averaging = _train(wire, rules, steps)
         averaging.settle()
         settled = _flat(weights).clone()
@@ -109,7 +109,7 @@ def test_all_that_was_learned_arrives_once_whatever_the_rules(
 
 
 def test_without_delay_weights_are_the_mean_after_every_exchange() -> None:
-    def work(wire: Wire) -> list[Tensor]:
+    def work(wire: Transport) -> list[Tensor]:
         weights = _weights()
         averaging = Averaging(weights, wire, LocalRules(every=2))
         seen: list[Tensor] = []
@@ -170,7 +170,7 @@ def test_outer_steps_are_those_of_nesterov() -> None:
 def test_weights_that_are_not_finite_are_left_out_and_replaced(codec: str, delay: int) -> None:
     rules = LocalRules(every=2, delay=delay, codec=codec)
 
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         weights = _weights()
         averaging = Averaging(weights, wire, rules)
         for step in range(1, 4):
@@ -197,7 +197,7 @@ def test_post_local_begins_from_where_summed_steps_have_led() -> None:
     rules = LocalRules(every=2, from_step=3)
     assert [rules.sums_gradients(step) for step in (1, 3, 4)] == [True, True, False]
 
-    def work(wire: Wire) -> tuple[int, Tensor]:
+    def work(wire: Transport) -> tuple[int, Tensor]:
         weights = _weights()
         averaging = Averaging(weights, wire, rules)
         for step in range(1, 4):
@@ -226,7 +226,7 @@ def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None
         averaging.settle()
         return _flat(weights).clone()
 
-    def work(wire: Wire) -> dict[str, Tensor]:
+    def work(wire: Transport) -> dict[str, Tensor]:
         weights, averaging = _train(wire, rules, 5)
         averaging.settle()
         saved = averaging.state()
@@ -244,7 +244,7 @@ def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None
 
 
 def test_after_settling_exactly_nothing_is_left_out() -> None:
-    def work(wire: Wire) -> dict[str, Tensor]:
+    def work(wire: Transport) -> dict[str, Tensor]:
         _, averaging = _train(wire, LocalRules(every=2, codec="topk"), 5)
         averaging.settle(exact=True)
         state = averaging.state()
@@ -258,7 +258,7 @@ def test_after_settling_exactly_nothing_is_left_out() -> None:
 
 
 def test_weights_that_were_never_the_same_are_refused() -> None:
-    def work(wire: Wire) -> str:
+    def work(wire: Transport) -> str:
         weights = [torch.full((9,), float(wire.rank))]
         averaging = Averaging(weights, wire, LocalRules(every=1))
         with pytest.raises(LinkLostError) as caught:
@@ -273,7 +273,7 @@ def test_weights_that_were_never_the_same_are_refused() -> None:
 def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> None:
     rules = LocalRules(every=2, delay=delay, codec="int8")
 
-    def work(wire: Wire) -> tuple[int, Tensor] | None:
+    def work(wire: Transport) -> tuple[int, Tensor] | None:
         weights, averaging = _train(wire, rules, 5 if delay else 3)
         if wire.rank == 1:
             averaging.abort()
@@ -296,7 +296,7 @@ def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> N
 
 
 def test_abort_from_another_thread_ends_a_wait() -> None:
-    def work(wire: Wire) -> None:
+    def work(wire: Transport) -> None:
         if wire.rank == 1:
             gone.wait(10)  # never takes part
             return
@@ -315,7 +315,7 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
 
 
 def test_weights_may_lie_in_any_order_in_memory() -> None:
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
         averaging = Averaging([weight], wire, LocalRules(every=1))
         weight += wire.rank
@@ -326,7 +326,7 @@ def test_weights_may_lie_in_any_order_in_memory() -> None:
     for found in _run(work, 2):
         assert torch.equal(found, torch.arange(24.0).view(2, 3, 2, 2) + 0.5)
     with pytest.raises(ValueError, match="gaps"):
-        Averaging([torch.zeros(4, 4)[:, :2]], Wire(0, ("a",), {}), LocalRules())
+        Averaging([torch.zeros(4, 4)[:, :2]], Transport(0, ("a",), {}), LocalRules())
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_sites_meet_as_single_workers_do(method: str, delay: int) -> None:
     with ThreadPoolExecutor(6) as workers:
         found = list(workers.map(train, range(6)))
 
-    def alone(wire: Wire) -> list[Tensor]:
+    def alone(wire: Transport) -> list[Tensor]:
         weights, averaging = _train(wire, rules, 10)
         averaging.settle(exact=True)
         momentum = averaging.state()["momentum"]

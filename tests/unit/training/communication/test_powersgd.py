@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.training.communication.crowd import run_workers
-from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
-from yunlu.training.communication.error_feedback import share_out
 from yunlu.training.communication.allreduce import ring_sum
-from yunlu.training.communication.transport import Wire
+from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
+from yunlu.training.communication.transport import Transport
 
 _MATRICES = [Matrix(5, 40, 60), Matrix(2405, 30, 50)]
 _LENGTH = 2405 + 1500 + 7
@@ -23,7 +23,7 @@ def total(size: int, steps: range) -> Tensor:
     return torch.stack([share(rank, step) for rank in range(size) for step in steps]).sum(0)
 
 
-def run_steps(wire: Wire, compressed: PowerSgdSum, steps: range) -> list[Tensor]:
+def run_steps(wire: Transport, compressed: PowerSgdSum, steps: range) -> list[Tensor]:
     found: list[Tensor] = []
     for step in steps:
         flat = share(wire.rank, step)
@@ -54,7 +54,7 @@ def test_a_sum_of_low_rank_comes_through_whole() -> None:
     left = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(1))
     right = torch.randn(2, 60, generator=torch.Generator().manual_seed(2))
 
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         flat = (left[wire.rank] @ right).reshape(-1)
         PowerSgdSum({0: [Matrix(0, 40, 60)]}, rank=2)(wire, flat, 0, 0)
         return flat.view(40, 60)
@@ -63,7 +63,7 @@ def test_a_sum_of_low_rank_comes_through_whole() -> None:
 
 
 def test_only_factors_travel() -> None:
-    def work(wire: Wire) -> int:
+    def work(wire: Transport) -> int:
         flat = torch.ones(100 * 100)
         PowerSgdSum({0: [Matrix(0, 100, 100)]}, rank=4)(wire, flat, 0, 0)
         return wire.traffic.sent_bytes
@@ -75,7 +75,7 @@ def test_only_factors_travel() -> None:
 def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
     sums, clean = ([PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2)] for _ in range(2))
 
-    def work(wire: Wire) -> tuple[Tensor, Tensor]:
+    def work(wire: Transport) -> tuple[Tensor, Tensor]:
         compressed = sums[wire.rank]
         run_steps(wire, compressed, range(1))
         flat = share(wire.rank, 1)
@@ -84,7 +84,7 @@ def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
         compressed(wire, flat, 0, 1)
         return flat, run_steps(wire, compressed, range(2, 3))[0]
 
-    def without(wire: Wire) -> Tensor:
+    def without(wire: Transport) -> Tensor:
         run_steps(wire, clean[wire.rank], range(1))
         return run_steps(wire, clean[wire.rank], range(2, 3))[0]
 
@@ -94,10 +94,10 @@ def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
 
 
 def test_a_restored_run_goes_on_with_the_same_bits() -> None:
-    def whole(wire: Wire) -> Tensor:
+    def whole(wire: Transport) -> Tensor:
         return run_steps(wire, PowerSgdSum({0: _MATRICES}, rank=2), range(3))[2]
 
-    def halves(wire: Wire) -> Tensor:
+    def halves(wire: Transport) -> Tensor:
         first, second = (PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2))
         run_steps(wire, first, range(2))
         second.restore(first.state())
@@ -131,7 +131,7 @@ def test_a_newcomer_without_factors_gets_the_same_bits() -> None:
 
 
 def test_a_gradient_of_zeros_stays_zero() -> None:
-    def work(wire: Wire) -> Tensor:
+    def work(wire: Transport) -> Tensor:
         flat = torch.zeros(_LENGTH)
         PowerSgdSum({0: _MATRICES}, rank=2)(wire, flat, 0, 0)
         return flat

@@ -26,16 +26,16 @@ from tests.unit.training.communication.served import (
 )
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec
-from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.frames import pack
 from yunlu.training.communication.servers.link import ServerLink, ServerLostError
-from yunlu.training.communication.servers.messages import Hello, Pull, Push, Take, say
+from yunlu.training.communication.servers.messages import Pull, Push, ServerHello, TakeTicket, say
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, cut
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
-from yunlu.training.data.order import StepOrder
+from yunlu.training.communication.transport_session import Traffic
+from yunlu.training.data.sample_order import StepOrder
 from yunlu.training.optim.build import build_optimizer
 from yunlu.training.tasks.task import Batch
 
@@ -195,7 +195,7 @@ def test_a_step_that_one_shard_has_and_another_not_is_done_with_the_weights_it_b
         model = build()
         flat = FlatWeights(list(model.parameters()))
         link = ServerLink(servers.directory, 0, "half", tuple, Traffic(), patience_s=30)
-        ticket = link.ask(Take(), waits=True).ticket
+        ticket = link.ask(TakeTicket(), waits=True).ticket
         assert ticket is not None
         loss_of(model, ticket)[0].backward()
         part = flat.read_gradients()[: len(cut(flat.length, 2)[0])].numpy().data
@@ -308,7 +308,7 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
     _, weights = train_alone(rules)
     with serving(tmp_path, rules) as servers:
         address = read_address(servers.directory, 0)
-        hello = b"".join(pack(say(Hello(token=address.token, worker="bad"))))
+        hello = b"".join(pack(say(ServerHello(token=address.token, worker="bad"))))
         length = servers.shards[0].weights.body_bytes
         push = b"".join(pack(say(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length)))
         damaged = bytearray(push)
@@ -317,9 +317,9 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
         attempts = [
             b"GET / HTTP/1.1\r\n\r\n",
             bytes(4096),
-            b"".join(pack(say(Hello(token="f" * 64, worker="w0")))),
-            b"".join(pack(say(Take()))),
-            b"".join(pack({**say(Hello(token=address.token, worker="bad")), "extra": 1})),
+            b"".join(pack(say(ServerHello(token="f" * 64, worker="w0")))),
+            b"".join(pack(say(TakeTicket()))),
+            b"".join(pack({**say(ServerHello(token=address.token, worker="bad")), "extra": 1})),
             b"".join(pack({"kind": "hello", "token": "x" * 100_000, "worker": "w"})),
             hello + bytes(damaged),
             hello + too_long,

@@ -17,8 +17,8 @@ from yunlu.core.errors import CheckpointError, StoreError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
 from yunlu.training.communication.servers.frames import BadFrameError, Frame, FrameReader, pack
-from yunlu.training.communication.servers.journal import Journal, write_state
-from yunlu.training.communication.servers.messages import Complete, Push
+from yunlu.training.communication.servers.journal import ShardJournal, write_state
+from yunlu.training.communication.servers.messages import CompleteTicket, Push
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, TicketSet, cut
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.communication.servers.weights import HeldWeights, RefusedPushError
@@ -79,10 +79,10 @@ def test_frames_too_long_or_not_ours_are_refused():
             read_all(data, control_bytes=500, body_bytes=99)
 
 
-def make_journal(directory: Path) -> Journal:
+def make_journal(directory: Path) -> ShardJournal:
     directory.mkdir()
     write_state(directory, {"log": "log-0"}, b"begin")
-    journal = Journal(directory)
+    journal = ShardJournal(directory)
     journal.read_state()
     assert list(journal.read_changes()) == []
     return journal
@@ -99,7 +99,7 @@ def test_half_a_record_is_cut_off_and_damage_is_told(tmp_path: Path):
     whole = log.read_bytes()
     for size in range(len(whole) + 1):
         log.write_bytes(whole[:size])
-        again = Journal(tmp_path / "shard")
+        again = ShardJournal(tmp_path / "shard")
         again.read_state()
         found = [each.control["number"] for each in again.read_changes()]
         assert found == [number for number in range(3) if ends[number + 1] <= size]
@@ -108,7 +108,7 @@ def test_half_a_record_is_cut_off_and_damage_is_told(tmp_path: Path):
         assert log.read_bytes()[: ends[len(found)]] == whole[: ends[len(found)]]
     for place in range(len(whole)):
         log.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        again = Journal(tmp_path / "shard")
+        again = ShardJournal(tmp_path / "shard")
         again.read_state()
         with pytest.raises(CheckpointError):
             list(again.read_changes())
@@ -124,16 +124,16 @@ def test_a_state_names_its_log_so_neither_is_read_with_the_other(tmp_path: Path)
     journal.close()
     # Killed after the new state was published and before the old log was removed.
     (tmp_path / "shard" / "log-0").write_bytes(old)
-    again = Journal(tmp_path / "shard")
+    again = ShardJournal(tmp_path / "shard")
     state = again.read_state()
     assert (state.control["version"], bytes(state.body)) == (1, b"state")
     assert [each.control["number"] for each in again.read_changes()] == [2]
     assert not (tmp_path / "shard" / "log-0").exists()
     with pytest.raises(StoreError, match="another process"):
-        Journal(tmp_path / "shard")
+        ShardJournal(tmp_path / "shard")
     again.close()
     (tmp_path / "shard" / "state").write_bytes(b"half")
-    torn = Journal(tmp_path / "shard")
+    torn = ShardJournal(tmp_path / "shard")
     with pytest.raises(CheckpointError, match="too early"):
         torn.read_state()
     torn.close()
@@ -402,7 +402,7 @@ def test_a_restored_shard_has_the_same_bits(tmp_path: Path, name: Any, mode: Any
             before = torch.randn(4, generator=generator) if mode == "asp" else None
             assert shard.push(push, body_of(gradient), before) == "taken"
             assert shard.push(push, body_of(gradient), before) == "duplicate"
-            shard.complete("w", Complete(ticket=push.ticket, metrics={"loss": 1.0}))
+            shard.complete("w", CompleteTicket(ticket=push.ticket, metrics={"loss": 1.0}))
             if before is not None:
                 steady.compensate(gradient, before)
             steady.take(push, gradient)

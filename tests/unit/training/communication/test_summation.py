@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.training.communication.wired import in_threads, make_wires
-from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
 from yunlu.training.communication.allreduce import ring_sum
-from yunlu.training.communication.transport import LinkLostError, Wire
+from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
+from yunlu.training.communication.transport import LinkLostError, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _ring(wire: Wire, flat: Tensor, key: int, tag: int) -> None:
+def _ring(wire: Transport, flat: Tensor, key: int, tag: int) -> None:
     if key < 0:
         raise ArithmeticError("no such key")
     ring_sum(wire, flat, tag=tag)
@@ -99,12 +99,12 @@ def test_close_ends_what_is_under_way_and_nothing_begins_after_it(
 def test_sums_run_while_others_work() -> None:
     going, may_end = Event(), Event()
 
-    def run(_wire: Wire, flat: Tensor, _key: int, _tag: int) -> None:
+    def run(_wire: Transport, flat: Tensor, _key: int, _tag: int) -> None:
         going.set()
         may_end.wait()
         flat.mul_(2)
 
-    summation = ThreadedSummation(Wire(0, ("a",), {}), run)
+    summation = ThreadedSummation(Transport(0, ("a",), {}), run)
     flat = torch.ones(1)
     pending = summation.begin(flat, key=0)
     going.wait()

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
-from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
 from yunlu.training.communication.allreduce import SUMS, served_sum
 from yunlu.training.communication.allreduce.hierarchical import group_by_host
 from yunlu.training.communication.allreduce.rank_group import cut, segments
-from yunlu.training.communication.allreduce.trees import Place, place_in_heap, places_in_twins
+from yunlu.training.communication.allreduce.trees import TreeNode, place_in_heap, places_in_twins
 from yunlu.training.communication.transport import LinkLostError
+from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torch import Tensor
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 SIZES = (2, 3, 4, 5, 6)
 
 
 @contextmanager
-def _wires(*hosts: str) -> Generator[list[Wire]]:
+def _wires(*hosts: str) -> Generator[list[Transport]]:
     wires = make_wires(hosts)
     try:
         yield wires
@@ -44,7 +44,7 @@ def _inputs(size: int, length: int, dtype: torch.dtype = torch.float32) -> list[
     ]
 
 
-def _sum_everywhere(wires: list[Wire], method: str, given: list[Tensor], tag: int) -> list[Tensor]:
+def _sum_everywhere(wires: list[Transport], method: str, given: list[Tensor], tag: int) -> list[Tensor]:
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
         SUMS[method](wires[rank], flat, tag=tag)
@@ -166,7 +166,7 @@ def test_trees_reach_everyone_and_leaves_of_one_twin_are_inside_the_other(size: 
             assert bool(one.children) != bool(other.children)
 
 
-def _check_tree(places: list[Place] | tuple[Place, ...]) -> None:
+def _check_tree(places: list[TreeNode] | tuple[TreeNode, ...]) -> None:
     reached = [rank for rank, place in enumerate(places) if place.parent is None]
     assert len(reached) == 1
     depth = 0

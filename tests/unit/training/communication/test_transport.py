@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
-from yunlu.training.communication.transport import LinkLostError, RefusedError, Wire, connect
+from yunlu.training.communication.transport import LinkLostError, RefusedError, Transport, connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ HELLO = struct.Struct("<2sBxI32s")
 
 
 @pytest.fixture
-def trio() -> Iterator[list[Wire]]:
+def trio() -> Iterator[list[Transport]]:
     """Three workers on two hosts."""
     wires = make_wires(["127.0.0.1", "127.0.0.2", "127.0.0.1"])
     yield wires
@@ -36,7 +36,7 @@ def trio() -> Iterator[list[Wire]]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Wire, socket.socket, socket.socket]]:
+def ends() -> Iterator[tuple[Transport, socket.socket, socket.socket]]:
     """A wire with two others, and their bare ends of it."""
     with ExitStack() as stack:
         pairs = [socket.socketpair() for _ in range(2)]
@@ -45,7 +45,7 @@ def ends() -> Iterator[tuple[Wire, socket.socket, socket.socket]]:
             stack.enter_context(far)
             near.setblocking(False)
         links = {peer: near for peer, (near, _) in enumerate(pairs, start=1)}
-        wire = Wire(0, ("a", "b", "c"), links, patience_s=20)
+        wire = Transport(0, ("a", "b", "c"), links, patience_s=20)
         yield wire, pairs[0][1], pairs[1][1]
 
 
@@ -65,7 +65,7 @@ def _message(
     )
 
 
-def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Wire]) -> None:
+def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Transport]) -> None:
     def work(rank: int) -> list[float]:
         others = [peer for peer in range(3) if peer != rank]
         mine = np.full(1000, rank, np.float32)
@@ -81,14 +81,14 @@ def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Wire]) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a connection choose")
-def test_congestion_control_is_chosen_where_the_system_has_it(trio: list[Wire]) -> None:
+def test_congestion_control_is_chosen_where_the_system_has_it(trio: list[Transport]) -> None:
     assert trio[0].control_congestion("reno")
     for link in trio[0].links.values():
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno")
     assert not trio[0].control_congestion("no such rule")
 
 
-def test_messages_whose_length_only_the_sender_knows(trio: list[Wire]) -> None:
+def test_messages_whose_length_only_the_sender_knows(trio: list[Transport]) -> None:
     def work(rank: int) -> dict[int, bytearray]:
         others = [peer for peer in range(3) if peer != rank]
         return trio[rank].gather(dict.fromkeys(others, b"x" * 10 * rank), others, limit_bytes=20)
@@ -118,7 +118,7 @@ def test_many_messages_both_ways_arrive_whole_and_in_order(bodies: list[bytes], 
     assert found == [bodies, bodies]
 
 
-def test_channels_keep_their_own_order(trio: list[Wire]) -> None:
+def test_channels_keep_their_own_order(trio: list[Transport]) -> None:
     first, second, third = bytearray(3), bytearray(5), bytearray(3)
     with trio[0].flow() as flow:
         flow.send(1, b"late!", channel=1)
@@ -146,7 +146,7 @@ def test_channels_keep_their_own_order(trio: list[Wire]) -> None:
     ],
 )
 def test_what_was_not_to_come_is_refused_and_the_others_go_on(
-    ends: tuple[Wire, socket.socket, socket.socket], sent: bytes
+    ends: tuple[Transport, socket.socket, socket.socket], sent: bytes
 ) -> None:
     wire, bad, good = ends
     bad.sendall(sent)
@@ -161,7 +161,7 @@ def test_what_was_not_to_come_is_refused_and_the_others_go_on(
     assert into == b"fine"
 
 
-def test_every_flipped_bit_is_noticed(ends: tuple[Wire, socket.socket, socket.socket]) -> None:
+def test_every_flipped_bit_is_noticed(ends: tuple[Transport, socket.socket, socket.socket]) -> None:
     whole = _message(b"gradient")
     for position in range(len(whole)):
         with ExitStack() as stack:
@@ -173,11 +173,11 @@ def test_every_flipped_bit_is_noticed(ends: tuple[Wire, socket.socket, socket.so
             damaged[position] ^= 1 << position % 8
             far.sendall(damaged)
             with pytest.raises(RefusedError):
-                Wire(0, ("a", "b"), {1: near}).receive(1, bytearray(8))
+                Transport(0, ("a", "b"), {1: near}).receive(1, bytearray(8))
 
 
 def test_nothing_is_set_aside_for_a_message_that_is_too_long(
-    ends: tuple[Wire, socket.socket, socket.socket],
+    ends: tuple[Transport, socket.socket, socket.socket],
 ) -> None:
     wire, bad, _ = ends
     bad.sendall(_message(b"", length=1 << 30))
@@ -192,7 +192,7 @@ def test_nothing_is_set_aside_for_a_message_that_is_too_long(
 
 @pytest.mark.parametrize("sent", [b"", _message(b"12345678")[:5], _message(b"12345678")[:-1]])
 def test_a_connection_that_ends_early_is_a_loss(
-    ends: tuple[Wire, socket.socket, socket.socket], sent: bytes
+    ends: tuple[Transport, socket.socket, socket.socket], sent: bytes
 ) -> None:
     wire, bad, _ = ends
     bad.sendall(sent)
@@ -204,7 +204,7 @@ def test_a_connection_that_ends_early_is_a_loss(
 
 
 @pytest.mark.parametrize("sent", [b"", _message(b"12345678")[:-1]])
-def test_patience_ends(ends: tuple[Wire, socket.socket, socket.socket], sent: bytes) -> None:
+def test_patience_ends(ends: tuple[Transport, socket.socket, socket.socket], sent: bytes) -> None:
     wire, silent, _ = ends
     silent.sendall(sent)
     wire.patience_s = 0.05
@@ -213,7 +213,7 @@ def test_patience_ends(ends: tuple[Wire, socket.socket, socket.socket], sent: by
 
 
 def test_patience_ends_for_a_message_that_nobody_takes(
-    ends: tuple[Wire, socket.socket, socket.socket],
+    ends: tuple[Transport, socket.socket, socket.socket],
 ) -> None:
     wire, _, _ = ends
     wire.patience_s = 0.05
@@ -221,7 +221,7 @@ def test_patience_ends_for_a_message_that_nobody_takes(
         wire.send(1, bytes(64 << 20))
 
 
-def test_abort_ends_waits_now_and_later(ends: tuple[Wire, socket.socket, socket.socket]) -> None:
+def test_abort_ends_waits_now_and_later(ends: tuple[Transport, socket.socket, socket.socket]) -> None:
     wire, _, _ = ends
     starting = Event()
     raised: list[LinkLostError] = []
@@ -243,7 +243,7 @@ def test_abort_ends_waits_now_and_later(ends: tuple[Wire, socket.socket, socket.
         wire.receive(2, bytearray(8))
 
 
-def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(trio: list[Wire]) -> None:
+def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(trio: list[Transport]) -> None:
     trio[1].close()
     with pytest.raises(LinkLostError):
         trio[0].exchange({}, {1: bytearray(8), 2: bytearray(8)})
@@ -261,7 +261,7 @@ def _knock(store: Any, said: bytes) -> socket.socket:
 def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
     store = dist.HashStore()
     with ExitStack() as stack:
-        joined: list[Wire] = []
+        joined: list[Transport] = []
 
         def join(rank: int) -> None:
             joined.append(connect(store, rank, 3, "127.0.0.1"))

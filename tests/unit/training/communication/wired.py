@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from yunlu.training.communication.transport import Wire, connect
+from yunlu.training.communication.transport import Transport, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def make_wires(hosts: Sequence[str], *, patience_s: float = 20.0) -> list[Wire]:
+def make_wires(hosts: Sequence[str], *, patience_s: float = 20.0) -> list[Transport]:
     """One for each host, connected with all the others."""
     store = dist.HashStore()
     size = len(hosts)
 
-    def join(rank: int) -> Wire:
+    def join(rank: int) -> Transport:
         return connect(store, rank, size, hosts[rank], patience_s=patience_s)
 
     return in_threads(join, size)
@@ -32,7 +32,7 @@ def in_threads(function: Callable[[int], T], size: int) -> list[T]:
         return list(pool.map(function, range(size)))
 
 
-def close_all(wires: Sequence[Wire]) -> None:
+def close_all(wires: Sequence[Transport]) -> None:
     """Hang up everywhere."""
     for wire in wires:
         wire.close()

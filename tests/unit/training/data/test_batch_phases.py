@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from yunlu.planning.large_batch import count_steps, phases_of
 from yunlu.spec.train import GrowBatchSpec
-from yunlu.training.data.growth import GrowingOrder
-from yunlu.training.data.order import BucketOrder, Order, StepOrder
+from yunlu.training.data.batch_phases import GrowingOrder
+from yunlu.training.data.sample_order import BucketOrder, Order, StepOrder
 
 
 def plain(samples: int, batch: int) -> Order:

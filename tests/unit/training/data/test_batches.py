@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.batches import Share, micro_indices, sequential_batches, step_batches
-from yunlu.training.data.order import StepOrder, digest_of
+from yunlu.training.data.sample_order import StepOrder, digest_of
 from yunlu.training.tasks.task import Batch
 
 ORDER = StepOrder(samples=23, batch=8, seed=1)

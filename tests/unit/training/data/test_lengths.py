@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from yunlu.training.data.lengths import expected_padding, lengths_of, longest_samples
-from yunlu.training.data.order import StepOrder, make_order
+from yunlu.training.data.sample_order import StepOrder, make_order
 
 
 class Known:

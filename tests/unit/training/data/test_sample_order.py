@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.training.data.order import BucketOrder, StepOrder, make_order, permute
+from yunlu.training.data.sample_order import BucketOrder, StepOrder, make_order, permute
 
 sizes = st.integers(1, 3000)
 seeds = st.integers(0, 2**32 - 1)

@@ -8,8 +8,8 @@ import pytest
 
 from yunlu.core.errors import DataError
 from yunlu.spec.job import DataSpec
-from yunlu.training.data.synthetic import MADE, made
 from yunlu.training.data.sources import Tables, load_tables, read_text
+from yunlu.training.data.synthetic import MADE, made
 from yunlu.training.data.table import Table
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from yunlu.spec.job import DataSpec
+from yunlu.training.data.sources import load_tables, read_text
 from yunlu.training.data.synthetic import make
 from yunlu.training.data.synthetic_text import make_dates, make_reviews
-from yunlu.training.data.sources import load_tables, read_text
 from yunlu.training.data.table import Table
 
 if TYPE_CHECKING:

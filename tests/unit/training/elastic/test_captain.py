@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind, RunDir
+from yunlu.runs.directory_store import open_run
+from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.captain import Captain
-from yunlu.training.elastic.helm import STILLBORN
-from yunlu.training.elastic.control_server import Link, Links
-from yunlu.training.elastic.event_reporter import Logbook
+from yunlu.training.elastic.control_server import ControlConnection, ControlServer
+from yunlu.training.elastic.event_reporter import EventReporter
+from yunlu.training.elastic.helm import MAX_START_FAILURES
+from yunlu.training.elastic.membership import FIRST_ASIDE_S, LOCAL
 from yunlu.training.elastic.messages import (
-    Beat,
     Done,
     Failed,
-    HelloAgent,
-    Holding,
-    Leaving,
+    Heartbeat,
+    HeldState,
+    LeaveNotice,
+    NodeHello,
+    Paused,
     Prepared,
-    Settled,
 )
-from yunlu.training.elastic.membership import FIRST_ASIDE_S, LOCAL
 
 
 class Ship:
@@ -36,13 +37,13 @@ class Ship:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.run = RunDir(path)
-        self.links = Links("127.0.0.1", "token")
+        self.run = open_run(path)
+        self.links = ControlServer("127.0.0.1", "token")
         self.doors: list[socket.socket] = []
         self.node_starts = 0
         self.captain = Captain(
             self.links,
-            Logbook(self.run),
+            EventReporter(self.run),
             devices=2,
             spares=0,
             start_node=self.start_node,
@@ -59,11 +60,11 @@ class Ship:
     def start_node(self) -> None:
         self.node_starts += 1
 
-    def open_link(self) -> Link:
+    def open_link(self) -> ControlConnection:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.doors += [ours, theirs]
-        link = Link(ours, self.now, Any)  # type: ignore[arg-type]
+        link = ControlConnection(ours, self.now, Any)  # type: ignore[arg-type]
         self.links._selector.register(ours, 1, link)
         return link
 
@@ -72,7 +73,7 @@ class Ship:
         assert link is not None
         self.captain.hear(link, message)
 
-    def live(self, span_s: float, *beats: Beat) -> None:
+    def live(self, span_s: float, *beats: Heartbeat) -> None:
         until = self.now + span_s
         while self.now < until:
             self.now += 0.25
@@ -81,8 +82,8 @@ class Ship:
                     self.hear(number, beat)
             self.captain.tick()
 
-    def greet(self, node: str, pid: int, devices: int = 1) -> Link:
-        hello = HelloAgent(
+    def greet(self, node: str, pid: int, devices: int = 1) -> ControlConnection:
+        hello = NodeHello(
             token="token",
             node=node,
             host=socket.gethostname(),
@@ -111,13 +112,13 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ship]:
         door.close()
 
 
-def settled(detail: str = "") -> Settled:
-    return Settled(generation=1, step=3, detail=detail)
+def settled(detail: str = "") -> Paused:
+    return Paused(generation=1, step=3, detail=detail)
 
 
 def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(ship: Ship) -> None:
     ship.captain._begin_halt("test", ship.now)
-    beat = Beat(generation=1, phase="step")
+    beat = Heartbeat(generation=1, phase="step")
     ship.live(9, beat, beat)
     assert ship.there() == [0, 1]
     ship.live(2, beat, beat)
@@ -127,7 +128,7 @@ def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(ship: Ship) -
 @pytest.mark.parametrize("phase", ["first step", "loading"])
 def test_a_first_step_may_take_long_to_leave(ship: Ship, phase: str) -> None:
     ship.captain._begin_halt("test", ship.now)
-    beat = Beat(generation=1, phase=phase)
+    beat = Heartbeat(generation=1, phase=phase)
     ship.live(100, beat, beat)
     assert ship.there() == [0, 1]
 
@@ -136,7 +137,7 @@ def test_a_supervisor_that_slept_hears_everything_before_it_judges(ship: Ship) -
     ship.captain._begin_halt("test", ship.now)
     ship.captain.tick()
     ship.now += 60
-    ship.hear(0, Beat(generation=1, phase="step"))
+    ship.hear(0, Heartbeat(generation=1, phase="step"))
     ship.hear(0, settled())
     ship.captain.tick()  # the other's words are still on their way
     assert ship.there() == [0, 1]
@@ -152,10 +153,10 @@ def test_the_cause_is_told_when_it_is_given_up(ship: Ship) -> None:
 
 
 def test_a_node_that_cannot_be_replaced_does_not_end_the_training(ship: Ship) -> None:
-    beat = Beat(generation=1, phase="evaluate")
+    beat = Heartbeat(generation=1, phase="evaluate")
     failure = Failed(code="internal", message="no disk", traceback="")
     ship.captain.hear(ship.greet(LOCAL, 0), Prepared())
-    for pid in range(1, 2 + STILLBORN):
+    for pid in range(1, 2 + MAX_START_FAILURES):
         link = ship.captain.roster.nodes[LOCAL].link
         assert link is not None
         if pid > 1:
@@ -163,13 +164,13 @@ def test_a_node_that_cannot_be_replaced_does_not_end_the_training(ship: Ship) ->
         ship.links.close(link)
         ship.captain.lose(link)
         ship.live(100, beat, beat)
-        if pid >= STILLBORN:
+        if pid >= MAX_START_FAILURES:
             break
         assert ship.node_starts == pid
         ship.greet(LOCAL, pid)
-    assert ship.node_starts == STILLBORN - 1
+    assert ship.node_starts == MAX_START_FAILURES - 1
     assert ship.captain.outcome is None
-    assert sum("no disk" in words for words in ship.warnings()) == STILLBORN - 1
+    assert sum("no disk" in words for words in ship.warnings()) == MAX_START_FAILURES - 1
     assert sum("are not replaced" in words for words in ship.warnings()) == 1
     for number in (0, 1):
         ship.captain._lose_member(ship.captain.roster.members[number], "killed", "x")
@@ -191,7 +192,7 @@ def test_a_second_node_of_one_name_and_one_without_devices_are_refused(ship: Shi
 
 def test_figures_are_not_worth_a_run(ship: Ship) -> None:
     ship.run.crew_metrics.mkdir()  # nothing can be appended to it
-    beat = Beat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
+    beat = Heartbeat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
     ship.live(3, beat, beat)
     assert ship.captain.outcome is None
 
@@ -207,8 +208,8 @@ def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
 
 def step_aside(ship: Ship) -> None:
     """The second worker does, after a first step."""
-    ship.hear(0, Beat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
-    ship.hear(1, Leaving(is_aside=True))
+    ship.hear(0, Heartbeat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
+    ship.hear(1, LeaveNotice(is_aside=True))
 
 
 def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs(
@@ -218,11 +219,11 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
     assert ship.captain.stage == "pausing"
     assert (ship.captain.roster.seats, ship.captain.roster.target) == (1, 2)
     for number in (0, 1):
-        live = Holding(step=1, generation=1, place=Layout(dp=2).place_of(number))
-        ship.hear(number, Settled(generation=1, step=1, live=live))
+        live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
+        ship.hear(number, Paused(generation=1, step=1, live=live))
     assert ship.captain.history[2] == Layout()
     assert ship.captain.roster.members[0].rank == 0
-    ship.hear(0, Beat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
+    ship.hear(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
     assert ship.there() == [0]
     crew = [event.data for event, _ in ship.run.read_events() if event.kind is EventKind.CREW]
     assert crew[-1]["reason"] == "member 1 steps aside"
@@ -255,7 +256,7 @@ def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(ship: Shi
 
 def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
     step_aside(ship)
-    ship.hear(0, Leaving(is_aside=True))
+    ship.hear(0, LeaveNotice(is_aside=True))
     assert not ship.captain.roster.members[0].is_leaving
     assert ship.captain.roster.seats == 1
 

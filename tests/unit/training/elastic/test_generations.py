@@ -6,27 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.layout import Layout, Place
-from yunlu.training.elastic.generations import Report, cut_of, decide, part_at
-from yunlu.training.elastic.messages import Holding
+from yunlu.training.elastic.generations import WorkerReport, cut_of, part_at, plan_generation
+from yunlu.training.elastic.messages import HeldState
 
 
 def by_dp(devices: int) -> Layout:
     return Layout(dp=devices)
 
 
-def holding(layout: Layout, rank: int, step: int, generation: int = 1) -> Holding:
-    return Holding(step=step, generation=generation, place=layout.place_of(rank))
+def holding(layout: Layout, rank: int, step: int, generation: int = 1) -> HeldState:
+    return HeldState(step=step, generation=generation, place=layout.place_of(rank))
 
 
-def survivors(layout: Layout, steps: dict[int, int]) -> list[Report]:
+def survivors(layout: Layout, steps: dict[int, int]) -> list[WorkerReport]:
     """Members are numbered like their ranks."""
-    return [Report(member=r, rank=r, live=holding(layout, r, s)) for r, s in steps.items()]
+    return [WorkerReport(member=r, rank=r, live=holding(layout, r, s)) for r, s in steps.items()]
 
 
 def test_a_spare_takes_the_place_of_the_dead_one_and_the_others_keep_theirs() -> None:
     layout = Layout(dp=3)
-    reports = [*survivors(layout, {0: 7, 2: 7}), Report(member=9)]
-    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    reports = [*survivors(layout, {0: 7, 2: 7}), WorkerReport(member=9)]
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
     assert found.seats == (0, 9, 2)
     assert (found.restore.kind, found.restore.step, found.restore.is_moving) == ("live", 7, True)
@@ -35,8 +35,8 @@ def test_a_spare_takes_the_place_of_the_dead_one_and_the_others_keep_theirs() ->
 
 def test_whoever_is_a_step_ahead_gives_to_the_rest() -> None:
     layout = Layout(dp=3)
-    reports = [*survivors(layout, {0: 6, 1: 7}), Report(member=9)]
-    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    reports = [*survivors(layout, {0: 6, 1: 7}), WorkerReport(member=9)]
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
     assert found.seats == (0, 1, 9)
     assert found.restore.step == 7
@@ -46,7 +46,7 @@ def test_whoever_is_a_step_ahead_gives_to_the_rest() -> None:
 def test_nothing_moves_where_everyone_has_its_part() -> None:
     layout = Layout(dp=3)
     reports = survivors(layout, {0: 7, 2: 7})
-    found = decide(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
     assert found.layout == Layout(dp=2)
     assert not found.restore.is_moving
@@ -57,7 +57,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
     reports = survivors(layout, {0: 12, 2: 12})
     copies = {0: [0, 2], 2: [2, 1]}  # each keeps its own part and that of the one before it
     reports = [
-        Report(
+        WorkerReport(
             member=report.member,
             rank=report.rank,
             live=report.live,
@@ -65,7 +65,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
         )
         for report in reports
     ]
-    found = decide(
+    found = plan_generation(
         reports, layouts={1: layout}, current=1, target=3, replan=lambda n: Layout(fsdp=n)
     )
     assert found is not None
@@ -77,7 +77,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
 def test_without_copies_the_disk_decides() -> None:
     layout = Layout(fsdp=2)
     reports = survivors(layout, {0: 12})
-    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("checkpoint", None)
 
@@ -85,8 +85,8 @@ def test_without_copies_the_disk_decides() -> None:
 def test_who_leaves_gives_what_nobody_else_has() -> None:
     layout = Layout(fsdp=3)
     reports = survivors(layout, {0: 5, 1: 5, 2: 5})
-    reports[1] = Report(member=1, rank=1, live=reports[1].live, is_leaving=True)
-    found = decide(
+    reports[1] = WorkerReport(member=1, rank=1, live=reports[1].live, is_leaving=True)
+    found = plan_generation(
         reports, layouts={1: layout}, current=1, target=2, replan=lambda n: Layout(fsdp=n)
     )
     assert found is not None
@@ -98,8 +98,8 @@ def test_who_leaves_gives_what_nobody_else_has() -> None:
 def test_who_leaves_a_replica_gives_nothing() -> None:
     layout = Layout(dp=3)
     reports = survivors(layout, {0: 5, 1: 5, 2: 5})
-    reports[0] = Report(member=0, rank=0, live=reports[0].live, is_leaving=True)
-    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    reports[0] = WorkerReport(member=0, rank=0, live=reports[0].live, is_leaving=True)
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
     assert not found.guests
     assert sorted(found.seats) == [1, 2]
@@ -108,10 +108,10 @@ def test_who_leaves_a_replica_gives_nothing() -> None:
 def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
     wide, narrow = Layout(dp=2, fsdp=2), Layout(fsdp=2)
     reports = [
-        Report(member=0, rank=0, copies=(holding(wide, 0, 4, 1),)),
-        Report(member=1, rank=1, copies=(holding(narrow, 1, 4, 2),)),
+        WorkerReport(member=0, rank=0, copies=(holding(wide, 0, 4, 1),)),
+        WorkerReport(member=1, rank=1, copies=(holding(narrow, 1, 4, 2),)),
     ]
-    found = decide(
+    found = plan_generation(
         reports, layouts={1: wide, 2: narrow}, current=2, target=2, replan=lambda _: narrow
     )
     assert found is not None
@@ -121,7 +121,7 @@ def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
 def test_under_zero1_each_replica_is_a_part_of_its_own() -> None:
     layout = Layout(dp=2, zero1=True)
     reports = survivors(layout, {0: 3})
-    found = decide(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
     assert found.restore.kind == "checkpoint"
 
@@ -137,15 +137,15 @@ LAYOUTS = st.builds(
 
 
 @st.composite
-def crews(draw: st.DrawFn) -> tuple[Layout, list[Report], int, Layout]:
+def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     layout, after = draw(LAYOUTS), draw(LAYOUTS)
-    reports: list[Report] = []
+    reports: list[WorkerReport] = []
     for rank in range(layout.world):
         if draw(st.booleans()):
             live = draw(st.sampled_from([None, 8, 9]))
             kept = draw(st.lists(st.integers(0, layout.world - 1), max_size=3, unique=True))
             reports.append(
-                Report(
+                WorkerReport(
                     member=rank,
                     rank=rank,
                     live=None if live is None else holding(layout, rank, live),
@@ -156,12 +156,12 @@ def crews(draw: st.DrawFn) -> tuple[Layout, list[Report], int, Layout]:
                 )
             )
     spares = draw(st.integers(0, 3))
-    reports += [Report(member=100 + number) for number in range(spares)]
+    reports += [WorkerReport(member=100 + number) for number in range(spares)]
     return layout, reports, draw(st.integers(1, 12)), after
 
 
 @given(crews())
-def test_any_decision_is_whole(crew: tuple[Layout, list[Report], int, Layout]) -> None:
+def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
     layout, reports, target, after = crew
 
     def replan(devices: int) -> Layout:
@@ -173,7 +173,7 @@ def test_any_decision_is_whole(crew: tuple[Layout, list[Report], int, Layout]) -
             else by_dp(devices)
         )
 
-    found = decide(reports, layouts={1: layout}, current=1, target=target, replan=replan)
+    found = plan_generation(reports, layouts={1: layout}, current=1, target=target, replan=replan)
     able = {report.member for report in reports if not report.is_leaving}
     if found is None:
         assert not able
@@ -215,10 +215,10 @@ def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None
     steps = {rank: 4 for rank in range(layout.world) if rank != lost}
     copies = tuple(holding(layout, rank, 4) for rank in range(layout.world))
     reports = [
-        Report(member=r.member, rank=r.rank, live=r.live, copies=copies)
+        WorkerReport(member=r.member, rank=r.rank, live=r.live, copies=copies)
         for r in survivors(layout, steps)
-    ] + [Report(member=99)]
-    found = decide(
+    ] + [WorkerReport(member=99)]
+    found = plan_generation(
         reports, layouts={1: layout}, current=1, target=layout.world, replan=lambda _: layout
     )
     assert found is not None
@@ -228,5 +228,5 @@ def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None
 
 
 def test_places_travel_as_json() -> None:
-    sent = Holding(step=3, generation=2, place=Place(pp=1, tp=1))
-    assert Holding.model_validate_json(sent.model_dump_json()) == sent
+    sent = HeldState(step=3, generation=2, place=Place(pp=1, tp=1))
+    assert HeldState.model_validate_json(sent.model_dump_json()) == sent

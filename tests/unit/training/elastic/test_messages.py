@@ -12,10 +12,10 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.worker_group import FrameError, Unpacker, pack
 from yunlu.training.elastic.messages import (
     Assignment,
-    Beat,
-    Planned,
+    Heartbeat,
+    LayoutsPlanned,
+    RankAssignment,
     Restore,
-    Seat,
     frame,
     is_same_token,
     read_message,
@@ -40,7 +40,7 @@ def test_an_assignment_arrives_as_it_was_sent() -> None:
         generation=3,
         layout=Layout(dp=2),
         rank=1,
-        seats=(Seat(member=4, host="a", pid=1), Seat(member=5, host="b", pid=2)),
+        seats=(RankAssignment(member=4, host="a", pid=1), RankAssignment(member=5, host="b", pid=2)),
         meeting_rank=1,
         restore=Restore(kind="start"),
     )
@@ -49,7 +49,7 @@ def test_an_assignment_arrives_as_it_was_sent() -> None:
 
 
 def test_layouts_by_count_and_steps_arrive_as_they_were_sent() -> None:
-    for sent in (Planned(layouts={2: Layout(tp=2)}), Beat(steps=((1, 0.5, 0.1),))):
+    for sent in (LayoutsPlanned(layouts={2: Layout(tp=2)}), Heartbeat(steps=((1, 0.5, 0.1),))):
         (found,) = Unpacker().feed(frame(sent))
         assert read_message(found) == sent
 

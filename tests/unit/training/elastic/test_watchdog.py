@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.training.elastic.messages import Beat
-from yunlu.training.elastic.watchdog import STRAGGLER_STEPS, Deadlines, Verdict, Watchdog
+from yunlu.training.elastic.messages import Heartbeat
+from yunlu.training.elastic.watchdog import STRAGGLER_STEPS, Deadlines, HealthVerdict, Watchdog
 
 LIMITS = Deadlines()
 
@@ -20,7 +20,7 @@ class Sea:
         self.dog = Watchdog(LIMITS)
         self.now = 0.0
         self.stopped: set[int] = set()
-        self.beats = {number: Beat(generation=1, phase="step") for number in range(members)}
+        self.beats = {number: Heartbeat(generation=1, phase="step") for number in range(members)}
         for number in self.beats:
             self.dog.watch(number, node=node, at=0)
         self.node = node
@@ -28,8 +28,8 @@ class Sea:
 
     def live(
         self, span_s: float, *, silent: set[int] | None = None, node: bool = True
-    ) -> list[Verdict]:
-        found: list[Verdict] = []
+    ) -> list[HealthVerdict]:
+        found: list[HealthVerdict] = []
         until = self.now + span_s
         while self.now < until:
             self.now += 0.25
@@ -41,7 +41,7 @@ class Sea:
             found += self.look()
         return found
 
-    def look(self) -> list[Verdict]:
+    def look(self) -> list[HealthVerdict]:
         return self.dog.look(
             at=self.now,
             is_stopped=lambda number: number in self.stopped,
@@ -55,8 +55,8 @@ class Sea:
 
     def step(
         self, seconds: dict[int, float], waits: dict[int, float] | None = None
-    ) -> list[Verdict]:
-        found: list[Verdict] = []
+    ) -> list[HealthVerdict]:
+        found: list[HealthVerdict] = []
         for number, step_s in seconds.items():
             wait_s = (waits or {}).get(number, 0.0)
             step = self.beats[number].step + 1

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import RunDir
-from yunlu.training.elastic.worker_agent import Member
+from yunlu.runs.directory_store import open_run
 from yunlu.training.elastic.messages import (
     Assignment,
     Failed,
-    HelloMember,
-    Leaving,
+    LeaveNotice,
+    Paused,
+    RankAssignment,
     Restore,
-    Seat,
-    Settled,
+    WorkerHello,
 )
+from yunlu.training.elastic.worker_agent import WorkerAgent
 
 
 def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None:
-    member = Member(0, node="local", run_dir=RunDir(tmp_path))
-    seats = (Seat(member=0, host="here", pid=1),)
+    member = WorkerAgent(0, node="local", run=open_run(tmp_path))
+    seats = (RankAssignment(member=0, host="here", pid=1),)
     member.assignment = Assignment(
         generation=3,
         layout=Layout(),
@@ -34,16 +34,16 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
         meeting_rank=0,
         restore=Restore(kind="start"),
     )
-    member._post(Settled(generation=2, step=1))
-    member._post(Leaving())
+    member._post(Paused(generation=2, step=1))
+    member._post(LeaveNotice())
     outbox = member._outbox
     ours, theirs = socket.socketpair()
-    hellos: list[HelloMember] = []
+    hellos: list[WorkerHello] = []
 
     class Line:
         connection = ours
 
-        def connect(self, hello: HelloMember) -> bool:
+        def connect(self, hello: WorkerHello) -> bool:
             hellos.append(hello)
             member.settled(5, live=False)
             return True
@@ -61,7 +61,7 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
 def test_a_worker_out_of_memory_says_so_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member = Member(0, node="local", run_dir=RunDir(tmp_path))
+    member = WorkerAgent(0, node="local", run=open_run(tmp_path))
     monkeypatch.setattr("yunlu.training.elastic.worker_agent._LAST_WORDS_S", 0.0)
     with member._wake, member._woken:
         member.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))

@@ -14,11 +14,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from yunlu.core.errors import ModelError
 from yunlu.planning.recompute import RecomputeMode
-from yunlu.training.memory.live import LiveBytes, peak_bytes
+from yunlu.training.memory.live_bytes import LiveBytes, peak_bytes
 from yunlu.training.memory.recompute import apply_recompute, recompute_savings
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.factors import Factors
+from yunlu.training.models.matrix_factorization import Factors
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier

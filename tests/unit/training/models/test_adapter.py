@@ -27,7 +27,7 @@ from yunlu.training.models.adapter import (
 )
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.conv_gru import ConvGRU
-from yunlu.training.models.factors import Factors
+from yunlu.training.models.matrix_factorization import Factors
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier

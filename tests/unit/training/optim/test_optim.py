@@ -14,7 +14,7 @@ from yunlu.core.errors import ModelError, TrainingError
 from yunlu.planning.schedule import rate
 from yunlu.spec.train import OptimizerSpec, ScheduleSpec
 from yunlu.training.optim.build import build_optimizer, kernels_for
-from yunlu.training.optim.schedule import Plateau
+from yunlu.training.optim.plateau import Plateau
 
 NAMES = ["constant", "linear", "cosine", "wsd", "plateau"]
 

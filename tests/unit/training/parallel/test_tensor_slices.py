@@ -14,8 +14,10 @@ from torch import nn
 
 from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
-from yunlu.training.optim.fused import FusedAdam
-from yunlu.training.parallel.boxes import (
+from yunlu.training.optim.fused_adam import FusedAdam
+from yunlu.training.parallel.optimizer_state import fill_optimizer, optimizer_pieces
+from yunlu.training.parallel.redistribute import Part, Uncovered, plan_transfers
+from yunlu.training.parallel.tensor_slices import (
     Box,
     Piece,
     fill,
@@ -25,8 +27,6 @@ from yunlu.training.parallel.boxes import (
     weights_of,
     whole,
 )
-from yunlu.training.parallel.exchange import Part, Uncovered, plan_transfers
-from yunlu.training.parallel.moments import fill_optimizer, optimizer_pieces
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
@@ -134,7 +134,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.boxes import piece_of
+from yunlu.training.parallel.tensor_slices import piece_of
 
 
 def chunk(tensor, ways, number):

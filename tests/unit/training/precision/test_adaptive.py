@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 from yunlu.training.precision import Move, Precision
 from yunlu.training.precision.adaptive import LONGEST_WAIT
-from yunlu.training.precision.looks import FiniteLook, RangeLook
 from yunlu.training.precision.modules import find_candidates
+from yunlu.training.precision.range_probes import FiniteLook, RangeLook
 from yunlu.training.precision.spikes import Spikes
 
 CPU = torch.device("cpu")

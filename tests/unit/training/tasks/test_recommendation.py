@@ -14,7 +14,7 @@ from yunlu.spec.job import Job
 from yunlu.training.data.batches import sequential_batches
 from yunlu.training.data.synthetic import make
 from yunlu.training.data.table import Table
-from yunlu.training.models.factors import Factors
+from yunlu.training.models.matrix_factorization import Factors
 from yunlu.training.tasks.recommendation import TEST_NEGATIVES, RankScorer, Recommendation
 from yunlu.training.tasks.task import Batch, Samples, SavesParts, Task
 

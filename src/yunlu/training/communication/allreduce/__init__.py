@@ -13,7 +13,7 @@ from yunlu.training.communication.allreduce.trees import double_tree_sum, tree_s
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 __all__ = [
     "SUMS",
@@ -31,7 +31,7 @@ __all__ = [
 class SumFunction(Protocol):
     """Adds up a flat CPU tensor over the workers of a wire, in place."""
 
-    def __call__(self, wire: Wire, /, flat: Tensor, *, tag: int) -> None:
+    def __call__(self, wire: Transport, /, flat: Tensor, *, tag: int) -> None:
         """See the class."""
         ...
 

@@ -6,22 +6,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.training.communication.allreduce.rank_group import Team, add, collective, everyone, values_of
+from yunlu.training.communication.allreduce.rank_group import (
+    RankGroup,
+    add,
+    collective,
+    everyone,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.allreduce.rank_group import Values
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 
 @collective
-def doubling_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def doubling_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """The fewest steps, log2 of the workers, each with the whole tensor: for small ones."""
     sum_by_doubling(everyone(wire, tag), values_of(flat))
 
 
-def sum_by_doubling(team: Team, values: Values) -> None:
+def sum_by_doubling(team: RankGroup, values: Values) -> None:
     """See ``doubling_sum``. Both of a pair add the same two numbers, so they get the same bits."""
     if not len(values) or team.size == 1:
         return

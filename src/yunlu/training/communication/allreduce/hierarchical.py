@@ -6,10 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yunlu.training.communication.allreduce.doubling import sum_by_doubling
-from yunlu.training.communication.allreduce.reduce_scatter_gather import sum_by_owners
-from yunlu.training.communication.allreduce.ring import sum_in_ring
 from yunlu.training.communication.allreduce.rank_group import (
-    Team,
+    RankGroup,
     add,
     collect,
     collective,
@@ -17,18 +15,20 @@ from yunlu.training.communication.allreduce.rank_group import (
     segments,
     values_of,
 )
+from yunlu.training.communication.allreduce.reduce_scatter_gather import sum_by_owners
+from yunlu.training.communication.allreduce.ring import sum_in_ring
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.allreduce.rank_group import Values
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _SMALL_BYTES, _LARGE_BYTES = 8 << 10, 128 << 10
 
 
 @collective
-def hierarchical_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def hierarchical_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """Each machine sends and receives what one worker would, however many it has."""
     values = values_of(flat)
     machines = group_by_host(wire.hosts)
@@ -38,10 +38,10 @@ def hierarchical_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
     mates = next(ranks for ranks in machines if wire.rank in ranks)
     leader, *others = mates
     if wire.rank != leader:
-        _follow(Team(wire, mates, tag), leader, values)
+        _follow(RankGroup(wire, mates, tag), leader, values)
         return
-    _lead(Team(wire, mates, tag), others, values)
-    leaders = Team(wire, [ranks[0] for ranks in machines], tag)
+    _lead(RankGroup(wire, mates, tag), others, values)
+    leaders = RankGroup(wire, [ranks[0] for ranks in machines], tag)
     _sum_between(leaders, values)
     with leaders.flow() as flow:
         for piece in segments(slice(0, len(values)), values.itemsize):
@@ -49,7 +49,7 @@ def hierarchical_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
                 flow.send(other, values[piece])
 
 
-def _sum_between(leaders: Team, values: Values) -> None:
+def _sum_between(leaders: RankGroup, values: Values) -> None:
     """By what was the fastest over 100 Mbit/s links for so many bytes."""
     if values.nbytes <= _SMALL_BYTES:
         sum_by_doubling(leaders, values)
@@ -67,14 +67,14 @@ def group_by_host(hosts: tuple[str, ...]) -> list[list[int]]:
     return list(machines.values())
 
 
-def _follow(team: Team, leader: int, values: Values) -> None:
+def _follow(team: RankGroup, leader: int, values: Values) -> None:
     with team.flow() as flow:
         for piece in segments(slice(0, len(values)), values.itemsize):
             flow.send(leader, values[piece])
             flow.receive(leader, values[piece])
 
 
-def _lead(team: Team, others: list[int], values: Values) -> None:
+def _lead(team: RankGroup, others: list[int], values: Values) -> None:
     with team.flow() as flow:
         for piece in segments(slice(0, len(values)), values.itemsize):
             collect(flow, others, values[piece], partial(_add_all, values[piece]))

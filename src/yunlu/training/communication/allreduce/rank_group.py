@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from yunlu.training.communication.transport_session import Flow
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
+    from yunlu.training.communication.transport_session import TransportSession
 
     Values = NDArray[Any]
 
@@ -27,10 +27,10 @@ _SEGMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class RankGroup:
     """Some of a wire's workers, each with a position among them."""
 
-    wire: Wire
+    wire: Transport
     ranks: Sequence[int]
     tag: int
 
@@ -44,18 +44,18 @@ class Team:
         """Ours."""
         return self.ranks.index(self.wire.rank)
 
-    def flow(self) -> Flow:
+    def flow(self) -> TransportSession:
         """Messages among them."""
         return self.wire.flow(tag=self.tag)
 
 
 def collective(
-    function: Callable[Concatenate[Wire, P], None],
-) -> Callable[Concatenate[Wire, P], None]:
+    function: Callable[Concatenate[Transport, P], None],
+) -> Callable[Concatenate[Transport, P], None]:
     """A sum that, when it fails, ends on all workers: also on those that wait for none of the lost ones."""
 
     @wraps(function)
-    def run(wire: Wire, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def run(wire: Transport, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(wire, *args, **kwargs)
         except BaseException:
@@ -65,9 +65,9 @@ def collective(
     return run
 
 
-def everyone(wire: Wire, tag: int) -> Team:
+def everyone(wire: Transport, tag: int) -> RankGroup:
     """All workers of a wire."""
-    return Team(wire, range(wire.size), tag)
+    return RankGroup(wire, range(wire.size), tag)
 
 
 def values_of(flat: Tensor) -> Values:
@@ -92,7 +92,7 @@ def segments(part: slice, item_bytes: int) -> list[slice]:
 
 
 def collect(
-    flow: Flow,
+    flow: TransportSession,
     peers: Sequence[int],
     like: Values,
     then: Callable[[list[Values]], object],

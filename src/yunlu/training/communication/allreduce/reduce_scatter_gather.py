@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.training.communication.allreduce.rank_group import (
-    Team,
+    RankGroup,
     add,
     collect,
     collective,
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.communication.transport_session import Flow
     from yunlu.training.communication.allreduce.rank_group import Values
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
+    from yunlu.training.communication.transport_session import TransportSession
 
 
 @collective
-def direct_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def direct_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """Every worker owns a part: as few bytes as a ring, in two steps, over all connections."""
     sum_by_owners(everyone(wire, tag), values_of(flat), range(wire.size))
 
 
 @collective
-def served_sum(wire: Wire, flat: Tensor, *, tag: int, servers: int = 1) -> None:
+def served_sum(wire: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
     """The first workers own the parts: a parameter server, split over some of its own clients."""
     sum_by_owners(everyone(wire, tag), values_of(flat), range(min(servers, wire.size)))
 
 
-def sum_by_owners(team: Team, values: Values, owners: Sequence[int]) -> None:
+def sum_by_owners(team: RankGroup, values: Values, owners: Sequence[int]) -> None:
     """Add up; the values of all in the order of their positions, whoever comes first.
 
     Args:
@@ -66,7 +66,7 @@ def sum_by_owners(team: Team, values: Values, owners: Sequence[int]) -> None:
                 flow.receive(team.ranks[other], values[place])
 
 
-def _own(team: Team, flow: Flow, mine: Values, others: list[int]) -> None:
+def _own(team: RankGroup, flow: TransportSession, mine: Values, others: list[int]) -> None:
     position = team.position
 
     def finish(shares: list[Values]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.training.communication.allreduce.rank_group import (
-    Team,
+    RankGroup,
     add,
     collective,
     cut,
@@ -20,18 +20,18 @@ from yunlu.training.communication.allreduce.rank_group import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yunlu.training.communication.transport_session import Flow
     from yunlu.training.communication.allreduce.rank_group import Values
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
+    from yunlu.training.communication.transport_session import TransportSession
 
 
 @collective
-def ring_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def ring_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """Each part goes round once to be added up and once more to be known."""
     sum_in_ring(everyone(wire, tag), values_of(flat))
 
 
-def sum_in_ring(team: Team, values: Values) -> None:
+def sum_in_ring(team: RankGroup, values: Values) -> None:
     """See ``ring_sum``."""
     size, position = team.size, team.position
     parts = [segments(part, values.itemsize) for part in cut(len(values), size)]
@@ -50,7 +50,7 @@ def sum_in_ring(team: Team, values: Values) -> None:
                 flow.receive(before, into, partial(_go_on, flow, mine, share, goes_to))
 
 
-def _go_on(flow: Flow, mine: Values, share: Values | None, after: int | None) -> None:
+def _go_on(flow: TransportSession, mine: Values, share: Values | None, after: int | None) -> None:
     # What is written here was sent on long ago where it was ever sent: it has come round since.
     if share is not None:
         add(mine, share)

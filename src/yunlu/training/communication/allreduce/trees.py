@@ -18,13 +18,13 @@ from yunlu.training.communication.allreduce.rank_group import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yunlu.training.communication.transport_session import Flow
     from yunlu.training.communication.allreduce.rank_group import Values
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
+    from yunlu.training.communication.transport_session import TransportSession
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreeNode:
     """A worker's place in a tree."""
 
     parent: int | None
@@ -33,7 +33,7 @@ class Place:
 
 
 @collective
-def tree_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def tree_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """One binary tree: few steps; its leaves, half of the workers, use their links half."""
     values = values_of(flat)
     place = place_in_heap(wire.rank, wire.size)
@@ -43,7 +43,7 @@ def tree_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
 
 
 @collective
-def double_tree_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
+def double_tree_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
     """Two trees, half of the values over each: leaves of one are inside the other (Sanders et al. 2009)."""
     values = values_of(flat)
     middle = len(values) // 2
@@ -58,13 +58,13 @@ def double_tree_sum(wire: Wire, flat: Tensor, *, tag: int) -> None:
                     _take_part(flow, place, values[piece], channel=channel)
 
 
-def place_in_heap(rank: int, size: int) -> Place:
+def place_in_heap(rank: int, size: int) -> TreeNode:
     """In the tree in which those below a worker have the next numbers after twice its own."""
     below = range(2 * rank + 1, min(2 * rank + 3, size))
-    return Place((rank - 1) // 2 if rank else None, tuple(below))
+    return TreeNode((rank - 1) // 2 if rank else None, tuple(below))
 
 
-def places_in_twins(rank: int, size: int) -> tuple[Place, Place]:
+def places_in_twins(rank: int, size: int) -> tuple[TreeNode, TreeNode]:
     """In two trees whose leaves have odd numbers; the second is the first one mirrored or moved on."""
 
     def swap(number: int, shift: int) -> int:
@@ -72,12 +72,12 @@ def places_in_twins(rank: int, size: int) -> tuple[Place, Place]:
 
     first, second = _place_in_order(rank, size), _place_in_order(swap(rank, -1), size)
     parent = None if second.parent is None else swap(second.parent, 1)
-    return first, Place(parent, tuple(swap(child, 1) for child in second.children))
+    return first, TreeNode(parent, tuple(swap(child, 1) for child in second.children))
 
 
-def _place_in_order(number: int, size: int) -> Place:
+def _place_in_order(number: int, size: int) -> TreeNode:
     children = [other for other in range(1, size) if _parent_in_order(other, size) == number]
-    return Place(_parent_in_order(number, size) if number else None, tuple(children))
+    return TreeNode(_parent_in_order(number, size) if number else None, tuple(children))
 
 
 def _parent_in_order(number: int, size: int) -> int:
@@ -87,7 +87,7 @@ def _parent_in_order(number: int, size: int) -> int:
     return above if above < size else number ^ height
 
 
-def _take_part(flow: Flow, place: Place, mine: Values, *, channel: int) -> None:
+def _take_part(flow: TransportSession, place: TreeNode, mine: Values, *, channel: int) -> None:
     """Add the children's shares to ours, pass it up, and what comes back down."""
 
     def pass_down() -> None:

@@ -35,7 +35,7 @@ class _Packing(Protocol):
         ...
 
 
-class Blocks:
+class BlockQuantizer:
     """Numbers in blocks, each with its scale; the last one may be shorter.
 
     A block whose scale is not finite comes back as not finite.
@@ -91,7 +91,7 @@ class Blocks:
         return -(-count // self._packing.multiple) * self._packing.multiple
 
 
-class _Eight:
+class _Int8:
     bits, multiple = 8, 1
 
     def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _Eight:
         rows.copy_(payload.view(torch.int8).view(rows.shape)).mul_(scales)
 
 
-class _Four:
+class _Int4:
     """The first half of a block in the low bits, the second half in the high ones."""
 
     bits, multiple = 4, 2
@@ -125,7 +125,7 @@ class _Four:
         rows.sub_(8).mul_(scales)
 
 
-class _One:
+class _OneBit:
     """Signs, and the mean size of a block's numbers (Seide et al. 2014; Karimireddy et al. 2019)."""
 
     bits, multiple = 1, 8
@@ -150,4 +150,4 @@ def _round(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     return torch.mul(rows, inverse.view(-1, 1)).round_(), scales
 
 
-EIGHT, FOUR, ONE = _Eight(), _Four(), _One()
+INT8, INT4, ONE_BIT = _Int8(), _Int4(), _OneBit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.training.communication.codecs.blocks import EIGHT, FOUR, ONE, Blocks
+from yunlu.training.communication.codecs.blocks import INT4, INT8, ONE_BIT, BlockQuantizer
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.floats import BrainFloat, Half
 from yunlu.training.communication.codecs.sparse import RandomK, TopK
@@ -34,9 +34,9 @@ CODECS: dict[str, Callable[[int | None, float], Codec]] = {
     "none": lambda _block, _share: Plain(),
     "fp16": lambda _block, _share: Half(),
     "bf16": lambda _block, _share: BrainFloat(),
-    "int8": lambda block, _share: Blocks("int8", EIGHT, block=block or 256),
-    "int4": lambda block, _share: Blocks("int4", FOUR, block=block or 64),
-    "onebit": lambda block, _share: Blocks("onebit", ONE, block=block or 512),
+    "int8": lambda block, _share: BlockQuantizer("int8", INT8, block=block or 256),
+    "int4": lambda block, _share: BlockQuantizer("int4", INT4, block=block or 64),
+    "onebit": lambda block, _share: BlockQuantizer("onebit", ONE_BIT, block=block or 512),
     "topk": lambda _block, share: TopK(share),
     "randomk": lambda _block, share: RandomK(share),
 }

@@ -22,8 +22,8 @@ import xxhash
 
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.communication.local.mean import Meeting, share_of
+from yunlu.training.communication.transport_session import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.codecs.codec import Codec
     from yunlu.training.communication.local.rules import LocalRules
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _TAGS = 1 << 32
 
@@ -85,11 +85,11 @@ class Averaging:
     def __init__(
         self,
         weights: Sequence[Tensor],
-        wire: Wire,
+        wire: Transport,
         rules: LocalRules,
         *,
         codec: Codec | None = None,
-        mates: Wire | None = None,
+        mates: Transport | None = None,
     ) -> None:
         self.rules = rules
         self._wire, self._mates = wire, mates

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.codecs.codec import Codec
-    from yunlu.training.communication.transport import Wire
+    from yunlu.training.communication.transport import Transport
 
 _HEADER = struct.Struct("<dQ")
 _TAGS = 1 << 32
@@ -38,7 +38,7 @@ class Meeting:
         codec: How values travel.
     """
 
-    def __init__(self, wire: Wire, codec: Codec) -> None:
+    def __init__(self, wire: Transport, codec: Codec) -> None:
         self.codec = codec
         self._wire = wire
         self._others = [peer for peer in range(wire.size) if peer != wire.rank]

@@ -9,23 +9,23 @@ import torch
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.training.communication.codecs.codec import Plain
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.transport_session import Traffic
-from yunlu.training.communication.error_feedback import Residual
+from yunlu.training.communication.error_feedback import ErrorFeedback
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.link import ServerLink
 from yunlu.training.communication.servers.messages import (
-    Claim,
-    Complete,
-    Pause,
+    ClaimTicket,
+    CompleteTicket,
+    PauseServer,
     Pull,
     Push,
-    Resume,
-    Stop,
-    Take,
+    ResumeServer,
+    StopServer,
+    TakeTicket,
     finite,
 )
 from yunlu.training.communication.servers.rules import cut
 from yunlu.training.communication.servers.weights import is_finite
+from yunlu.training.communication.transport_session import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ class ServerClient:
         self.traffic = Traffic()
         self._flat = FlatWeights(weights)
         self._held: list[Ticket] = []
-        self._residual = Residual()
+        self._residual = ErrorFeedback()
 
         def connect(index: int) -> ServerLink:
             return ServerLink(
@@ -93,7 +93,7 @@ class ServerClient:
 
     def take_ticket(self) -> Ticket | None:
         """The next piece of work, when there is one; none when training is over."""
-        ticket = self._links[0].ask(Take(), waits=True).ticket
+        ticket = self._links[0].ask(TakeTicket(), waits=True).ticket
         if ticket is not None:
             self._held.append(ticket)
         return ticket
@@ -131,7 +131,7 @@ class ServerClient:
         """
         first = self._links[0]
         if self.rules.backups:
-            outcome = first.ask(Claim(ticket=ticket)).outcome
+            outcome = first.ask(ClaimTicket(ticket=ticket)).outcome
             if outcome == "late":
                 self._held.remove(ticket)
                 return outcome
@@ -142,7 +142,7 @@ class ServerClient:
         error = self.compression_error() if items else None
         if error is not None:
             ours["compression_error"] = error
-        first.ask(Complete(ticket=ticket, metrics=finite({**ours, **(metrics or {})})))
+        first.ask(CompleteTicket(ticket=ticket, metrics=finite({**ours, **(metrics or {})})))
         self._held.remove(ticket)
         return outcome
 
@@ -155,12 +155,12 @@ class ServerClient:
         """
         first = self._links[0]
         while True:
-            is_drained = first.ask(Pause(), waits=True).is_drained
+            is_drained = first.ask(PauseServer(), waits=True).is_drained
             before = first.connections
             weights = self._fetch(Pull(is_packed=False)) if is_drained else None
             if is_drained and look is not None:
                 look()
-            first.ask(Resume())
+            first.ask(ResumeServer())
             if weights is None or first.connections == before:
                 return weights
 
@@ -170,7 +170,7 @@ class ServerClient:
 
     def stop(self) -> None:
         """Let training end for everyone with what is under way."""
-        self._links[0].ask(Stop())
+        self._links[0].ask(StopServer())
 
     def compression_error(self) -> float | None:
         """Norm of what the last gradient left out, relative to it; none where nothing is."""

@@ -22,7 +22,7 @@ End = Literal["end"]
 
 
 @dataclass(slots=True)
-class Standing:
+class WorkerProgress:
     """What is known of a worker."""
 
     held: set[Ticket] = field(default_factory=set[Ticket])
@@ -35,7 +35,7 @@ class Dispatcher:
 
     def __init__(self, rules: ServerRules) -> None:
         self.rules = rules
-        self.workers: dict[str, Standing] = {}
+        self.workers: dict[str, WorkerProgress] = {}
         self.over = TicketSet(rules.first_step * rules.shares)
         """Completed, or dropped: nobody needs to do them."""
         self.completed = 0
@@ -49,7 +49,7 @@ class Dispatcher:
 
     def join(self, worker: str, held: Iterable[Ticket] = ()) -> None:
         """A worker comes, or comes back with tickets it still has."""
-        standing = self.workers.setdefault(worker, Standing())
+        standing = self.workers.setdefault(worker, WorkerProgress())
         kept = {each for each in held if self.may_claim(each)}
         self._release(standing.held - kept)
         standing.held = kept
@@ -149,7 +149,7 @@ class Dispatcher:
             return True
         return self.is_stopping and self.is_drained()
 
-    def _working(self) -> list[Standing]:
+    def _working(self) -> list[WorkerProgress]:
         return [each for each in self.workers.values() if each.is_working]
 
     def _find(self) -> Ticket | None:

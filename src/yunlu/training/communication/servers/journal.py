@@ -26,7 +26,7 @@ _STATE = "state"
 _ANY_BYTES = 1 << 62
 
 
-class Journal:
+class ShardJournal:
     """The files of one shard; one process at a time has them open."""
 
     def __init__(self, directory: Path) -> None:

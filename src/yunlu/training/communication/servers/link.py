@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
-from yunlu.training.communication.servers.messages import Hello, read_answer, say
+from yunlu.training.communication.servers.messages import ServerHello, read_answer, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from yunlu.core.value import Value
-    from yunlu.training.communication.transport_session import Traffic
     from yunlu.training.communication.servers.frames import Frame
-    from yunlu.training.communication.servers.messages import Answer
+    from yunlu.training.communication.servers.messages import ServerReply
     from yunlu.training.communication.servers.rules import Ticket
+    from yunlu.training.communication.transport_session import Traffic
 
 _TRY_S = (0.01, 0.5)
 """Between two attempts to reach a server, at first and later."""
@@ -48,7 +48,7 @@ def watch_over(link: socket.socket) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class PendingRequest:
     """A request that was put, or is to be."""
 
     request: Value
@@ -59,7 +59,7 @@ class Asked:
 class Heard(NamedTuple):
     """What came of it."""
 
-    answer: Answer
+    answer: ServerReply
     beside: memoryview
     is_again: bool
     """Whether it was put more than once: the server may have heard it before."""
@@ -93,13 +93,13 @@ class ServerLink:
         self.traffic, self._patience_s = traffic, patience_s
         self._link: socket.socket | None = None
         self._reader = FrameReader()
-        self._asked: Asked | None = None
+        self._asked: PendingRequest | None = None
         self._is_aborted = False
         self._body_bytes = 0
         self.connections = 0
         """Made so far: whether something happened over a single one."""
 
-    def welcome(self) -> Answer:
+    def welcome(self) -> ServerReply:
         """What the server says of itself."""
         return self._until_done(self._connect)[0]
 
@@ -107,24 +107,24 @@ class ServerLink:
         """How long what comes beside an answer may be."""
         self._reader.body_bytes = self._body_bytes = body_bytes
 
-    def ask(self, request: Value, *, waits: bool = False) -> Answer:
+    def ask(self, request: Value, *, waits: bool = False) -> ServerReply:
         """Put a request; ``waits``: the server may take any time to answer, while it is there."""
         return self.finish(self.begin(request), waits=waits).answer
 
-    def begin(self, request: Value, body: Buffer = b"") -> Asked:
+    def begin(self, request: Value, body: Buffer = b"") -> PendingRequest:
         """Put a request, and do not wait for the answer."""
-        asked = Asked(request, body)
+        asked = PendingRequest(request, body)
         try:
             self._send(asked)
         except _LOST as error:
             self._hang_up(error)
         return asked
 
-    def finish(self, asked: Asked, *, waits: bool = False) -> Heard:
+    def finish(self, asked: PendingRequest, *, waits: bool = False) -> Heard:
         """Wait for the answer; the request is put again if need be."""
         timeout_s = None if waits else self._patience_s
 
-        def attempt() -> tuple[Answer, memoryview]:
+        def attempt() -> tuple[ServerReply, memoryview]:
             if self._asked is not asked:
                 self._send(asked)
             frame = self._receive(timeout_s)
@@ -173,7 +173,7 @@ class ServerLink:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _TRY_S[1])
 
-    def _connect(self) -> Answer:
+    def _connect(self) -> ServerReply:
         if self._is_aborted:
             raise EOFError
         address = read_address(self._directory, self._index)
@@ -181,7 +181,7 @@ class ServerLink:
         try:
             watch_over(link)
             self._link, self._reader = link, FrameReader(body_bytes=self._body_bytes)
-            hello = Hello(
+            hello = ServerHello(
                 token=address.token,
                 index=self._index,
                 worker=self._worker,
@@ -196,7 +196,7 @@ class ServerLink:
         self.connections += 1
         return answer
 
-    def _send(self, asked: Asked) -> None:
+    def _send(self, asked: PendingRequest) -> None:
         if self._link is None:
             self._connect()
         asked.times += 1

@@ -23,7 +23,7 @@ Outcome = Literal["taken", "duplicate", "late"]
 """Of a gradient: it counts; its ticket's gradient came before; its step ended without it."""
 
 
-class Hello(Value):
+class ServerHello(Value):
     """A worker comes, or comes back."""
 
     kind: Literal["hello"] = "hello"
@@ -56,20 +56,20 @@ class Push(Value):
     """Of the weights it was computed with."""
 
 
-class Take(Value):
+class TakeTicket(Value):
     """Work, please; answered when there is some, or none is left."""
 
     kind: Literal["take"] = "take"
 
 
-class Claim(Value):
+class ClaimTicket(Value):
     """Would a gradient of this ticket still count?"""
 
     kind: Literal["claim"] = "claim"
     ticket: Ticket
 
 
-class Complete(Value):
+class CompleteTicket(Value):
     """All servers have a ticket's gradient."""
 
     kind: Literal["complete"] = "complete"
@@ -77,31 +77,39 @@ class Complete(Value):
     metrics: dict[str, float] = Field(default_factory=dict, max_length=100)
 
 
-class Pause(Value):
+class PauseServer(Value):
     """Hand out nothing new; answered when nothing is under way."""
 
     kind: Literal["pause"] = "pause"
 
 
-class Resume(Value):
+class ResumeServer(Value):
     """Go on handing out."""
 
     kind: Literal["resume"] = "resume"
 
 
-class Stop(Value):
+class StopServer(Value):
     """Let training end with what is under way."""
 
     kind: Literal["stop"] = "stop"
 
 
 Request = Annotated[
-    Hello | Pull | Push | Take | Claim | Complete | Pause | Resume | Stop,
+    ServerHello
+    | Pull
+    | Push
+    | TakeTicket
+    | ClaimTicket
+    | CompleteTicket
+    | PauseServer
+    | ResumeServer
+    | StopServer,
     Field(discriminator="kind"),
 ]
 
 
-class Answer(Value):
+class ServerReply(Value):
     """What comes of a request; the weights are beside it."""
 
     error: str = ""
@@ -129,10 +137,10 @@ def read_request(frame: Frame) -> Request:
         raise BadFrameError(f"{error.error_count()} faults in a request") from None
 
 
-def read_answer(frame: Frame) -> Answer:
+def read_answer(frame: Frame) -> ServerReply:
     """The answer in a frame."""
     try:
-        return Answer.model_validate(frame.control)
+        return ServerReply.model_validate(frame.control)
     except ValidationError as error:
         raise BadFrameError("not an answer") from error
 

@@ -21,16 +21,16 @@ from yunlu.training.communication.servers.frames import (
 from yunlu.training.communication.servers.link import watch_over
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
-    Answer,
-    Claim,
-    Complete,
-    Hello,
-    Pause,
+    ClaimTicket,
+    CompleteTicket,
+    PauseServer,
     Pull,
     Push,
-    Resume,
-    Stop,
-    Take,
+    ResumeServer,
+    ServerHello,
+    ServerReply,
+    StopServer,
+    TakeTicket,
     read_request,
     say,
 )
@@ -55,7 +55,7 @@ _LOOK_S = 1.0
 _MOST_CONNECTIONS = 1024
 
 
-class _Caller:
+class _ClientConnection:
     """One connection."""
 
     def __init__(self, link: socket.socket, now: float) -> None:
@@ -64,7 +64,7 @@ class _Caller:
         self.outgoing: deque[memoryview] = deque()
         self.worker = ""
         """Empty until it has shown the token."""
-        self.waiting: Take | Pause | None = None
+        self.waiting: TakeTicket | PauseServer | None = None
         """What we owe it an answer to."""
         self.heard_at = now
         self.pulled: Tensor | None = None
@@ -84,7 +84,7 @@ class ShardServer:
     ) -> None:
         self._shard = shard
         self._is_needed = is_needed
-        self._callers: dict[socket.socket, _Caller] = {}
+        self._callers: dict[socket.socket, _ClientConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._door = socket.create_server((host, 0), backlog=128)
         self._door.setblocking(False)
@@ -142,7 +142,7 @@ class ShardServer:
             return
         link.setblocking(False)
         watch_over(link)
-        self._callers[link] = _Caller(link, time.monotonic())
+        self._callers[link] = _ClientConnection(link, time.monotonic())
         self._selector.register(link, selectors.EVENT_READ)
 
     def _move(self, link: socket.socket, events: int) -> None:
@@ -162,14 +162,14 @@ class ShardServer:
             log.warning("refused what %s sent: %s", caller.worker or "a stranger", error)
             self._drop(link, str(error))
 
-    def _read(self, caller: _Caller) -> None:
+    def _read(self, caller: _ClientConnection) -> None:
         while caller.link in self._callers:
             frame = caller.reader.read(caller.link.recv_into)
             caller.heard_at = time.monotonic()
             if frame is not None:
                 self._hear(caller, frame)
 
-    def _write(self, caller: _Caller) -> None:
+    def _write(self, caller: _ClientConnection) -> None:
         while caller.outgoing:
             count = caller.link.send(caller.outgoing[0])
             caller.heard_at = time.monotonic()
@@ -179,7 +179,7 @@ class ShardServer:
                 caller.outgoing[0] = caller.outgoing[0][count:]
         self._selector.modify(caller.link, selectors.EVENT_READ)
 
-    def _answer(self, caller: _Caller, answer: Answer, body: Buffer = b"") -> None:
+    def _answer(self, caller: _ClientConnection, answer: ServerReply, body: Buffer = b"") -> None:
         caller.heard_at = time.monotonic()
         caller.outgoing.extend(pack(say(answer), body))
         self._selector.modify(caller.link, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -195,7 +195,7 @@ class ShardServer:
             if self._shard.dispatcher is not None:
                 self._shard.dispatcher.leave(caller.worker)
 
-    def _hear(self, caller: _Caller, frame: Frame) -> None:
+    def _hear(self, caller: _ClientConnection, frame: Frame) -> None:
         request = read_request(frame)
         if not caller.worker:
             self._greet(caller, request)
@@ -211,13 +211,15 @@ class ShardServer:
             caller.pulled = published if self._shard.rules.correction == "delay" else None
             if request.is_packed and self._shard.rules.pull_codec != "none":
                 published = self._shard.pack(version, published)
-            self._answer(caller, Answer(version=version), published.numpy().data)
+            self._answer(caller, ServerReply(version=version), published.numpy().data)
         else:
             self._dispatch(caller, request, self._shard.dispatcher)
 
-    def _greet(self, caller: _Caller, request: Request) -> None:
+    def _greet(self, caller: _ClientConnection, request: Request) -> None:
         token = self._shard.token.encode()
-        if not isinstance(request, Hello) or not hmac.compare_digest(request.token.encode(), token):
+        if not isinstance(request, ServerHello) or not hmac.compare_digest(
+            request.token.encode(), token
+        ):
             raise BadFrameError("a stranger, without the token")
         if request.index != self._shard.index:
             raise BadFrameError(f"meant for server {request.index}")
@@ -231,44 +233,48 @@ class ShardServer:
         caller.reader.body_bytes = self._shard.weights.body_bytes
         if self._shard.dispatcher is not None:
             self._shard.dispatcher.join(request.worker, request.held)
-        welcome = Answer(
+        welcome = ServerReply(
             rules=self._shard.rules, length=self._shard.length, version=self._shard.weights.version
         )
         self._answer(caller, welcome)
 
-    def _take_gradient(self, caller: _Caller, push: Push, body: memoryview) -> None:
+    def _take_gradient(self, caller: _ClientConnection, push: Push, body: memoryview) -> None:
         try:
             outcome = self._shard.push(push, body, caller.pulled)
         except RefusedPushError as error:
-            self._answer(caller, Answer(error=str(error)))
+            self._answer(caller, ServerReply(error=str(error)))
             return
-        self._answer(caller, Answer(version=self._shard.weights.version, outcome=outcome))
+        self._answer(caller, ServerReply(version=self._shard.weights.version, outcome=outcome))
 
-    def _dispatch(self, caller: _Caller, request: Request, tickets: Dispatcher | None) -> None:
+    def _dispatch(
+        self, caller: _ClientConnection, request: Request, tickets: Dispatcher | None
+    ) -> None:
         if tickets is None:
             raise BadFrameError("only the first server hands out tickets")
         match request:
-            case Take():
+            case TakeTicket():
                 caller.waiting = request
-            case Pause():
+            case PauseServer():
                 if tickets.pause(caller.worker):
                     caller.waiting = request
                 else:
-                    self._answer(caller, Answer(error="push the gradients of your tickets first"))
-            case Resume():
+                    self._answer(
+                        caller, ServerReply(error="push the gradients of your tickets first")
+                    )
+            case ResumeServer():
                 tickets.resume(caller.worker)
-                self._answer(caller, Answer())
-            case Stop():
+                self._answer(caller, ServerReply())
+            case StopServer():
                 tickets.is_stopping = True
-                self._answer(caller, Answer())
-            case Claim():
+                self._answer(caller, ServerReply())
+            case ClaimTicket():
                 counts = self._shard.claim(request.ticket)
                 if not counts:
                     tickets.forget(caller.worker, request.ticket)
-                self._answer(caller, Answer(outcome="taken" if counts else "late"))
-            case Complete() if request.ticket.exists(self._shard.rules):
+                self._answer(caller, ServerReply(outcome="taken" if counts else "late"))
+            case CompleteTicket() if request.ticket.exists(self._shard.rules):
                 self._shard.complete(caller.worker, request)
-                self._answer(caller, Answer())
+                self._answer(caller, ServerReply())
             case _:
                 raise BadFrameError("a second greeting, or no such ticket")
 
@@ -278,16 +284,16 @@ class ShardServer:
         if tickets is None:
             return
         for caller in [each for each in self._callers.values() if each.waiting is not None]:
-            if isinstance(caller.waiting, Pause):
+            if isinstance(caller.waiting, PauseServer):
                 if not tickets.is_drained() and tickets.can_drain():
                     continue
-                self._answer(caller, Answer(is_drained=tickets.is_drained()))
+                self._answer(caller, ServerReply(is_drained=tickets.is_drained()))
             else:
                 found = tickets.take(caller.worker)
                 if found == "wait":
                     continue
                 ticket = found if isinstance(found, Ticket) else None
-                self._answer(caller, Answer(ticket=ticket))
+                self._answer(caller, ServerReply(ticket=ticket))
             caller.waiting = None
 
     def _look_for_silence(self, now: float) -> None:

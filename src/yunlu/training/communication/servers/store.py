@@ -12,8 +12,8 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, sync_directory
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
-from yunlu.training.communication.servers.journal import Journal, write_state
-from yunlu.training.communication.servers.messages import Claim, Complete, Push
+from yunlu.training.communication.servers.journal import ShardJournal, write_state
+from yunlu.training.communication.servers.messages import ClaimTicket, CompleteTicket, Push
 from yunlu.training.communication.servers.rules import ServerRules, cut
 from yunlu.training.communication.servers.weights import HeldWeights
 
@@ -77,7 +77,7 @@ class Shard:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._journal = Journal(directory)
+        self._journal = ShardJournal(directory)
         try:
             self._restore()
         except BaseException:
@@ -114,9 +114,9 @@ class Shard:
                 push = Push.model_validate(change.control)
                 self._take(push, self._gradient_of(push, change.body))
             case "claim":
-                self._tickets().claim(Claim.model_validate(change.control).ticket)
+                self._tickets().claim(ClaimTicket.model_validate(change.control).ticket)
             case "complete":
-                self._tickets().complete("", Complete.model_validate(change.control).ticket)
+                self._tickets().complete("", CompleteTicket.model_validate(change.control).ticket)
             case kind:
                 raise StoreError(f"{self.directory} holds a change of an unknown kind: {kind}")
 
@@ -171,18 +171,18 @@ class Shard:
         """Whether this ticket's gradient counts; from then on it does."""
         if not self._tickets().may_claim(ticket):
             return False
-        self._journal.append(Claim(ticket=ticket).model_dump(mode="json"))
+        self._journal.append(ClaimTicket(ticket=ticket).model_dump(mode="json"))
         self._tickets().claim(ticket)
         return True
 
-    def complete(self, worker: str, done: Complete) -> None:
+    def complete(self, worker: str, done: CompleteTicket) -> None:
         """All servers have a ticket's gradient."""
         dispatcher = self._tickets()
         if done.ticket.number(self.rules) not in dispatcher.over:
             # Told before it is certain: twice rather than never, and a reader can tell by the ticket.
             told = {"step": done.ticket.step, "share": done.ticket.share, "worker": worker}
             append_lines(self.directory / "done.jsonl", [told | done.metrics])
-            self._journal.append(Complete(ticket=done.ticket).model_dump(mode="json"))
+            self._journal.append(CompleteTicket(ticket=done.ticket).model_dump(mode="json"))
         dispatcher.complete(worker, done.ticket)
 
     def save(self) -> None:

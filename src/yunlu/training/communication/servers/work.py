@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.training.data.batches import load
-from yunlu.training.data.order import weight_of
+from yunlu.training.data.sample_order import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.client import ServerClient
     from yunlu.training.communication.servers.messages import Outcome
     from yunlu.training.communication.servers.rules import Ticket
-    from yunlu.training.data.order import Order
+    from yunlu.training.data.sample_order import Order
     from yunlu.training.tasks.task import Batch, Samples
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from yunlu.training.optim.frozen import FrozenAdam
-from yunlu.training.optim.fused import FusedAdam
+from yunlu.training.optim.frozen_adam import FrozenAdam
+from yunlu.training.optim.fused_adam import FusedAdam
 
 _BETAS, _EPS, _LR, _DECAY = (0.9, 0.98), 1e-8, 0.01, 0.1
 

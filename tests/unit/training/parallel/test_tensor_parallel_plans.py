@@ -15,7 +15,7 @@ from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.tensor_plans import (
+from yunlu.training.parallel.tensor_parallel_plans import (
     find_head,
     find_styles,
     why_not_tensor,

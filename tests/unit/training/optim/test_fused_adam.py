@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.checkpoints import copy_optimizer, restore_optimizer
-from yunlu.training.optim.fused import FusedAdam
+from yunlu.training.optim.fused_adam import FusedAdam
 
 
 def network() -> nn.Module:
@@ -90,13 +90,13 @@ def test_a_plain_run_loads_no_compiler() -> None:
     program = """
 import sys, tempfile, torch
 from pathlib import Path
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import Job
-from yunlu.training.tasks.objects import ObjectTask
+from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.worker import run
 path = Path(tempfile.mkdtemp())
 job = {"task": "python:objects", "model": "net", "data": "python:objects", "train": {"steps": 3, "batch": 4}}
-RunDir(path).job.write_text(Job.model_validate(job).model_dump_json())
+open_run(path).job.write_text(Job.model_validate(job).model_dump_json())
 task = ObjectTask(model=torch.nn.Linear(3, 1), data=(torch.randn(40, 3), torch.randn(40, 1)))
 print(run(path, task=task), "torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
 """

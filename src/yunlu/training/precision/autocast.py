@@ -9,7 +9,7 @@ import torch
 
 from yunlu.training.precision.adaptive import Adaptive, Move
 from yunlu.training.precision.device import check_precision
-from yunlu.training.precision.full_list import keep_in_fp32
+from yunlu.training.precision.fp32_ops import keep_in_fp32
 from yunlu.training.precision.loss_scale import LossScale
 
 if TYPE_CHECKING:

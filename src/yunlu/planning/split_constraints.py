@@ -30,7 +30,7 @@ NOBODY_LOOKED = (
 Axis = Literal["dp", "fsdp", "tp", "pp"]
 
 
-class ModelFacts(Value):
+class SplitConstraints(Value):
     """What the training room found out about a model, as far as a layout depends on it."""
 
     parameters: int
@@ -84,7 +84,7 @@ class ModelFacts(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class WorkerShare:
     """What one worker takes of a step: samples, in so many micro-batches."""
 
     micro_batch: int
@@ -96,21 +96,21 @@ class Share:
         return self.micro_batch * self.micros
 
 
-def share_of(layout: Layout, *, batch: int, micro_batch: int) -> Share:
+def worker_share(layout: Layout, *, batch: int, micro_batch: int) -> WorkerShare:
     """The share of the replica with the most samples; all run as many micro-batches."""
     samples = math.ceil(batch / layout.replicas)
     micro = min(micro_batch, samples)
-    return Share(micro_batch=micro, micros=math.ceil(samples / micro))
+    return WorkerShare(micro_batch=micro, micros=math.ceil(samples / micro))
 
 
-def state_bytes_of(layout: Layout, facts: ModelFacts) -> float:
+def state_bytes_of(layout: Layout, facts: SplitConstraints) -> float:
     """Weights and optimiser state that one worker keeps between two steps."""
     cut = layout.tp * layout.pp * layout.fsdp
     sharers = layout.dp if layout.zero1 else 1
     return facts.weight_bytes / cut + facts.state_bytes / (cut * sharers)
 
 
-def copies_bytes(layout: Layout, facts: ModelFacts) -> float:
+def copies_bytes(layout: Layout, facts: SplitConstraints) -> float:
     """Copies on the host of a worker's own state and its neighbour's: the newest and the one before.
 
     They are kept where no other replica holds the same part.
@@ -119,7 +119,7 @@ def copies_bytes(layout: Layout, facts: ModelFacts) -> float:
     return 4 * state_bytes_of(layout, facts) if is_kept else 0.0
 
 
-def worker_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
+def worker_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     """Weights, gradients, optimiser state and activations of one worker, and copies if on a CPU."""
     cut = layout.tp * layout.pp
     held = state_bytes_of(layout, facts) + facts.gradient_bytes / (cut * layout.fsdp)
@@ -130,7 +130,7 @@ def worker_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
     return held + _activation_bytes(layout, facts, share)
 
 
-def _activation_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
+def _activation_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     whole = 0.0 if layout.sequence else _KEPT_WHOLE_UNDER_TP / _KEPT_PER_BLOCK
     kept = whole + (1 - whole) / layout.tp
     # GPipe keeps every micro-batch until the turn; 1F1B as many as there are stages behind it.
@@ -139,7 +139,7 @@ def _activation_bytes(layout: Layout, facts: ModelFacts, share: Share) -> float:
     return share.micro_batch * facts.activation_bytes_per_sample * kept * in_flight / layout.pp
 
 
-def moved_bytes(layout: Layout, facts: ModelFacts, share: Share) -> dict[Axis, float]:
+def moved_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> dict[Axis, float]:
     """What one worker sends in a step, over each axis."""
     cut = layout.tp * layout.pp
     found: dict[Axis, float] = {}
@@ -156,7 +156,7 @@ def moved_bytes(layout: Layout, facts: ModelFacts, share: Share) -> dict[Axis, f
     return found
 
 
-def messages(layout: Layout, facts: ModelFacts, share: Share) -> float:
+def messages(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     """Exchanges that one worker waits for in a step, roughly: what a fast link is slow at."""
     blocks = max(facts.layers / layout.pp, 1)
     count = 2.0  # the step's own: counts, norm
@@ -166,7 +166,7 @@ def messages(layout: Layout, facts: ModelFacts, share: Share) -> float:
     return count + (2 * layout.stages_per_rank * share.micros if layout.pp > 1 else 0)
 
 
-def bubble(layout: Layout, share: Share) -> float:
+def bubble(layout: Layout, share: WorkerShare) -> float:
     """The share of a step in which a stage waits for others (Narayanan et al. 2021, section 2.2)."""
     if layout.pp == 1:
         return 0.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from yunlu.training.optim.fused import FusedAdam
+from yunlu.training.optim.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
     from collections.abc import Callable

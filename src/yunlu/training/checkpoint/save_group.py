@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yunlu.training.parallel.boxes import Box, Piece
-from yunlu.training.parallel.exchange import broadcast_json, gather_json
+from yunlu.training.parallel.redistribute import broadcast_json, gather_json
+from yunlu.training.parallel.tensor_slices import Box, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -43,7 +43,7 @@ from yunlu.training.models.transformer import (
     FeedForward,
     TransformerClassifier,
 )
-from yunlu.training.parallel.tensor_plans import (
+from yunlu.training.parallel.tensor_parallel_plans import (
     TRANSFORMERS,
     Styles,
     find_head,
@@ -52,7 +52,7 @@ from yunlu.training.parallel.tensor_plans import (
     why_not_tensor,
     why_not_vocabulary,
 )
-from yunlu.training.parallel.vocabulary import CutLoss, HeadInput, Scores, make_plain
+from yunlu.training.parallel.vocab_parallel import CutLoss, HeadInput, Scores, make_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from yunlu.core.errors import ModelError, TrainingError
-from yunlu.training.memory.shortage import (
+from yunlu.training.memory.out_of_memory import (
     StepStart,
     is_out_of_memory,
     memory_capped,

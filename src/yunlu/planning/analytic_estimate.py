@@ -16,7 +16,7 @@ from yunlu.planning.predict.local import own_s, pass_s, per_sample_s, update_s
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.planning.calibration import Belief
+    from yunlu.planning.calibration import RatioEstimate
     from yunlu.planning.plan import Prediction, Profile, Settings
     from yunlu.planning.predict.local import Work
     from yunlu.planning.probed import Probed
@@ -32,15 +32,15 @@ _START_SPREAD = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guess:
+class AnalyticEstimate:
     """A profile that nobody measured, and how far to trust it."""
 
     raw: Profile
     """By arithmetic and the probe."""
     profile: Profile
     """As earlier runs teach to correct it."""
-    step: Belief
-    memory: Belief
+    step: RatioEstimate
+    memory: RatioEstimate
     device: str
     stack: str
     work: str
@@ -49,7 +49,7 @@ class Guess:
     """Start-up as the probe knows it; None where it does not, and then no total is foretold."""
 
 
-def make_guess(
+def make_estimate(
     profile: Profile,
     work: Work,
     probed: Probed,
@@ -58,7 +58,7 @@ def make_guess(
     name: str,
     busy: float = 1.0,
     workers: int = 1,
-) -> Guess:
+) -> AnalyticEstimate:
     """From what is known of the model (``profile`` gives counts and settings, none of its times).
 
     ``busy`` is by how much others slow this machine down now. Runs on one worker teach of ``workers``
@@ -76,7 +76,7 @@ def make_guess(
     if workers > 1:
         step = replace(step, sd=Calibration().belief(*path).sd)
         memory = Calibration().belief(*path, quantity="memory_bytes")
-    return Guess(
+    return AnalyticEstimate(
         raw=raw,
         profile=_slowed(raw, step.factor),
         step=step,
@@ -155,7 +155,7 @@ def _arithmetic(profile: Profile, work: Work, probed: Probed, *, start_s: float 
     return profile.model_copy(update=changes)
 
 
-def foretell(guess: Guess, predict: Callable[[Profile], Prediction]) -> Foretold:
+def foretell(guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]) -> Foretold:
     """The guess through the planner's own arithmetic, with intervals."""
     raw, found = predict(guess.raw), predict(guess.profile)
     load_sd = _LOAD_SPREAD * math.log(guess.busy)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.boxes import Box, Piece, Spec, fill, piece_of, whole
+from yunlu.training.parallel.tensor_slices import Box, Piece, Spec, fill, piece_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
 
-    from yunlu.training.parallel.boxes import Reader
+    from yunlu.training.parallel.tensor_slices import Reader
 
 _KINDS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Plain numbers are kept as scalars whose name ends in ``:<type>``: JSON is written by one worker only,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.layout import Schedule
-from yunlu.training.parallel.schedules import Action, actions
+from yunlu.training.parallel.pipeline_schedules import Action, actions
 
 shapes = st.tuples(
     st.sampled_from(["gpipe", "1f1b", "interleaved"]),

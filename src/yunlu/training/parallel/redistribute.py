@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.boxes import Box, Piece, Spec
+from yunlu.training.parallel.tensor_slices import Box, Piece, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

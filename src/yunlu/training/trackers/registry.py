@@ -18,7 +18,7 @@ from yunlu.training.trackers.tracker import Tracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.runs.run_dir import RunDir
+    from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
 GROUP = "yunlu.trackers"
@@ -60,7 +60,7 @@ class TrackerThread:
     ) -> None:
         self._lanes = [_Lane(tracker, warn, capacity) for tracker in trackers]
 
-    def start(self, run: RunDir, job: Job, *, resumed: bool) -> None:
+    def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Open every tracker, without waiting for it."""
         for lane in self._lanes:
             lane.put(partial(lane.tracker.start, run, job, resumed=resumed))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
 from yunlu.core.errors import DataError, JobError, ModelError, did_you_mean
-from yunlu.training.data.order import permute
+from yunlu.training.data.sample_order import permute
 from yunlu.training.models.keras import as_module
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Samples, Splits, call, logits_of

@@ -13,13 +13,13 @@ from torch import nn
 
 from tests.unit.training import tiny_hf
 from yunlu.core.errors import ModelError
-from yunlu.runs.run_dir import RunDir
+from yunlu.runs.directory_store import open_run
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_tokenizer
 from yunlu.training.export import Lineage, export
-from yunlu.training.models.weights import Origin, begin_from, describe_start
-from yunlu.training.tasks.open import open_task
+from yunlu.training.models.initial_weights import Origin, begin_from, describe_start
+from yunlu.training.tasks.registry import open_task
 
 WORDS = ["fine", "poor", "grand", "dull", "bright", "sour"]
 THINGS = ["lamp", "tent", "desk", "chair", "watch", "radio", "kettle", "phone"]
@@ -60,7 +60,7 @@ def start(tmp_path: Path) -> Path:
     """The model of a run for the labels bad and good, as it would be exported."""
     job = job_of(write_texts(tmp_path / "start.txt", ("good", "bad")))
     task, model, splits = prepare(job)
-    run = RunDir(tmp_path / "first-run")
+    run = open_run(tmp_path / "first-run")
     run.path.mkdir()
     run.events.touch()
     lineage = Lineage(splits=splits, environment={}, step=1, scores={})
@@ -211,7 +211,7 @@ def test_an_adapted_model_is_exported_plain_with_the_adapter_beside_it(
     model.eval()
     with torch.no_grad():
         expected = model(*batch.inputs)
-    run = RunDir(tmp_path / "second-run")
+    run = open_run(tmp_path / "second-run")
     run.path.mkdir()
     lineage = Lineage(splits=splits, environment={}, step=3, scores={})
     names = export(run, job, task, model, lineage)
@@ -264,7 +264,7 @@ def test_trained_weights_keep_the_statistics_they_were_trained_with(
     mapping = {"task": task, "model": model, "data": {"train": data}}
     job = job_from_mapping(mapping)
     first, net, splits = prepare(job)
-    run = RunDir(tmp_path / "run")
+    run = open_run(tmp_path / "run")
     run.path.mkdir()
     export(run, job, first, net, Lineage(splits=splits, environment={}, step=1, scores={}))
     fewer = {**mapping, "data": {"train": data, "limit": 90}, "train": {"seed": 4}}

@@ -16,7 +16,7 @@ import torch
 
 from yunlu.training.communication.buckets import split, starts_of
 from yunlu.training.gradient_noise import choose_places
-from yunlu.training.parallel.boxes import is_spread, local_of
+from yunlu.training.parallel.tensor_slices import is_spread, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,0 +1,200 @@
+"""A run as a directory: of this machine, or of a file system that several machines mount."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+
+
+def open_run(address: str | Path) -> RunStore:
+    """The run at an address; whether it is there shows at the first read."""
+    return DirectoryRunStore(Path(address))
+
+
+class DirectoryRunStore(RunStore):
+    """``RunStore`` over the files of one directory; its name is the id of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_quiet = False
+        self.job = path / "job.json"
+        self.job_source = path / "job.source"
+        self.plan = path / "plan.json"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.batch = path / "batch"
+        self.trial = path / "trial.json"
+        self.verdict = path / "verdict.json"
+        self.crew = path / "crew.json"
+        self.crew_metrics = path / "crew.jsonl"
+        self.servers = path / "servers"
+        self.logs = path / "logs"
+        self.log = path / "worker.log"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.tensorboard = path / "tensorboard"
+        self.report_json = path / "report.json"
+        self.report_html = path / "report.html"
+
+    def __repr__(self) -> str:
+        return f"DirectoryRunStore({str(self.path)!r})"
+
+    @property
+    def id(self) -> str:
+        """As ``RunStore.id``."""
+        return self.path.name
+
+    @property
+    def address(self) -> str:
+        """As ``RunStore.address``."""
+        return str(self.path)
+
+    def location(self, name: str) -> str:
+        """As ``RunStore.location``."""
+        return str(self.path / name)
+
+    def stat(self, name: str) -> ItemStat | None:
+        """As ``RunStore.stat``."""
+        try:
+            stat = (self.path / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return ItemStat(
+            size=stat.st_size,
+            modified_at=stat.st_mtime,
+            version=(stat.st_ino, stat.st_mtime_ns, stat.st_size),
+        )
+
+    def read(self, name: str, *, offset: int = 0) -> bytes | None:
+        """As ``RunStore.read``."""
+        try:
+            with (self.path / name).open("rb") as file:
+                if offset < 0:
+                    offset = max(0, file.seek(0, os.SEEK_END) + offset)
+                file.seek(offset)
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(
+        self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
+    ) -> None:
+        """As ``RunStore.write``."""
+        path = self.path / name
+        if "/" in name:
+            path.parent.mkdir(exist_ok=True)
+        if durable and not private:
+            write_atomically(path, content)
+            return
+        data = content.encode() if isinstance(content, str) else content
+        aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        aside.unlink(missing_ok=True)
+        descriptor = os.open(
+            aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def remove(self, name: str) -> None:
+        """As ``RunStore.remove``."""
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def names(self, area: str) -> list[str]:
+        """As ``RunStore.names``."""
+        try:
+            return sorted(
+                path.name for path in (self.path / area).iterdir() if not path.name.startswith(".")
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def append(self, log: str, records: Iterable[Any]) -> None:
+        """As ``RunStore.append``."""
+        append_lines(self.path / log, records)
+
+    def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+        """As ``RunStore.read_log``."""
+        yield from read_lines(self.path / log, offset=offset)
+
+    @contextmanager
+    def claim(
+        self, claim: Claim, *, wait: bool, passed_on: str | None = None
+    ) -> Generator[_HeldLock]:
+        """As ``RunStore.claim``: a lock on a file, which the system frees if the process dies."""
+        if passed_on is None:
+            descriptor = os.open(self.path / claim, os.O_RDWR | os.O_CREAT, 0o644)
+        else:
+            descriptor = int(passed_on)
+        with os.fdopen(descriptor, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _held_locks.append(file)
+            try:
+                yield _HeldLock(file)
+            finally:
+                if file in _held_locks:  # not in a forked child
+                    _held_locks.remove(file)
+
+    def is_claimed(self, claim: Claim) -> bool:
+        """As ``RunStore.is_claimed``."""
+        if not (self.path / claim).exists():
+            return False
+        try:
+            with self.claim(claim, wait=False):
+                return False
+        except BlockingIOError:
+            return True
+
+    def directory(self, area: Area) -> Path:
+        """As ``LocalRunStore.directory``."""
+        return self.path / area
+
+    def open_text_log(self, name: str) -> IO[bytes]:
+        """As ``LocalRunStore.open_text_log``."""
+        path = self.path / name
+        if "/" in name:
+            path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+
+
+class _HeldLock:
+    """A locked file: whoever inherits its descriptor holds the lock."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def pass_on(self) -> str:
+        """As ``HeldClaim.pass_on``."""
+        os.set_inheritable(self._file.fileno(), True)
+        return str(self._file.fileno())
+
+
+_held_locks: list[IO[str]] = []
+
+
+def _drop_locks() -> None:
+    while _held_locks:
+        _held_locks.pop().close()
+
+
+# A forked child (a loader, a worker) can outlive its parent: a copy of the lock would keep the claim.
+os.register_at_fork(after_in_child=_drop_locks)

@@ -1,0 +1,272 @@
+"""The storage of one run: documents, append-only logs, claims and artifacts.
+
+Everything that reads or writes a run does so through ``RunStore``. Nothing outside an implementation
+knows whether the run is a directory of this machine, of a shared file system, or objects in a bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from yunlu.core.errors import StoreError
+from yunlu.runs.run_dir import Event, EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from typing import IO
+
+_TAIL_BYTES = 1 << 16
+
+
+class Document(StrEnum):
+    """Values that are replaced whole. The comment names the writer, then the readers.
+
+    The list holds the names that Yunlu itself uses; a tracker may keep a document of its own.
+    """
+
+    JOB = "job.json"  # run creation; everybody
+    JOB_SOURCE = "job.source"  # run creation, as the user wrote it; people
+    PLAN = "plan.json"  # the worker that plans, or the study that copies a run; workers, report
+    WORKER = "worker.json"  # whoever starts the worker or supervisor; lifecycle, executors
+    WORKER_GROUP = "worker_group.json"  # the supervisor (holds a token: private); nodes, executors
+    LAUNCH = "launch.json"  # rank 0 of torchrun, srun, mpirun; the next start of the same launch
+    LEASES = "executor.json"  # the executor; its lease programs, lifecycle, scheduler
+    QUEUE_ENTRY = "queue.json"  # submit, priority, pause; the scheduler
+    ALLOCATION = "pool.json"  # the scheduler; the scheduler after a restart
+    TARGET_BATCH = "batch"  # whoever wants another batch; the worker, between steps
+    TARGET_WORKERS = "target_workers"  # resize; the supervisor of asynchronous workers
+    TRIAL = "trial.json"  # the study; the worker, report
+    TRIAL_CONTROL = "trial_control.json"  # the study: rung limit, hold, prune; the worker
+    REPORT = "report.json"  # the report; people, programs
+    REPORT_PAGE = "report.html"  # the report; people
+
+
+class Log(StrEnum):
+    """Append-only logs of JSON records. The comment names the writer, then the readers."""
+
+    EVENTS = "events.jsonl"  # worker, lifecycle; everybody: the truth about the run
+    METRICS = "metrics.jsonl"  # the worker, a record per step (see METRIC_KEYS); display, report
+    LEDGER = (
+        "ledger.jsonl"  # the worker, a digest of the samples per step; checks that none is lost
+    )
+    RANK_METRICS = "rank_metrics.jsonl"  # the supervisor; report
+    LEASE_EVENTS = "executor.jsonl"  # executor and lease programs; scheduler
+
+
+class Area(StrEnum):
+    """Artifacts: directories whose files libraries write by themselves."""
+
+    CHECKPOINTS = "checkpoints"
+    MODEL = "model"
+    TENSORBOARD = "tensorboard"
+    SERVERS = "servers"  # shards of the parameter servers of asynchronous workers
+    TRACES = "traces"
+    TRACKERS = "trackers"  # files of trackers that write to a directory
+    LOGS = "logs"  # text output of single workers
+
+
+class Claim(StrEnum):
+    """Rights that one process at a time holds; a process that dies loses them."""
+
+    WORKER = "worker.lock"
+    """To train or supervise the run: held as long as the process lives."""
+    LAUNCH = "launch.lock"
+    """To start, stop or reap the worker."""
+    LEASES = "executor.lock"
+    """To change the record of the leases."""
+
+
+WORKER_LOG = "worker.log"
+"""Text output of the worker or supervisor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemStat:
+    """Size and age of a stored item."""
+
+    size: int
+    """Bytes; the offset after the last record of a log."""
+    modified_at: float
+    """Seconds since the epoch."""
+    version: tuple[int, ...]
+    """Differs after every write."""
+
+
+class HeldClaim(Protocol):
+    """A claim that this process holds."""
+
+    def pass_on(self) -> str:
+        """Text with which the program that replaces this process (``exec``) keeps the claim."""
+        ...
+
+
+class RunStore(Protocol):
+    """One run. Names are those of ``Document``, ``Log`` and ``Area``, or ``area/file``."""
+
+    is_quiet: bool
+    """Drops events: set in a worker for which another worker reports."""
+
+    @property
+    def id(self) -> str:
+        """Name of the run, unique in its home."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Text with which another process opens the run: ``open_run(address)``."""
+        ...
+
+    def location(self, name: str) -> str:
+        """Path or URL of an item, for people and for libraries that open it by themselves."""
+        ...
+
+    def stat(self, name: str) -> ItemStat | None:
+        """Size and age of a document, log or area; None where there is none."""
+        ...
+
+    def read(self, name: str, *, offset: int = 0) -> bytes | None:
+        """Content from an offset on, or its last ``-offset`` bytes; None where there is none."""
+        ...
+
+    def write(
+        self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
+    ) -> None:
+        """Replace a document: readers see the old or the new content, never a part.
+
+        Args:
+            name: Of the document.
+            content: The whole of it.
+            durable: On return it survives a power cut, not only the death of the process.
+            private: Readable by its owner alone.
+        """
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a document, or an area with all that is in it; nothing where there is none."""
+        ...
+
+    def names(self, area: str) -> list[str]:
+        """Names of the items directly in an area, sorted."""
+        ...
+
+    def append(self, log: str, records: Iterable[Any]) -> None:
+        """Append JSON records in one write: records of two writers never mix."""
+        ...
+
+    def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+        """Whole records from an offset on, each with the offset after it; torn ones are skipped."""
+        ...
+
+    def claim(
+        self, claim: Claim, *, wait: bool, passed_on: str | None = None
+    ) -> AbstractContextManager[HeldClaim]:
+        """Hold a claim; ``BlockingIOError`` where another process holds it and ``wait`` is false.
+
+        ``passed_on`` is what ``HeldClaim.pass_on`` gave the program that this process was before.
+        """
+        ...
+
+    def is_claimed(self, claim: Claim) -> bool:
+        """Whether a process holds the claim."""
+        ...
+
+    # What follows is built on the methods above; implementations inherit it.
+
+    def has(self, name: str) -> bool:
+        """Whether a document, log or area is there."""
+        return self.stat(name) is not None
+
+    def emit(self, kind: EventKind, **data: Any) -> Event:
+        """Append one event and return it."""
+        event = Event(kind=kind, at=time.time(), data=data)
+        if not self.is_quiet:
+            self.append(Log.EVENTS, [event.model_dump(mode="json")])
+        return event
+
+    def warn(self, message: str) -> None:
+        """Report something that does not end the run."""
+        self.emit(EventKind.WARNING, message=message)
+
+    def read_events(self, *, offset: int = 0) -> Iterator[tuple[Event, int]]:
+        """Events from an offset on, each with the offset after it."""
+        for record, after in self.read_log(Log.EVENTS, offset=offset):
+            yield Event.model_validate(record), after
+
+
+@runtime_checkable
+class LocalRunStore(Protocol):
+    """A store whose artifacts are files of this machine: what a worker needs."""
+
+    def directory(self, area: Area) -> Path:
+        """Directory of an area; it may not be there yet."""
+        ...
+
+    def open_text_log(self, name: str) -> IO[bytes]:
+        """Text log to append to, as a file with a descriptor: output of a process can go there."""
+        ...
+
+
+def local(run: RunStore) -> LocalRunStore:
+    """The store, if its artifacts are files of this machine."""
+    if isinstance(run, LocalRunStore):
+        return run
+    raise StoreError(
+        f"{run.id} is stored in {run.address}, which is no directory of this machine",
+        hint="use a machine that mounts the home of the run",
+    )
+
+
+def last_record(run: RunStore, log: Log) -> Any:
+    """Last whole record of a log; None where there is none."""
+    tail = run.read(log, offset=-_TAIL_BYTES)
+    for line in reversed((tail or b"").split(b"\n")[:-1]):  # after the last line end: a torn record
+        try:
+            return json.loads(line)
+        except ValueError:
+            continue
+    return None
+
+
+def log_end(run: RunStore, log: Log) -> int:
+    """Offset after the last record of a log."""
+    stat = run.stat(log)
+    return 0 if stat is None else stat.size
+
+
+METRIC_KEYS = {
+    "step": "global step, counted from 1",
+    "epoch": "epochs completed, as a fraction",
+    "loss": "mean loss of the step over its true count",
+    "lr": "learning rate used",
+    "grad_norm": "norm of the gradient before clipping",
+    "samples": "samples consumed so far",
+    "items": "loss items (samples or tokens) of this step",
+    "at": "seconds since the epoch",
+    "life": "the life that did the step: number of its LIFE event",
+    "data_s": "waiting for data",
+    "compute_s": "forward, backward, optimiser",
+    "communication_s": "waiting for other workers",
+    "evaluate_s": "evaluating after the step",
+    "checkpoint_s": "stalled by a checkpoint",
+    "memory_bytes": "most resident memory of the worker, or allocated on its device, so far",
+    "tokens": "tokens computed, padding included; where samples have lengths",
+    "padding": "of these, padding; where samples have lengths",
+    "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
+    "noise_sqr": "square of the gradient without its noise, averaged over measurements",
+    "noise_var": "variance of one sample's gradient, averaged over measurements",
+    "noise_parts": "gradients of a step that were compared; 1: two steps in a row, which is biased",
+    "loss_scale": "factor on the loss; under fp16",
+    "low_share": "share of parameters in low precision; where it may change",
+    "exchange_s": "adding up gradients, hidden or not; where workers do",
+    "sent_bytes": "sent to other workers by the one that writes; where that is counted",
+    "compression_error": "share that compression left out; where there is any",
+    "staleness": "updates that the step's gradients did not know of, in the mean; of asynchronous workers",
+    "generation": "the crew that did the step: number of its CREW event; where there is a crew",
+}
+"""One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.client import Run, finetune, load_run, plan, resume, runs, submit, train, validate
+    from yunlu.client.api import Run, finetune, load_run, plan, resume, runs, submit, train, validate
     from yunlu.core.errors import YunluError
     from yunlu.estimator import YunluClassifier, YunluRegressor
     from yunlu.planning.search.options import Option, Options
@@ -21,21 +21,21 @@ _HOMES = {
     "Job": "yunlu.spec.job",
     "Option": "yunlu.planning.search.options",
     "Options": "yunlu.planning.search.options",
-    "Run": "yunlu.client",
+    "Run": "yunlu.client.api",
     "Study": "yunlu.tuning.study",
     "YunluClassifier": "yunlu.estimator",
     "YunluError": "yunlu.core.errors",
     "YunluRegressor": "yunlu.estimator",
-    "finetune": "yunlu.client",
+    "finetune": "yunlu.client.api",
     "load_job": "yunlu.spec.load",
-    "load_run": "yunlu.client",
-    "plan": "yunlu.client",
-    "resume": "yunlu.client",
-    "runs": "yunlu.client",
-    "submit": "yunlu.client",
-    "train": "yunlu.client",
+    "load_run": "yunlu.client.api",
+    "plan": "yunlu.client.api",
+    "resume": "yunlu.client.api",
+    "runs": "yunlu.client.api",
+    "submit": "yunlu.client.api",
+    "train": "yunlu.client.api",
     "tune": "yunlu.tuning.study",
-    "validate": "yunlu.client",
+    "validate": "yunlu.client.api",
 }
 
 __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)

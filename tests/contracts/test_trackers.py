@@ -13,6 +13,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
+from tests.waiting import LIMIT_S
 from yunlu.core.errors import JobError, MissingPartError
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_store import RunStore

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, build
 from yunlu.planning.communication import switching
-from yunlu.planning.communication.figures import WireFigures, make_even
+from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.communication import timed_comparison

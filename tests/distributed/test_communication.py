@@ -17,7 +17,7 @@ from torch.nn import functional
 from tests.distributed.parity import NoScore, make_plan
 from tests.distributed.ranks import run_ranks, run_world
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.figures import WireFigures, make_even
+from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training import loop

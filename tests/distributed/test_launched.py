@@ -82,7 +82,7 @@ class Slow(LanguageModeling):
 
 class OneIsSlow(LanguageModeling):
     def build(self, job):
-        from yunlu.planning.communication import forecast
+        from yunlu.planning.communication import step_forecast
         forecast.ASYNCHRONOUS_S = 0.01
         if os.environ["SLURM_PROCID"] == "1":
             product = torch.mm

@@ -134,7 +134,9 @@ class SlurmRig:
             self._start("slurmctld", "-D", "-f", self._conf)
             for name in self.names:
                 self.start_node(name)
-            wait_until(lambda: self._idle() >= set(self.names), "all nodes are idle", explain=self.tell)
+            wait_until(
+                lambda: self._idle() >= set(self.names), "all nodes are idle", explain=self.tell
+            )
         except BaseException:
             self.end()
             raise

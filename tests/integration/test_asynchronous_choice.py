@@ -25,7 +25,7 @@ import time
 
 import torch
 
-from yunlu.planning.communication import forecast
+from yunlu.planning.communication import step_forecast
 from yunlu.training.tasks.language_modeling import LanguageModeling
 
 forecast.ASYNCHRONOUS_S = 0.1  # the run is short, and is to find it worth its while

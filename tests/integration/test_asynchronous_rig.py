@@ -41,7 +41,9 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
             command = [sys.executable, "-m", "yunlu.cli.main", *words]
             return rig.run(host, command, environment=bound, cwd=tmp_path)
 
-        assert call(0, "train", "job.yaml", "--devices", "3", "--detach", "--json").wait(LIMIT_S) == 0
+        assert (
+            call(0, "train", "job.yaml", "--devices", "3", "--detach", "--json").wait(LIMIT_S) == 0
+        )
         (path,) = own_home.glob("*-*")
         run = open_run(path)
         near.wait_for_step(run, 5)

@@ -77,9 +77,7 @@ class Pool:
         return self.runs[-1]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        wait_until(
-            condition, "what the test waits for", meanwhile=self.judge, explain=self.tell
-        )
+        wait_until(condition, "what the test waits for", meanwhile=self.judge, explain=self.tell)
 
     def wait_states(self, state: RunState) -> None:
         self.wait(lambda: all(state_of(run) is state for run in self.runs))

@@ -105,7 +105,9 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     pool.dismiss(first)
     assert state(first) == "stopped"
     pool.wait(lambda: pool.view().get("held") == 0, "every device is given back")
-    wait_until(lambda: not rig.call("squeue", "--noheader"), "Slurm's queue is empty", explain=rig.tell)
+    wait_until(
+        lambda: not rig.call("squeue", "--noheader"), "Slurm's queue is empty", explain=rig.tell
+    )
     for run in pool.runs:
         check_samples(run)
     assert "Traceback" not in Journal(pool.home).log.read_text()
@@ -118,7 +120,9 @@ def test_run_that_others_keep_from_its_devices_is_placed_elsewhere(make_drill: M
     executor = SlurmExecutor("slurm://main")
     words = ["sbatch", "--parsable", "--partition=main", "--output=/dev/null", "--gres=gpu:1"]
     blocker = rig.call(*words, "--nodelist=n1", "--wrap=exec sleep 900")
-    wait_until(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    wait_until(
+        lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked"
+    )
     service.start(run, on=executor, placement=Placement((("n1", 2),)))
     pool.up()
     pool.wait(lambda: nodes_of(run) == ["n2"], "it was called off, and sent elsewhere")
@@ -141,9 +145,7 @@ def test_nodes_are_resumed_for_a_queue_and_suspended_when_idle(make_drill: MakeD
     pool.await_training(*runs)
     assert {nodes_of(run)[0] for run in runs} == {"n1", "c1", "c2"}
     pool.await_end(*runs)
-    pool.wait(
-        lambda: {"suspend c1", "suspend c2"} <= {*rig.power_log()}, "nodes are suspended"
-    )
+    pool.wait(lambda: {"suspend c1", "suspend c2"} <= {*rig.power_log()}, "nodes are suspended")
     pool.wait(lambda: executor.reserves()[0].awake == 0, "they sleep")
     pool.wait(lambda: pool.view()["devices"] == 2, "the pool knows")
     assert rig.power_log().count("resume c1") == 1  # once: nobody changed his mind
@@ -165,7 +167,9 @@ def test_when_spot_is_taken_away_on_demand_makes_the_deadline(make_drill: MakeDr
     )  # fmt: skip
     words = ["sbatch", "--parsable", "--partition=main", "--output=/dev/null", "--gres=gpu:2"]
     rig.call(*words, "--nodelist=n1", "--wrap=exec sleep 3600")  # what is always there is not ours
-    wait_until(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    wait_until(
+        lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked"
+    )
     pool.up()
     run = pool.submit("late", steps=1500, min_devices=2, max_devices=2, deadline_s=420.0)
     entry = read_entry(run)

@@ -13,8 +13,8 @@ from tests.distributed.ranks import run_world
 from tests.integration.test_s3_data import KEYS, s3  # noqa: F401 - a fixture
 from yunlu.planning.layout import Layout
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.save_group import Crew
 from yunlu.training.checkpoint.files import Snapshot
+from yunlu.training.checkpoint.save_group import Crew
 from yunlu.training.checkpoint.storage import MANIFEST, open_place
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.parallel.tensor_slices import Box, Piece

@@ -73,7 +73,9 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
     rig: SlurmRig, run: RunStore
 ) -> None:
     blocker = block(rig, "n1", gpus=1)
-    wait_until(lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked")
+    wait_until(
+        lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked"
+    )
     executor = SlurmExecutor()
     free = {node.name: node.devices for node in executor.nodes()}
     assert free == {"n1": 1, "n2": 2, "n3": 2}
@@ -81,7 +83,9 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
     wait_until(lambda: bool(executor.status(run).reason), "Slurm has a reason")
     status = executor.status(run)
     assert status.is_waiting
-    wait_until(lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell)
+    wait_until(
+        lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell
+    )
     assert not executor.status(run).held
     assert service.read_record(run).state == "pending"  # not lost, though no process answers for it
     assert service.stop(run).state == "stopped"
@@ -175,9 +179,7 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     faults = [fault["what"] for fault in told(run, EventKind.FAULT)]
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
-    await_(
-        run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back"
-    )
+    await_(run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back")
     service.stop(run)
     check_samples(run)
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import yaml
 from tests.integration.conftest import ROOT, Answer
 from tests.integration.toy_study import toy_job
 from tests.integration.toy_tune import find_toys, refuse_plan
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.cli.main import main
 from yunlu.tuning import forecast
 from yunlu.tuning.conducting import places

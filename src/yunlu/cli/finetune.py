@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from yunlu.cli.train import leave, watch, watch_launched
-from yunlu.client import finetuning_job, source_of
+from yunlu.client.api import finetuning_job, source_of
 from yunlu.jobs import service
 from yunlu.jobs.launch import find_launch
 from yunlu.render.terminal.page import ACCENT, make_console

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.client import validate
+from yunlu.client.api import validate
 from yunlu.core.errors import JobError
 from yunlu.jobs import service
 from yunlu.render.terminal.event_lines import describe, plan_block

@@ -18,7 +18,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.executors.worker_process import require_training
 from yunlu.jobs import calibration as known
-from yunlu.planning.probed import Probed
+from yunlu.planning.machine_profile import MachineProfile
 from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.planning.calibration import Calibration
-    from yunlu.planning.probed import Pace
+    from yunlu.planning.machine_profile import KernelTiming
 
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure")
 _LAST_WORDS_S = 2.0
@@ -96,14 +96,14 @@ def probe(
     return 0
 
 
-def measure(console: Console) -> Probed:
+def measure(console: Console) -> MachineProfile:
     """Let the training room measure, with a bar that shows how far it is."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=None)
         for said in _listen():
             if "probed" in said:
-                return Probed.model_validate(said["probed"])
+                return MachineProfile.model_validate(said["probed"])
             progress.update(
                 bar, description=said["part"], completed=said["place"], total=said["of"]
             )
@@ -148,7 +148,7 @@ def _say_forgotten(count: int, console: Console, *, all_: bool, json_: bool) -> 
         console.print(f" {count} {words} forgotten")
 
 
-def _page(probed: Probed, taught: Calibration) -> RenderableType:
+def _page(probed: MachineProfile, taught: Calibration) -> RenderableType:
     when = datetime.fromtimestamp(probed.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     quick = ", in a hurry (`yunlu probe` measures it all)" if probed.is_quick else ""
     title = Text.assemble(
@@ -161,7 +161,7 @@ def _page(probed: Probed, taught: Calibration) -> RenderableType:
     return Group(title, indented(_paces(probed)), "", *_facts(probed), _lesson(probed, taught), "")
 
 
-def _paces(probed: Probed) -> RenderableType:
+def _paces(probed: MachineProfile) -> RenderableType:
     table = plain_table()
     table.add_column("")
     for name in ("precision", "threads", "small", "medium", "large", "spread"):
@@ -174,12 +174,12 @@ def _paces(probed: Probed) -> RenderableType:
     return table
 
 
-def _rate(pace: Pace, place: int) -> str:
+def _rate(pace: KernelTiming, place: int) -> str:
     rate = pace.sizes[place] / pace.seconds[place]
     return f"{show_count(rate)}FLOP/s" if pace.kind in _COMPUTED else f"{show_bytes(rate)}/s"
 
 
-def _facts(probed: Probed) -> Iterator[Text]:
+def _facts(probed: MachineProfile) -> Iterator[Text]:
     rows = {
         "memory": f"{show_bytes(probed.memory_bytes)}, {show_bytes(probed.memory_bytes_per_s)}/s",
         "operator": f"{show_duration(probed.call_s)} a call; in a model × {probed.mixed:.2f}, "
@@ -204,7 +204,7 @@ def _facts(probed: Probed) -> Iterator[Text]:
         yield Text.assemble((f" {name:<12}", "dim"), words)
 
 
-def _lesson(probed: Probed, taught: Calibration) -> Text:
+def _lesson(probed: MachineProfile, taught: Calibration) -> Text:
     belief = taught.belief(probed.name)
     if not belief.runs:
         words = "no run yet: predictions come from these figures alone"

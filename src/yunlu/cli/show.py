@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.client import Run
+from yunlu.client.api import Run
 from yunlu.core.files import read_last
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from yunlu.client import source_of, validate
+from yunlu.client.api import source_of, validate
 from yunlu.core.errors import StoreError, nearest
 from yunlu.jobs import service
 from yunlu.render.terminal.page import ACCENT, make_console, to_json

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from yunlu.client import source_of, validate
+from yunlu.client.api import source_of, validate
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.jobs import launch, service
 from yunlu.jobs.follow import end_of, follow

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from yunlu.client import source_of, validate
+from yunlu.client.api import source_of, validate
 from yunlu.core.errors import JobError, YunluError
 from yunlu.render.terminal.page import ACCENT, make_console, to_json
 from yunlu.render.terminal.study_display import LiveStudy, PlainStudy, QuietStudy

@@ -28,15 +28,15 @@ from yunlu.hardware.device import DeviceModel
 from yunlu.hardware.offer import HERE, Offer
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration, RunMeasurement
-from yunlu.planning.plan import Measured, Plan
-from yunlu.planning.probed import (
+from yunlu.planning.machine_profile import (
     FOLDER,
-    choose_probe,
+    choose_profile,
     file_names,
     is_same_version,
-    parse_probes,
+    parse_profiles,
     read_processor,
 )
+from yunlu.planning.plan import Measurement, Plan
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
@@ -44,7 +44,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from yunlu.planning.probed import Probed
+    from yunlu.planning.machine_profile import MachineProfile
     from yunlu.runs.run_dir import Event
     from yunlu.runs.run_store import RunStore
 
@@ -52,22 +52,22 @@ _STARTS = 9
 """Runs whose starts tell how long the next one takes."""
 
 
-def stored_probe() -> Probed | None:
+def stored_probe() -> MachineProfile | None:
     """The figures of this machine with the torch that is installed; None before any probe of it.
 
     Of several, those come first that know the threads a run would take.
     """
-    probes: list[Probed] = []
+    probes: list[MachineProfile] = []
     for path in _probe_files():
         with suppress(OSError):
-            probes += parse_probes(path.read_bytes())
+            probes += parse_profiles(path.read_bytes())
     with suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
         probes = [each for each in probes if is_same_version(each.torch, torch)]
-    return choose_probe([each for each in probes if knows_threads(each)] or probes)
+    return choose_profile([each for each in probes if knows_threads(each)] or probes)
 
 
-def knows_threads(probed: Probed) -> bool:
+def knows_threads(probed: MachineProfile) -> bool:
     """Whether it was measured with as many threads as torch takes here."""
     asked = worker_environment().get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdecimal() and int(asked) > 0:
@@ -98,7 +98,7 @@ def this_machine() -> tuple[DeviceModel, Offer] | None:
     return None if probed is None else (device_of(probed), offer_of(probed))
 
 
-def device_of(probed: Probed) -> DeviceModel:
+def device_of(probed: MachineProfile) -> DeviceModel:
     """The probed device; what it does in large products is its peak, so all of it is reachable."""
     rates = {
         precision: rate
@@ -125,7 +125,7 @@ def device_of(probed: Probed) -> DeviceModel:
     )
 
 
-def offer_of(probed: Probed) -> Offer:
+def offer_of(probed: MachineProfile) -> Offer:
     """Free, unless the settings name a price."""
     return Offer(
         cloud=HERE,
@@ -260,14 +260,14 @@ def figures_of(run: RunStore) -> list[RunMeasurement]:
     ]
 
 
-def _read(events: Iterable[Event]) -> tuple[Plan | None, Measured | None, float]:
+def _read(events: Iterable[Event]) -> tuple[Plan | None, Measurement | None, float]:
     plan, measured, ended_at, is_finished = None, None, 0.0, False
     for event in events:
         with suppress(ValidationError):  # of another version: it teaches nothing
             if event.kind is EventKind.PLAN:
                 plan = Plan.model_validate(event.data)
             elif event.kind is EventKind.MEASURED:
-                measured = Measured.model_validate(event.data)
+                measured = Measurement.model_validate(event.data)
             elif event.kind is EventKind.OUT_OF_MEMORY:
                 return None, None, 0.0  # its steps were not those that were foretold
         if event.kind is EventKind.STATE:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from yunlu.jobs.recorded import points, samples_of_steps, step_s
 from yunlu.jobs.report_model import Comparison
-from yunlu.planning.plan import Measured
+from yunlu.planning.plan import Measurement
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float 
     }
 
 
-def _said(data: dict[str, Any] | None) -> Measured | None:
+def _said(data: dict[str, Any] | None) -> Measurement | None:
     try:
-        return Measured.model_validate(data) if data is not None else None
+        return Measurement.model_validate(data) if data is not None else None
     except ValidationError:  # of another version
         return None

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from yunlu.hardware.links import Link
 from yunlu.planning.calibration import NOISE, VERSION, Z_80, Calibration
-from yunlu.planning.plan import Foretold
+from yunlu.planning.plan import AnalyticPrediction
 from yunlu.planning.predict.local import own_s, pass_s, per_sample_s, update_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.planning.calibration import RatioEstimate
-    from yunlu.planning.plan import Prediction, Profile, Settings
+    from yunlu.planning.plan import Prediction, Profile, StepSettings
     from yunlu.planning.predict.local import Work
-    from yunlu.planning.probed import Probed
+    from yunlu.planning.machine_profile import MachineProfile
     from yunlu.spec.job import Job
 
 _EVALUATED = 1 / 3
@@ -52,7 +52,7 @@ class AnalyticEstimate:
 def make_estimate(
     profile: Profile,
     work: Work,
-    probed: Probed,
+    probed: MachineProfile,
     calibration: Calibration,
     *,
     name: str,
@@ -89,12 +89,12 @@ def make_estimate(
     )
 
 
-def crowding(load: float, *, cores: int, threads: int) -> float:
+def contention(load: float, *, cores: int, threads: int) -> float:
     """By how much others slow a run down that share its cores, as far as their load goes on."""
     return max(1.0, (load + threads) / cores)
 
 
-def measured_with(profile: Profile, work: Work | None, probed: Probed) -> Profile:
+def measured_with(profile: Profile, work: Work | None, probed: MachineProfile) -> Profile:
     """What was timed, with what nobody timed: the engine's own part of a step, and the link."""
     threads = profile.settings.threads
     rest_s = 0.0 if work is None else own_s(work, probed, threads=threads)
@@ -120,12 +120,12 @@ def name_work(job: Job) -> str:
     return f"{job.task} {job.model.name} {digest}"
 
 
-def stack_of(settings: Settings) -> str:
+def stack_of(settings: StepSettings) -> str:
     """Whose software computes: a compiled model is another stack."""
     return "yunlu" if settings.compile == "none" else f"yunlu-{settings.compile}"
 
 
-def link_of(probed: Probed) -> Link | None:
+def link_of(probed: MachineProfile) -> Link | None:
     """What the probe found between two workers; one way, as plans count what is sent."""
     if probed.link is None:
         return None
@@ -137,7 +137,7 @@ def link_of(probed: Probed) -> Link | None:
     )
 
 
-def _arithmetic(profile: Profile, work: Work, probed: Probed, *, start_s: float | None) -> Profile:
+def _arithmetic(profile: Profile, work: Work, probed: MachineProfile, *, start_s: float | None) -> Profile:
     threads, precision = profile.settings.threads, profile.settings.precision
     probe_s = pass_s(work.passed, probed, threads=threads, precision=precision)
     samples = work.passed.samples
@@ -155,7 +155,7 @@ def _arithmetic(profile: Profile, work: Work, probed: Probed, *, start_s: float 
     return profile.model_copy(update=changes)
 
 
-def foretell(guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]) -> Foretold:
+def predict(guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]) -> AnalyticPrediction:
     """The guess through the planner's own arithmetic, with intervals."""
     raw, found = predict(guess.raw), predict(guess.profile)
     load_sd = _LOAD_SPREAD * math.log(guess.busy)
@@ -174,7 +174,7 @@ def foretell(guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]) 
         if found.dollars is not None and found.total_s > 0:
             price, (low, high) = found.dollars / found.total_s, intervals["total_s"]
             intervals["dollars"] = (price * low, price * high)
-    return Foretold(
+    return AnalyticPrediction(
         **found.model_copy(update={"memory_bytes": memory}).model_dump(),
         intervals=intervals,
         raw={"step_s": raw.step_s, "memory_bytes": raw.memory_bytes},

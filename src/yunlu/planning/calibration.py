@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from yunlu.planning.probed import Figures
+from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ _ROUNDS = 500
 _SETTLED = 1e-10
 
 
-class RunMeasurement(Figures):
+class RunMeasurement(FiniteFigures):
     """One quantity of one run, foretold without calibration, beside what was measured."""
 
     run: str
@@ -105,7 +105,7 @@ class RatioEstimate:
         return self.sd**2
 
 
-class Calibration(Figures):
+class Calibration(FiniteFigures):
     """All that runs have taught; frozen, and small enough for a file that people can read."""
 
     version: Literal[1] = VERSION

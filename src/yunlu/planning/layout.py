@@ -15,7 +15,7 @@ AXES = ("pp", "dp", "fsdp", "tp")
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
-class Place(NamedTuple):
+class RankCoordinates(NamedTuple):
     """Where a rank stands on each axis."""
 
     pp: int = 0
@@ -66,12 +66,12 @@ class Layout(Value):
         """Stages of the pipeline."""
         return self.pp * self.stages_per_rank
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> RankCoordinates:
         """Where a rank stands."""
         rest, tp = divmod(rank, self.tp)
         rest, fsdp = divmod(rest, self.fsdp)
         pp, dp = divmod(rest, self.dp)
-        return Place(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+        return RankCoordinates(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
 
     def replica_of(self, rank: int) -> int:
         """Which share of a step's samples a rank takes."""

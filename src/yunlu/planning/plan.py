@@ -23,7 +23,7 @@ def _read_layout(value: Any) -> Any:
     return (parse_layout(value) or value) if isinstance(value, str) else value
 
 
-class Settings(Value):
+class StepSettings(Value):
     """How a step is computed: what start-up may vary without changing the objective."""
 
     threads: int
@@ -41,7 +41,7 @@ class Settings(Value):
     compile: Compiler = "none"
 
 
-class Trial(Value):
+class AutotuneTrial(Value):
     """One setting tried before the first step, against what it was tried against."""
 
     name: str
@@ -82,11 +82,11 @@ class Profile(Value):
     """Memory of the process before training."""
     peak_bytes: float | None = None
     """Most memory of the process after some passes, without an optimiser: known on a CPU."""
-    settings: Settings
+    settings: StepSettings
     """What the figures above were measured with."""
     reasons: dict[str, str]
     """Why each setting is what it is, by the setting's name."""
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[AutotuneTrial, ...] = ()
     """What was tried to find them."""
     trial_s: float = 0.0
     """How long the trying took."""
@@ -123,7 +123,7 @@ class Prediction(Value):
     """None where the machine has no price."""
 
 
-class Foretold(Prediction):
+class AnalyticPrediction(Prediction):
     """The same quantities before a pass was timed: from counted operators and the machine's probe."""
 
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
@@ -142,11 +142,11 @@ class Foretold(Prediction):
     """By how much others that used the machine at the time were taken to slow the run down."""
 
 
-class Measured(Prediction):
+class Measurement(Prediction):
     """The same quantities, as they were."""
 
 
-class Plan(Settings):
+class Plan(StepSettings):
     """Everything the worker needs to know beyond the job."""
 
     device: Literal["cpu", "cuda", "mps"]
@@ -154,7 +154,7 @@ class Plan(Settings):
     """Workers that were asked for; a layout may use fewer."""
     layout: Annotated[Layout, BeforeValidator(_read_layout)] = Layout()
     """How the work is split over them; ``micro_batch`` and ``accumulation`` are one replica's."""
-    alone: Settings | None = None
+    alone: StepSettings | None = None
     """What was measured on one worker: another layout is fitted from it."""
     facts: SplitConstraints | None = None
     """How the model can be split, and what the job excludes: what a resize needs to know."""
@@ -185,9 +185,9 @@ class Plan(Settings):
     """Decides early stopping and the plateau schedule."""
     workers: int
     choices: tuple[Choice, ...]
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[AutotuneTrial, ...] = ()
     """Settings that were tried, in the order they were."""
     prediction: Prediction
     """From passes that were timed at start-up."""
-    foretold: Foretold | None = None
+    foretold: AnalyticPrediction | None = None
     """From arithmetic alone; None where the operators could not be counted."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.planning.analytic_estimate import foretell
+from yunlu.planning.analytic_estimate import predict
 from yunlu.planning.large_batch import (
     batch_limits,
     phases_of,
@@ -25,7 +25,7 @@ from yunlu.planning.splitting import (
     predict_split_step_s,
     split_work,
 )
-from yunlu.planning.transfer import Scale, advise
+from yunlu.planning.hyperparameter_transfer import TransferScale, advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +167,7 @@ def make_plan(job: Job, machine: Machine, profile: Profile, guess: AnalyticEstim
         choices=tuple(choices),
         trials=profile.trials,
         prediction=prediction,
-        foretold=None if guess is None else foretell(guess, predict),
+        foretold=None if guess is None else predict(guess, predict),
     )
 
 
@@ -318,7 +318,7 @@ def _published_rate(job: Job, profile: Profile, batch: int, steps: int) -> tuple
     length = job.data.max_length
     if length == "auto":
         return None
-    scale = Scale(parameters=profile.parameters, tokens=steps * batch * length)
+    scale = TransferScale(parameters=profile.parameters, tokens=steps * batch * length)
     advice = advise(job, scale, batch_tokens=batch * length)
     return None if advice is None else (advice.setting.lr, advice.reason)
 

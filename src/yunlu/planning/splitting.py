@@ -31,7 +31,7 @@ from yunlu.planning.layouts import (
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
     from yunlu.planning.split_constraints import WorkerShare
-    from yunlu.planning.plan import Plan, Profile, Settings
+    from yunlu.planning.plan import Plan, Profile, StepSettings
     from yunlu.spec.job import Job
 
 MEMORY_SHARE = 0.6
@@ -53,7 +53,7 @@ class Split:
     """As many as were asked for."""
     facts: SplitConstraints
     share: WorkerShare
-    settings: Settings
+    settings: StepSettings
     reasons: dict[str, str]
     """Why settings are other than those measured on one worker."""
     room_bytes: float
@@ -70,7 +70,7 @@ def optimizer_state_bytes(job: Job, trainable: int) -> float:
     return state
 
 
-def facts_of(job: Job, profile: Profile) -> SplitConstraints:
+def constraints_of(job: Job, profile: Profile) -> SplitConstraints:
     """What was found out about the model, without the axes that the job itself excludes."""
     facts = profile.facts or SplitConstraints(
         parameters=profile.parameters,
@@ -95,7 +95,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
         )
     refuse_conflicts(job, layout_from(job.layout, job.layout.sizes))
     device, limit = machine.best_device, job.train.memory_gb
-    facts = facts_of(job, profile).model_copy(update={"on_cpu": device.kind == "cpu"})
+    facts = constraints_of(job, profile).model_copy(update={"on_cpu": device.kind == "cpu"})
     room = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
     process = max(profile.resident_bytes - facts.weight_bytes, 0.0)
     worker_room = room_of_worker(room, process, devices, is_shared=device.kind == "cpu")
@@ -205,7 +205,7 @@ def room_of_worker(
 
 
 def suit_settings(
-    settings: Settings,
+    settings: StepSettings,
     job: Job,
     layout: Layout,
     facts: SplitConstraints,
@@ -213,7 +213,7 @@ def suit_settings(
     cores: int,
     batch: int,
     room_bytes: float,
-) -> tuple[Settings, dict[str, str]]:
+) -> tuple[StepSettings, dict[str, str]]:
     """The settings measured on one worker, as they are for each of several; and why they differ."""
     if layout.is_single:
         return settings, {}

@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from yunlu.core.value import Value
 from yunlu.hardware.machine import Device
-from yunlu.planning.plan import Measured, Plan
+from yunlu.planning.plan import Measurement, Plan
 from yunlu.runs.states import RunState
 
 VERSION = 1
@@ -193,7 +193,7 @@ class PredictionMeasured(RunEvent):
     """The quantities that the plan predicted, as measured over the whole run."""
 
     kind: Literal["measured"] = "measured"
-    measured: Measured
+    measured: Measurement
 
 
 class StepSkipped(RunEvent):

@@ -8,7 +8,7 @@ import torch
 
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
-from yunlu.planning.analytic_estimate import crowding, make_estimate, measured_with, name_work
+from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
@@ -101,7 +101,7 @@ def settle_plan(
         if work is not None:
             guess = make_estimate(
                 profile, work, probed, recall_calibration(), name=name_work(job),
-                busy=crowding(load, cores=machine.cores, threads=profile.settings.threads),
+                busy=contention(load, cores=machine.cores, threads=profile.settings.threads),
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
         plan = make_plan(job, machine, measured_with(profile, work, probed), guess)

@@ -26,7 +26,7 @@ from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 from yunlu.hardware.machine import Device, Machine
-from yunlu.planning.probed import read_processor
+from yunlu.planning.machine_profile import read_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.machine import Machine
     from yunlu.planning.split_constraints import SplitConstraints
-    from yunlu.planning.plan import Settings
+    from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import Work
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Batch, Task
@@ -119,7 +119,7 @@ def measure(
 
 
 def _count(
-    job: Job, parts: Parts, meter: ModelMeter, settings: Settings, *, sample_s: float
+    job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
 ) -> Work | None:
     """The operators of a step, on as few samples as tell those of all."""
     from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan

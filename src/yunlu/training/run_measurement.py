@@ -6,7 +6,7 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.planning.plan import Measured
+from yunlu.planning.plan import Measurement
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 
-def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measured:
+def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measurement:
     """Memory, step time, speed, total time and cost of a run that is about to finish."""
     # A step that a later life repeated stands twice; the later record wins. Two numbers of each
     # step, not its record: after millions of steps those would not fit beside the model.
@@ -25,7 +25,7 @@ def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measu
     spans = list(spans_s.values())
     total_s = _seconds_alive(directory)
     price = machine.dollars_per_hour
-    return Measured(
+    return Measurement(
         memory_bytes=memory_bytes,
         step_s=median(spans) if spans else 0.0,
         samples_per_s=samples / sum(spans) if spans else 0.0,

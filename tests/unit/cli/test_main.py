@@ -64,7 +64,7 @@ def test_version_is_printed(capsys):
 def test_help_and_version_import_nothing_heavy(flag):
     script = (
         "import sys; from yunlu.cli.main import main; main(sys.argv[1:]);"
-        "heavy = {'torch', 'numpy', 'sqlalchemy', 'pydantic', 'yunlu.spec', 'yunlu.client'};"
+        "heavy = {'torch', 'numpy', 'sqlalchemy', 'pydantic', 'yunlu.spec', 'yunlu.client.api'};"
         "sys.exit(', '.join(heavy & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -19,12 +19,12 @@ from yunlu.cli import probe as verb
 from yunlu.cli.main import main
 from yunlu.jobs import calibration as known
 from yunlu.planning.calibration import Calibration
-from yunlu.planning.probed import (
+from yunlu.planning.machine_profile import (
     FOLDER,
     DiskFigures,
     LinkFigures,
     StartFigures,
-    dump_probes,
+    dump_profiles,
     fit_message_time,
 )
 
@@ -48,7 +48,7 @@ def store(cache: Path, **changes: Any) -> None:
         "start": StartFigures(torch_s=2.0, worker_s=3.0, cpu_s=1.5, resident_bytes=2e8),
     }
     (cache / FOLDER).mkdir(parents=True)
-    stored = dump_probes([probe(**(fields | changes))])
+    stored = dump_profiles([probe(**(fields | changes))])
     (cache / FOLDER / f"{socket.gethostname()}.json").write_bytes(stored)
 
 

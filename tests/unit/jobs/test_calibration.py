@@ -20,8 +20,8 @@ from yunlu.jobs import calibration as known
 from yunlu.jobs.report_builder import build_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
-from yunlu.planning.plan import Measured
-from yunlu.planning.probed import FOLDER, StartFigures, dump_probes
+from yunlu.planning.plan import Measurement
+from yunlu.planning.machine_profile import FOLDER, StartFigures, dump_profiles
 from yunlu.render.run_report.write import write_report
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind
@@ -39,7 +39,7 @@ def store_probe(cache: Path, **changes: object) -> None:
     folder = cache / FOLDER
     folder.mkdir(parents=True)
     fields = {"torch": metadata.version("torch"), **changes}
-    (folder / f"{socket.gethostname()}.json").write_bytes(dump_probes([probe(**fields)]))
+    (folder / f"{socket.gethostname()}.json").write_bytes(dump_profiles([probe(**fields)]))
 
 
 def finished_run(
@@ -52,7 +52,7 @@ def finished_run(
     assert plan.foretold is not None
     run.job.write_text(job().model_dump_json())
     run.plan.write_text(plan.model_dump_json())
-    measured = Measured(
+    measured = Measurement(
         memory_bytes=plan.foretold.raw["memory_bytes"],
         step_s=slower * plan.foretold.raw["step_s"],
         samples_per_s=10.0,

@@ -24,7 +24,7 @@ from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.shapes import FoundShape, find_shape
 from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.analytic_estimate import name_work
-from yunlu.planning.probed import FOLDER, Pace, Probed, dump_probes
+from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
 from yunlu.planning.search.options import Interval, Option, PlanError
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.render.figures.plan_options import draw_outlook, find_front
@@ -54,8 +54,8 @@ def tabular(source: str, **data: Any) -> Job:
 def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A machine that was probed: slow, but here."""
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
-    pace = Pace(kind="product", threads=2, sizes=(1e6, 1e9), seconds=(1e-4, 1e-2), spread=0.0)
-    figures = Probed(
+    pace = KernelTiming(kind="product", threads=2, sizes=(1e6, 1e9), seconds=(1e-4, 1e-2), spread=0.0)
+    figures = MachineProfile(
         at=time.time(),
         took_s=1.0,
         is_quick=True,
@@ -72,7 +72,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     )
     path = read_settings().cache / FOLDER / f"{socket.gethostname()}.json"
     path.parent.mkdir(parents=True)
-    path.write_bytes(dump_probes([figures]))
+    path.write_bytes(dump_profiles([figures]))
     return figures.name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from yunlu.client import finetuning_job
+from yunlu.client.api import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.start import find_start
 from yunlu.runs.directory_store import open_run

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.planning.communication.figures import CodecCost, WireFigures, Work, make_even
-from yunlu.planning.communication.forecast import Setting, forecast, split_buckets
+from yunlu.planning.communication.measurements import CodecCost, WireFigures, SharedWork, make_even
+from yunlu.planning.communication.step_forecast import MethodSetting, forecast, split_buckets
 from yunlu.planning.communication.rounds import SCHEDULES
 from yunlu.planning.communication.timing import Clock, elapse
 
@@ -48,10 +48,10 @@ def with_slow_host(figures: WireFigures, host: int, share: float) -> WireFigures
     )
 
 
-def language_model(**facts: object) -> Work:
+def language_model(**facts: object) -> SharedWork:
     """0.8M parameters in 16 weights."""
     told = {"gradient_bytes": (200_000,) * 16, "compute_s": 0.05, "backward_s": 0.03, **facts}
-    return Work.model_validate(told)
+    return SharedWork.model_validate(told)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
@@ -151,22 +151,22 @@ def test_faster_links_never_take_longer(
 
 def test_sums_hide_behind_the_backward_pass_as_its_gradients_come() -> None:
     clock = Clock(even(4, bytes_per_s=1e9))
-    one = forecast(clock, language_model(), Setting(method="ring"))
-    many = forecast(clock, language_model(), Setting(method="ring", bucket_bytes=400_000))
+    one = forecast(clock, language_model(), MethodSetting(method="ring"))
+    many = forecast(clock, language_model(), MethodSetting(method="ring", bucket_bytes=400_000))
     assert one.hidden_s == pytest.approx(0, abs=1e-12)
     assert many.hidden_s > 0.5 * many.exchange_s
     assert many.step_s < one.step_s
     last = clock.sum_s("ring", 400_000).seconds
     assert many.step_s >= 0.05 + 0.999 * last
-    alone = forecast(clock, language_model(hides=0.0), Setting(method="ring", bucket_bytes=400_000))
+    alone = forecast(clock, language_model(hides=0.0), MethodSetting(method="ring", bucket_bytes=400_000))
     assert alone.step_s == pytest.approx(0.05 + alone.exchange_s)
 
 
 def test_local_methods_exchange_now_and_then() -> None:
     clock = Clock(even(4))
-    each = forecast(clock, language_model(), Setting(method="local", every=1))
-    rare = forecast(clock, language_model(), Setting(method="local", every=8))
-    later = forecast(clock, language_model(), Setting(method="local", every=8, delay_steps=1))
+    each = forecast(clock, language_model(), MethodSetting(method="local", every=1))
+    rare = forecast(clock, language_model(), MethodSetting(method="local", every=8))
+    later = forecast(clock, language_model(), MethodSetting(method="local", every=8, delay_steps=1))
     assert rare.bytes_per_step == pytest.approx(each.bytes_per_step / 8)
     assert rare.step_s == pytest.approx(0.05 + (each.step_s - 0.05) / 8)
     assert rare.step_s - later.step_s == pytest.approx(0.05 / 8)
@@ -176,17 +176,17 @@ def test_local_methods_exchange_now_and_then() -> None:
 def test_nobody_waits_for_a_straggler_without_synchrony() -> None:
     figures = even(4, bytes_per_s=1e9).model_copy(update={"compute_s": (0.05, 0.05, 0.05, 0.2)})
     clock = Clock(figures)
-    waited = forecast(clock, language_model(), Setting(method="ring"))
-    free = forecast(clock, language_model(), Setting(method="asynchronous"))
+    waited = forecast(clock, language_model(), MethodSetting(method="ring"))
+    free = forecast(clock, language_model(), MethodSetting(method="asynchronous"))
     assert waited.step_s > 0.2
     assert free.step_s < 0.08
 
 
 def test_onebit_begins_with_more_bits_and_for_as_long_as_adam_remembers() -> None:
     clock = Clock(even(4))
-    one, four = (Setting(method="direct", codec=codec) for codec in ("onebit", "int4"))
+    one, four = (MethodSetting(method="direct", codec=codec) for codec in ("onebit", "int4"))
 
-    def sent(setting: Setting, steps: int) -> float:
+    def sent(setting: MethodSetting, steps: int) -> float:
         work = language_model(steps=steps, memory_steps=1000)
         return forecast(clock, work, setting).bytes_per_step
 
@@ -197,25 +197,25 @@ def test_onebit_begins_with_more_bits_and_for_as_long_as_adam_remembers() -> Non
 @pytest.mark.parametrize(
     ("setting", "low", "high"),
     [
-        (Setting(method="direct", codec="fp16"), 1.6, 2.0),
-        (Setting(method="direct", codec="int8"), 2.6, 3.2),
-        (Setting(method="local", codec="int4", every=4), 5.5, 7.5),
-        (Setting(method="diloco", every=100), 3.3, 5.5),
+        (MethodSetting(method="direct", codec="fp16"), 1.6, 2.0),
+        (MethodSetting(method="direct", codec="int8"), 2.6, 3.2),
+        (MethodSetting(method="local", codec="int4", every=4), 5.5, 7.5),
+        (MethodSetting(method="diloco", every=100), 3.3, 5.5),
     ],
 )
 def test_the_table_that_the_guesses_were_set_by_still_comes_out(
-    setting: Setting, low: float, high: float
+    setting: MethodSetting, low: float, high: float
 ) -> None:
     """Times to a loss on 4 hosts, over dense. Guards against slips; compute and guesses were fitted to it."""
     work = language_model(backward_s=0.0, steps=1000)
     clock = Clock(even(4))
-    plain = forecast(clock, work, Setting(method="all-reduce"))
+    plain = forecast(clock, work, MethodSetting(method="all-reduce"))
     told = forecast(clock, work, setting)
     assert low < plain.cost_s / told.cost_s < high
 
 
 def test_buckets_keep_the_order_and_all_bytes() -> None:
-    work = Work(gradient_bytes=(10, 10, 50, 5, 5), compute_s=1, backward_s=0.5)
+    work = SharedWork(gradient_bytes=(10, 10, 50, 5, 5), compute_s=1, backward_s=0.5)
     assert split_buckets(work, 20) == (20, 50, 10)
     assert sum(split_buckets(work, 7)) == work.bytes
 

@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.choosing import (
+from yunlu.planning.communication.method_choice import (
     CommunicationError,
-    Decision,
+    MethodDecision,
     Pinned,
-    Question,
+    MethodQuery,
     choose,
 )
-from yunlu.planning.communication.figures import WireFigures
+from yunlu.planning.communication.measurements import WireFigures
 from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, find_rival, should_switch
-from yunlu.planning.probed import MessageTime
+from yunlu.planning.machine_profile import MessageTime
 from yunlu.spec.communication import GUARANTEES, Guarantee
 
 
-def ask(guarantee: Guarantee = "exact", **pinned: object) -> Question:
-    return Question(
+def ask(guarantee: Guarantee = "exact", **pinned: object) -> MethodQuery:
+    return MethodQuery(
         work=language_model(steps=5000), guarantee=guarantee, pinned=Pinned.model_validate(pinned)
     )
 
@@ -58,7 +58,7 @@ def test_what_may_be_lost_makes_it_faster() -> None:
 
 def test_small_sums_over_slow_answers_take_few_rounds() -> None:
     work = language_model(gradient_bytes=(1000,), steps=5000)
-    told = choose(even(8, latency_s=0.02), Question(work=work))
+    told = choose(even(8, latency_s=0.02), MethodQuery(work=work))
     assert told.setting.method in ("direct", "doubling", "server")
 
 
@@ -74,7 +74,7 @@ def test_torch_stays_where_it_is_as_good() -> None:
 
 
 def test_what_is_refused_is_said() -> None:
-    question = Question(
+    question = MethodQuery(
         work=language_model(optimizer="sgd", is_replicated=False),
         guarantee="relaxed",
         available=("all-reduce", "ring", "direct", "local"),
@@ -130,7 +130,7 @@ def test_pins_that_cannot_hold_are_refused(
 
 def test_a_decision_survives_a_file() -> None:
     told = choose(even(4), ask("relaxed"))
-    assert Decision.model_validate_json(told.model_dump_json()) == told
+    assert MethodDecision.model_validate_json(told.model_dump_json()) == told
 
 
 def test_every_prior_beyond_exact_has_a_source() -> None:
@@ -220,7 +220,7 @@ def test_no_time_at_all_is_not_noted() -> None:
     assert note_all(Watch(0.1), [0.0, float("nan"), -1.0, float("inf")]) == Watch(0.1)
 
 
-def _with_torch(times_ours: float) -> Decision:
+def _with_torch(times_ours: float) -> MethodDecision:
     """A choice where torch's sum takes so many times what our ring does."""
     figures = even(4)
     ring = choose(figures, ask(method="ring")).chosen.exchange_s

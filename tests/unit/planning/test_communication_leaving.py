@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.choosing import Question, choose
-from yunlu.planning.communication.figures import WireFigures
-from yunlu.planning.communication.leaving import Leaving, find_leaving
+from yunlu.planning.communication.method_choice import MethodQuery, choose
+from yunlu.planning.communication.measurements import WireFigures
+from yunlu.planning.communication.straggler_exclusion import StragglerExclusion, find_stragglers_to_exclude
 
 
 def ask(
     figures: WireFigures, *, guarantee: str = "exact", steps_left: int = 1000, **facts: object
-) -> Leaving | None:
-    question = Question.model_validate({"work": language_model(**facts), "guarantee": guarantee})
-    return find_leaving(choose(figures, question), figures, steps_left=steps_left)
+) -> StragglerExclusion | None:
+    question = MethodQuery.model_validate({"work": language_model(**facts), "guarantee": guarantee})
+    return find_stragglers_to_exclude(choose(figures, question), figures, steps_left=steps_left)
 
 
 def paced(figures: WireFigures, *spans: float) -> WireFigures:
@@ -31,7 +31,7 @@ def test_host_at_a_quarter_of_the_bandwidth_steps_aside(slow: int) -> None:
     assert found.ranks == (slow,)
     assert found.hosts == (f"10.0.0.{1 + slow}",)
     assert "10.0.0" in found.reason
-    undisturbed = choose(even(4), Question(work=language_model())).chosen.step_s
+    undisturbed = choose(even(4), MethodQuery(work=language_model())).chosen.step_s
     assert found.step_s < 1.25 * undisturbed
 
 
@@ -114,6 +114,6 @@ def test_those_who_stay_are_at_least_a_quarter_faster_and_one_always_stays(
     for host in found.hosts:
         rest = rest.without(host)
     assert rest.size == len(shares) - len(found.ranks) >= 1
-    question = Question.model_validate({"work": language_model(), "guarantee": guarantee})
+    question = MethodQuery.model_validate({"work": language_model(), "guarantee": guarantee})
     before = choose(figures, question).chosen.cost_s
     assert choose(rest, question).chosen.cost_s <= 0.751 * before

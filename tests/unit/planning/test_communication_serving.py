@@ -12,28 +12,28 @@ from tests.unit.planning.test_communication import (
     language_model,
     with_slow_host,
 )
-from yunlu.planning.communication.choosing import Pinned, Question, choose
-from yunlu.planning.communication.figures import WireFigures
-from yunlu.planning.communication.forecast import ASYNCHRONOUS_S, Forecast, Setting, forecast
+from yunlu.planning.communication.method_choice import Pinned, MethodQuery, choose
+from yunlu.planning.communication.measurements import WireFigures
+from yunlu.planning.communication.step_forecast import ASYNCHRONOUS_S, StepForecast, MethodSetting, forecast
 from yunlu.planning.communication.switching import should_switch
 from yunlu.planning.communication.timing import Clock
 
 FAST = 1e9
-SERVED = Setting(method="asynchronous")
+SERVED = MethodSetting(method="asynchronous")
 
 
 def computing(*spans: float, bytes_per_s: float = FAST) -> WireFigures:
     return even(len(spans), bytes_per_s=bytes_per_s).model_copy(update={"compute_s": spans})
 
 
-def served(figures: WireFigures, setting: Setting = SERVED, **facts: object) -> Forecast:
+def served(figures: WireFigures, setting: MethodSetting = SERVED, **facts: object) -> StepForecast:
     return forecast(Clock(figures), language_model(**facts), setting)
 
 
-def relaxed(figures: WireFigures, *, steps: int = 5000, **asked: object) -> Question:
+def relaxed(figures: WireFigures, *, steps: int = 5000, **asked: object) -> MethodQuery:
     work = language_model(steps=steps, compute_s=figures.compute_s[0])
     told = {"work": work, "guarantee": "relaxed", **asked}
-    return Question.model_validate(told)
+    return MethodQuery.model_validate(told)
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,7 +80,7 @@ def test_all_share_the_link_of_the_servers_host() -> None:
 def test_what_is_packed_travels_faster() -> None:
     figures = computing(*[0.3] * 4, bytes_per_s=HUNDRED_MBIT / 4)
     plain = served(figures)
-    packed = served(figures, Setting(method="asynchronous", codec="int8"))
+    packed = served(figures, MethodSetting(method="asynchronous", codec="int8"))
     assert packed.step_s < 0.9 * plain.step_s
     assert packed.bytes_per_step == plain.bytes_per_step / 4
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.unit.planning.test_planner import job as planned_job
 from tests.unit.planning.test_planner import profile as planned_profile
 from tests.unit.planning.test_probed import pace, probe
-from yunlu.planning.probed import parse_probes
+from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
 from yunlu.training.probing import links, measure, profile_store
@@ -279,7 +279,7 @@ def test_figures_of_one_machine_are_kept_side_by_side_whatever_its_name(
     (file,) = (own_cache / "probe").glob("*.json")
     monkeypatch.setattr("socket.gethostname", lambda: "another-container")
     assert profile_store.probe_files()[0] == file
-    kept = parse_probes(file.read_bytes())
+    kept = parse_profiles(file.read_bytes())
     assert [each.torch for each in kept] == ["1", "2"]
 
 

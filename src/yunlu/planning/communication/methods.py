@@ -19,7 +19,7 @@ Kind = Literal["synchronous", "local", "asynchronous"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class ExchangeMethod:
     """A way to bring together what the workers have."""
 
     name: str
@@ -52,18 +52,18 @@ class Packing:
         return strictest("all-reduce", self.name)
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, ExchangeMethod] = {
     each.name: each
     for each in (
-        Method(name="all-reduce", kind="synchronous"),
-        Method(name="ring", kind="synchronous"),
-        Method(name="tree", kind="synchronous"),
-        Method(name="double-tree", kind="synchronous"),
-        Method(name="doubling", kind="synchronous"),
-        Method(name="direct", kind="synchronous"),
-        Method(name="server", kind="synchronous"),
-        Method(name="hierarchical", kind="synchronous", needs_shared_hosts=True),
-        Method(
+        ExchangeMethod(name="all-reduce", kind="synchronous"),
+        ExchangeMethod(name="ring", kind="synchronous"),
+        ExchangeMethod(name="tree", kind="synchronous"),
+        ExchangeMethod(name="double-tree", kind="synchronous"),
+        ExchangeMethod(name="doubling", kind="synchronous"),
+        ExchangeMethod(name="direct", kind="synchronous"),
+        ExchangeMethod(name="server", kind="synchronous"),
+        ExchangeMethod(name="hierarchical", kind="synchronous", needs_shared_hosts=True),
+        ExchangeMethod(
             name="asynchronous",
             kind="asynchronous",
             needs_whole_model=True,
@@ -71,21 +71,21 @@ METHODS: dict[str, Method] = {
             " language model of 0.8M parameters took 0.90 to 1.08 times as many steps, one of them slow 0.85"
             " to 0.98; for other numbers of workers a guess",
         ),
-        Method(
+        ExchangeMethod(
             name="local",
             kind="local",
             needs_whole_model=True,
             source="method: Lin et al. 2018 (arXiv:1808.07217); number: measured, 300 steps of a"
             " language model of 0.8M parameters; for longer runs a guess",
         ),
-        Method(
+        ExchangeMethod(
             name="post-local",
             kind="local",
             needs_whole_model=True,
             source="method: Lin et al. 2018 (arXiv:1808.07217); number: the guess for local steps; its"
             " dense start is not in the prediction",
         ),
-        Method(
+        ExchangeMethod(
             name="diloco",
             kind="local",
             needs_whole_model=True,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yunlu.planning.communication.figures import WireFigures, Work
-    from yunlu.planning.communication.forecast import Setting
+    from yunlu.planning.communication.measurements import WireFigures, SharedWork
+    from yunlu.planning.communication.step_forecast import MethodSetting
 
 _VALUE_BYTES = 4
 _WORDS = 4
@@ -35,7 +35,7 @@ class Serving:
     """By one worker, for a ticket."""
 
 
-def serve(figures: WireFigures, work: Work, setting: Setting, *, staleness: int) -> Serving:
+def serve(figures: WireFigures, work: SharedWork, setting: MethodSetting, *, staleness: int) -> Serving:
     """A step, which is as many tickets as there are workers.
 
     Args:

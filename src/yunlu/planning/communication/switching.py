@@ -7,15 +7,15 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from yunlu.planning.communication.choosing import choose, explain
-from yunlu.planning.communication.forecast import ASYNCHRONOUS_S, forecast
+from yunlu.planning.communication.method_choice import choose, explain
+from yunlu.planning.communication.step_forecast import ASYNCHRONOUS_S, forecast
 from yunlu.planning.communication.methods import METHODS
 from yunlu.planning.communication.timing import Clock
 
 if TYPE_CHECKING:
-    from yunlu.planning.communication.choosing import Decision
-    from yunlu.planning.communication.figures import WireFigures
-    from yunlu.planning.communication.forecast import Forecast
+    from yunlu.planning.communication.method_choice import MethodDecision
+    from yunlu.planning.communication.measurements import WireFigures
+    from yunlu.planning.communication.step_forecast import StepForecast
 
 GAIN = 0.15
 """Of the time to the same loss, below which nothing is changed: about what predictions are off by."""
@@ -33,12 +33,12 @@ _CHANGED = 1.3
 
 
 def should_switch(
-    decision: Decision,
+    decision: MethodDecision,
     figures: WireFigures,
     *,
     steps_left: int | None = None,
     switch_s: float | None = None,
-) -> Decision | None:
+) -> MethodDecision | None:
     """A new decision where it gains at least 15 % and repays the switch in the steps that are left."""
     fresh = choose(figures, decision.question)
     if fresh.setting == decision.setting:
@@ -56,7 +56,7 @@ def should_switch(
     return fresh
 
 
-def renew(decision: Decision, figures: WireFigures) -> Decision:
+def renew(decision: MethodDecision, figures: WireFigures) -> MethodDecision:
     """The same way to exchange, as it is predicted over other links."""
     work = decision.question.work
     chosen = forecast(Clock(figures), work, decision.setting)
@@ -64,7 +64,7 @@ def renew(decision: Decision, figures: WireFigures) -> Decision:
     return decision.model_copy(update={"chosen": chosen, "reason": reason})
 
 
-def find_rival(decision: Decision, *, steps_left: int | None) -> Forecast | None:
+def find_rival(decision: MethodDecision, *, steps_left: int | None) -> StepForecast | None:
     """Who might be faster than what was chosen: torch's own sum, or the fastest of ours where that was.
 
     None where the prediction leaves no doubt, where the user decides, and where it could matter for
@@ -85,7 +85,7 @@ def find_rival(decision: Decision, *, steps_left: int | None) -> Forecast | None
     return others[0]
 
 
-def _is_plain(told: Forecast) -> bool:
+def _is_plain(told: StepForecast) -> bool:
     setting = told.setting
     return setting.codec == "none" and METHODS[setting.method].kind == "synchronous"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.planning.communication.figures import CodecCost, WireFigures
+    from yunlu.planning.communication.measurements import CodecCost, WireFigures
     from yunlu.planning.communication.rounds import Round
 
 _VALUE_BYTES = 4

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.planning.plan import Kernel
-    from yunlu.planning.probed import Kind, Pace, Probed
+    from yunlu.planning.machine_profile import Kind, KernelTiming, MachineProfile
 
 _COMPUTED: frozenset[Kind] = frozenset(("product", "convolution", "convolution_back", "attention"))
 """Kinds that are sized by FLOPs."""
@@ -74,14 +74,14 @@ class Work:
     trained_tensors: int
 
 
-def pass_s(passed: Pass, probed: Probed, *, threads: int, precision: str = "fp32") -> float:
+def pass_s(passed: Pass, probed: MachineProfile, *, threads: int, precision: str = "fp32") -> float:
     """Seconds of a model's pass, the task around it included."""
     own_s = _PASS_CALLS * probed.call_s
     return own_s + operators_s(passed.operators, probed, threads=threads, precision=precision)
 
 
 def operators_s(
-    operators: Sequence[Operators], probed: Probed, *, threads: int, precision: str = "fp32"
+    operators: Sequence[Operators], probed: MachineProfile, *, threads: int, precision: str = "fp32"
 ) -> float:
     """Seconds of the operators alone."""
     calls_s, worked_s = 0.0, 0.0
@@ -103,7 +103,7 @@ def operators_s(
     return max(calls_s, worked_s)  # an accelerator works while the next calls are made
 
 
-def _pace_of(probed: Probed, kind: Kind, *, threads: int, precision: str) -> Pace | None:
+def _pace_of(probed: MachineProfile, kind: Kind, *, threads: int, precision: str) -> KernelTiming | None:
     """What is measured in the precision, else in FP32: all but products mostly stay in it anyway."""
     instead: Kind = "product" if kind in _COMPUTED else "stream"
     for name in (kind, _NEXT_BEST.get(kind, instead), instead):
@@ -114,19 +114,19 @@ def _pace_of(probed: Probed, kind: Kind, *, threads: int, precision: str) -> Pac
     return None
 
 
-def own_s(work: Work, probed: Probed, *, threads: int) -> float:
+def own_s(work: Work, probed: MachineProfile, *, threads: int) -> float:
     """What the engine does in a step besides passes and update: the gradient's norm, calls, the log."""
     norm = Operators(kind="stream", calls=1, size=work.gradient_bytes)
     calls_s = (_STEP_CALLS + work.trained_tensors) * probed.call_s
     return calls_s + operators_s((norm,), probed, threads=threads)
 
 
-def update_s(work: Work, probed: Probed, *, threads: int) -> float:
+def update_s(work: Work, probed: MachineProfile, *, threads: int) -> float:
     """The optimiser's step."""
     return operators_s((work.update,), probed, threads=threads)
 
 
-def per_sample_s(probed: Probed) -> float:
+def per_sample_s(probed: MachineProfile) -> float:
     """What fetching a sample costs, as far as nobody has seen one: Python, no decoding."""
     return _SAMPLE_CALLS * probed.call_s
 

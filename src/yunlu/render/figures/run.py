@@ -21,7 +21,7 @@ from yunlu.render.drawing.charts import (
     draw_stack,
 )
 from yunlu.render.format import metric_unit
-from yunlu.render.i18n.texts import known_text, text
+from yunlu.render.i18n.texts import known_text, same, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +38,7 @@ COLOURS = 8
 def both(key, otherwise):
     found = known_text(*key.rsplit(".", 1)) if key else same(otherwise)
     return found.en, found.zh
+
 
 """How many grounds and parts the page can tell apart."""
 
@@ -303,7 +304,8 @@ def workers_figure(crew: Crew) -> Figure | None:
         for place, member in enumerate(found, 1)
     ]
     names = [
-        (text("crew.worker", member=each.member).en, text("crew.worker", member=each.member).zh) for each in found
+        (text("crew.worker", member=each.member).en, text("crew.worker", member=each.member).zh)
+        for each in found
     ]
     drawing = draw_lines(lines, unit="duration")
     return Figure(

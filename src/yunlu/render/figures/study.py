@@ -27,7 +27,7 @@ from yunlu.render.drawing.canvas import (
 )
 from yunlu.render.drawing.landscape import draw_ground
 from yunlu.render.drawing.study_axes import DimensionAxis, count_axis, growing_axis, value_axis
-from yunlu.render.study_report.words import words
+from yunlu.render.i18n.texts import text
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
@@ -93,17 +93,17 @@ def draw_curves(view: StudyView, shades: Shades) -> Picture | None:
         points += [(*place, facts.number) for place in places]
     return Picture(
         id="curves",
-        title=words("curves.title"),
+        title=text("study.curves.title"),
         svg=frame(draw_grid(y) + lines),
-        x_name=words("curves.rung"),
+        x_name=text("study.curves.rung"),
         x_ticks=x.ticks(8),
         y_ticks=y.ticks(),
         points=tuple(points),
         note=_left_out(view, shown),
         legend=(
-            (words("curves.best"), "line q-best"),
-            (words("curves.done"), "line q0"),
-            (words("curves.pruned"), "thin q3"),
+            (text("study.curves.best"), "line q-best"),
+            (text("study.curves.done"), "line q0"),
+            (text("study.curves.pruned"), "thin q3"),
         ),
         wide=True,
     )
@@ -143,11 +143,11 @@ def draw_parallel(view: StudyView, shades: Shades, order: Sequence[Dimension]) -
     poles = draw_poles((each.at for each in uprights), _FLOOR)
     return Picture(
         id="parallel",
-        title=words("parallel.title"),
+        title=text("study.parallel.title"),
         svg=frame(poles + drawn),
         uprights=tuple(uprights),
         points=tuple(points),
-        note=words("parallel.lacking") if lacking else _left_out(view, shown),
+        note=text("study.parallel.lacking") if lacking else _left_out(view, shown),
         wide=True,
     )
 
@@ -175,7 +175,7 @@ def draw_pair(
         y_ticks=y.ticks(),
         points=tuple((left, up, facts.number) for left, up, facts in spots),
         star=next(((left, up) for left, up, facts in spots if is_best(view, facts)), None),
-        note=words("pair.note"),
+        note=text("study.pair.note"),
     )
 
 
@@ -217,14 +217,14 @@ def draw_front(view: StudyView, shades: Shades) -> Picture | None:
     line = draw_path("front", [join(edge)] if len(edge) > 1 else [])
     return Picture(
         id="front",
-        title=words("front.title"),
+        title=text("study.front.title"),
         svg=frame(draw_grid(y) + line + draw_dots(view, spots, shades)),
         x_name=Markup("{}").format(view.metrics[1]),
         y_name=Markup("{}").format(view.metrics[0]),
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         points=tuple((left, up, facts.number) for left, up, facts in spots),
-        note=words("front.note", count=len(view.front)),
+        note=text("study.front.note", count=len(view.front)),
         wide=True,
     )
 
@@ -266,13 +266,13 @@ def _draw_course(
     steps += [(1.0, steps[-1][1])] if steps else []
     return Picture(
         id=f"best-{over}",
-        title=words(f"best.{over}"),
+        title=text(f"study.best.{over}"),
         svg=frame(
             draw_grid(y)
             + draw_dots(view, inside, shades, size="speck")
             + draw_path("best", [join(steps)])
         ),
-        x_name=words(f"best.{over}.axis"),
+        x_name=text(f"study.best.{over}.axis"),
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         points=tuple((left, up, facts.number) for left, up, facts in inside),
@@ -321,7 +321,7 @@ def _left_out(view: StudyView, shown: Sequence[TrialFacts]) -> Markup:
     total = sum(bool(facts.points) for facts in view.trials)
     if len(shown) >= total or len(shown) < _MOST_LINES:
         return Markup("")
-    return words("left_out", shown=len(shown), total=total)
+    return text("study.left_out", shown=len(shown), total=total)
 
 
 def _values_of(view: StudyView, shown: Iterable[TrialFacts]) -> Axis:

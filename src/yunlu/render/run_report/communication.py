@@ -6,12 +6,12 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.jobs.communication import without_name
 from yunlu.render.figures.run import communication_figures
-from yunlu.render.i18n.texts import BilingualText, known_text, text
+from yunlu.render.i18n.texts import BilingualText, known_text, same, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,9 +163,7 @@ def _host(each: HostLinks) -> dict[str, Any]:
 
 def _name(name: str) -> BilingualText:
     """Methods and codecs are called the same everywhere; how often is said in both languages."""
-    chinese = _EVERY.sub(
-        lambda match: text("communication.every", steps=match[1]).zh, name
-    )
+    chinese = _EVERY.sub(lambda match: text("communication.every", steps=match[1]).zh, name)
     background = text("communication.background")
     return BilingualText(en=name, zh=chinese.replace(background.en, background.zh))
 

@@ -117,9 +117,7 @@ def _tile(
 
 def _cards(crew: Crew) -> Iterator[tuple[Markup, str, Markup]]:
     if crew.effective is not None:
-        remark = text(
-            "crew.lost", lost=show_duration(crew.lost_s), wall=show_duration(crew.wall_s)
-        )
+        remark = text("crew.lost", lost=show_duration(crew.lost_s), wall=show_duration(crew.wall_s))
         yield text("crew.effective"), f"{crew.effective * 100:.1f} %", remark
     hosts = len({each.host for each in crew.newest.ranks})
     remark = text("crew.on_hosts", count=hosts)

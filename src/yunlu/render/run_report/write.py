@@ -13,8 +13,8 @@ from yunlu.render.run_report.page import render_page
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_store import RunStore
     from yunlu.jobs.report_model import Report
+    from yunlu.runs.run_store import RunStore
 
 
 def write_report(run: RunStore) -> Report:

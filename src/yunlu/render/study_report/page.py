@@ -29,6 +29,7 @@ from yunlu.render.figures.study import (
     draw_slice,
     draw_spark,
 )
+from yunlu.render.i18n.texts import BilingualText, known_text, same, text
 from yunlu.render.run_report.page import TEMPLATES as RUN_TEMPLATES
 from yunlu.render.study_report.commands import (
     model_path,
@@ -46,7 +47,6 @@ from yunlu.render.study_report.format import (
     show_value,
     wall_s,
 )
-from yunlu.render.i18n.texts import BilingualText, known_text, same, text
 from yunlu.runs.directory_store import open_run
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
@@ -165,31 +165,33 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
     """Label, figure and remark of each headline figure."""
     if (best := view.best) is not None:
         point = best_point(best.trial)
-        remark = text("card.best_when", number=best.number)
+        remark = text("study.card.best_when", number=best.number)
         if point is not None and view.rungs:
-            remark = text("card.best_of", number=best.number, rung=point.rung, rungs=view.rungs)
-        label = text("card.best", metric=known_text("metric", view.metric))
+            remark = text(
+                "study.card.best_of", number=best.number, rung=point.rung, rungs=view.rungs
+            )
+        label = text("study.card.best", metric=known_text("metric", view.metric))
         yield label, show_value(view.metric, best.value), remark
     counts = [(state, view.count(state)) for state in TrialState]
     remark = Markup(" · ").join(
-        Markup("{} {}").format(count, text(f"trial.{state.value}"))
+        Markup("{} {}").format(count, text(f"study.trial.{state.value}"))
         for state, count in counts
         if count
     )
     begun = len(view.trials)
     limit = f" / {view.trials_limit}" if view.trials_limit else ""
-    yield text("card.trials"), f"{begun}{limit}", remark
+    yield text("study.card.trials"), f"{begun}{limit}", remark
     if (wall := wall_s(view, now)) is not None:
         yield (
-            text("card.time"),
+            text("study.card.time"),
             show_duration(wall),
-            text("card.time_of", device=show_duration(view.spent_s)),
+            text("study.card.time_of", device=show_duration(view.spent_s)),
         )
     if view.spent_dollars is not None:
-        remark = Markup("")
+        remark = same("")
         if view.dollars_limit is not None:
-            remark = text("card.cost_of", limit=show_dollars(view.dollars_limit))
-        yield text("card.cost"), show_dollars(view.spent_dollars), remark
+            remark = text("study.card.cost_of", limit=show_dollars(view.dollars_limit))
+        yield text("study.card.cost"), show_dollars(view.spent_dollars), remark
     done = sum(facts.trial.rung for facts in view.trials)
     # Where the length varies, one that is done was trained to its own end.
     whole = sum(
@@ -198,8 +200,8 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
         if facts.points
     )
     if view.state != "running" and whole > done > 0:
-        remark = text("card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
-        yield text("card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
+        remark = text("study.card.saved_how", done=f"{done:,}", whole=f"{whole:,}")
+        yield text("study.card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
 
 
 def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
@@ -241,7 +243,7 @@ def _space(view: StudyView, shades: Shades, importance: Importance | None) -> di
     """The pictures of the search space, the most important dimension first."""
     shares: Mapping[str, float] = importance.shares if importance else {}
     order = sorted(view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
-    title = text("pair.title" if importance else "pair.first")
+    title = text("study.pair.title" if importance else "study.pair.first")
     slices = [draw_slice(view, shades, each) for each in order[:_MOST_SLICES]]
     return {
         # Neighbours explain each other best: the most important stands next to the result.
@@ -269,15 +271,21 @@ def _row(view: StudyView, facts: TrialFacts, place: Path) -> dict[str, Any]:
         "spark": draw_spark(facts, axis, rungs),
         "rung": f"{facts.trial.rung} / {rungs}" if rungs else "–",
         "link": report_link(view, facts, place),
-        "copied": text("trials.copied", number=copied[0], rung=copied[1]) if copied else "",
+        "copied": text("study.trials.copied", number=copied[0], rung=copied[1]) if copied else "",
         "why": facts.error or facts.reason,
     }
+
+
+def _both(label: BilingualText) -> tuple[str, str]:
+    return label.en, label.zh
 
 
 def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
     """What pointing at a trial tells."""
     short = shorten(each.name for each in view.dimensions)
-    rows: list[tuple[Any, Any]] = [(f"#{facts.number}", _both(text(f"study.trial.{facts.state.value}")))]
+    rows: list[tuple[Any, Any]] = [
+        (f"#{facts.number}", _both(text(f"study.trial.{facts.state.value}")))
+    ]
     for place, metric in enumerate(view.metrics):
         reached = facts.values[place] if facts.values is not None else None
         rows.append((metric, show_value(metric, reached)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.jobs.report_model import CrewChange
-    from yunlu.planning.plan import Prediction, Trial
+    from yunlu.planning.plan import AutotuneTrial, Prediction
     from yunlu.render.terminal.run_display import Course
 
 _LABEL = 12
@@ -177,7 +177,7 @@ def plan_block(plan: Plan) -> RenderableType:
 
 def _trial_rows(plan: Plan) -> list[RenderableType]:
     """One line for each setting that was tried, with every value of it."""
-    tried: dict[str, list[Trial]] = {}
+    tried: dict[str, list[AutotuneTrial]] = {}
     for trial in plan.trials:
         tried.setdefault(trial.name, []).append(trial)
     width = max(map(len, tried), default=0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last, read_lines
-from yunlu.planning.communication.forecast import Setting
+from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.schedule import rate
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
@@ -180,7 +180,7 @@ class AsyncCoordinator:
         was_told = any(
             event.kind is EventKind.COMMUNICATION for event, _ in self._run.read_events()
         )
-        setting = Setting(method="asynchronous", codec=self._client.rules.codec)
+        setting = MethodSetting(method="asynchronous", codec=self._client.rules.codec)
         move(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
         self._run.emit(
             EventKind.COMMUNICATION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.planning.layouts import count_devices
-from yunlu.planning.plan import Settings
+from yunlu.planning.plan import StepSettings
 from yunlu.training.autotune.search import Lever
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.lengths import expected_padding, lengths_of
@@ -32,7 +32,7 @@ _SMALL_PASS_S = 0.02
 """Below this, a pass is mostly the calls themselves: fewer samples in it can only be slower."""
 
 
-def start_settings(job: Job, parts: Parts, *, threads: int, micro_batch: int) -> Settings:
+def start_settings(job: Job, parts: Parts, *, threads: int, micro_batch: int) -> StepSettings:
     """What the job pins, and for the rest what is never a bad choice."""
     train = job.train
     paddings = padding_options(parts.task, parts.model, parts.splits)
@@ -40,7 +40,7 @@ def start_settings(job: Job, parts: Parts, *, threads: int, micro_batch: int) ->
     # no longer a fair sample (an example lost a tenth of its answers by it).
     padding = "pad" if train.padding == "auto" else train.padding
     check_padding(padding, paddings)
-    return Settings(
+    return StepSettings(
         threads=threads if train.threads == "auto" else train.threads,
         micro_batch=micro_batch,
         precision="fp32" if train.precision == "auto" else train.precision,
@@ -104,7 +104,7 @@ def fast_precisions(device: Device) -> list[PrecisionName]:
 def _choices(
     field: str, values: Sequence[str], *, worth: float = 1.05, always: bool = False
 ) -> Lever:
-    def options(now: Settings) -> list[Settings]:
+    def options(now: StepSettings) -> list[StepSettings]:
         return [
             now.model_copy(update={field: value})
             for value in values
@@ -114,16 +114,16 @@ def _choices(
     return Lever(field=field, options=options, worth=worth, always=always)
 
 
-def _compiled(now: Settings) -> list[Settings]:
+def _compiled(now: StepSettings) -> list[StepSettings]:
     """Packed batches have lengths as numbers in the program: nearly every one would be another."""
     return [] if now.padding == "pack" else [now.model_copy(update={"compile": "inductor"})]
 
 
-def _one_thread(now: Settings) -> list[Settings]:
+def _one_thread(now: StepSettings) -> list[StepSettings]:
     return [now.model_copy(update={"threads": 1})] if now.threads > 1 else []
 
 
-def _smaller(now: Settings, meter: ModelMeter) -> list[Settings]:
+def _smaller(now: StepSettings, meter: ModelMeter) -> list[StepSettings]:
     """A half and a quarter: what fits a cache may be faster than what fits the memory."""
     if now.micro_batch * meter.sample_s(now) < _SMALL_PASS_S:
         return []

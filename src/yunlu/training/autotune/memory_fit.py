@@ -16,7 +16,7 @@ from yunlu.training.memory.recompute import apply_recompute, find_blocks, recomp
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from yunlu.planning.plan import Settings
+    from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelMeter
     from yunlu.training.tasks.task import Batch
@@ -30,14 +30,14 @@ _TEMPORARY = 1.15
 class Fit:
     """Settings that fit, and what was counted to find them."""
 
-    settings: Settings
+    settings: StepSettings
     bytes_per_sample: float
     """Activations that a sample keeps until its backward pass."""
     reasons: dict[str, str]
 
 
 def fit(
-    job: Job, model: nn.Module, meter: ModelMeter, first: Settings, *, batch: int, room_bytes: float
+    job: Job, model: nn.Module, meter: ModelMeter, first: StepSettings, *, batch: int, room_bytes: float
 ) -> Fit:
     """The largest micro-batch that fits; activations are computed again where not even one does."""
     apply_recompute(model, first.recompute)
@@ -68,7 +68,7 @@ def fit(
     )
 
 
-def _look(meter: ModelMeter, settings: Settings, model: nn.Module) -> float:
+def _look(meter: ModelMeter, settings: StepSettings, model: nn.Module) -> float:
     """Activation memory of one pass; the first time the model meets the data."""
     batch = meter.longest(settings)
     own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}

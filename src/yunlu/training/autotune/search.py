@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.value import Value
-from yunlu.planning.plan import Settings, Trial
+from yunlu.planning.plan import StepSettings, AutotuneTrial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ _UNTRIED = {False: "the run is too short to try another", True: "nothing else ru
 class Meter(Protocol):
     """Times settings on the real model."""
 
-    def compare(self, before: Settings, after: Settings) -> tuple[float, float] | None:
+    def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
         """Seconds per sample with each, taken in turns; none where the second does not run."""
         ...
 
-    def comparison_s(self, settings: Settings) -> float:
+    def comparison_s(self, settings: StepSettings) -> float:
         """About how long a comparison takes."""
         ...
 
@@ -33,8 +33,8 @@ class Lever:
     """One thing that may be set in several ways."""
 
     field: str
-    """The field of ``Settings``."""
-    options: Callable[[Settings], Sequence[Settings]]
+    """The field of ``StepSettings``."""
+    options: Callable[[StepSettings], Sequence[StepSettings]]
     """What else it could be."""
     worth: float = 1.05
     """How much faster an option must be: below that, it is noise or not worth its side effects."""
@@ -52,29 +52,29 @@ class Lever:
 class Found(Value):
     """What a search ended with."""
 
-    settings: Settings
+    settings: StepSettings
     reasons: dict[str, str]
     """Why each setting that had a choice is what it is, by field."""
-    trials: tuple[Trial, ...]
+    trials: tuple[AutotuneTrial, ...]
 
 
 def search(
     meter: Meter,
-    start: Settings,
+    start: StepSettings,
     levers: Sequence[Lever],
-    budget_s: Callable[[Settings], float],
+    budget_s: Callable[[StepSettings], float],
 ) -> tuple[Found, float]:
     """Pull each lever in turn; returns what was found and the seconds it took.
 
     ``budget_s`` gives what may be spent in all, from the best settings so far: what a faster one
     saves is not there to be spent.
     """
-    settings, trials, reasons = start, list[Trial](), dict[str, str]()
+    settings, trials, reasons = start, list[AutotuneTrial](), dict[str, str]()
     spent_s = 0.0
     for lever in levers:
         options = lever.options(settings)
         began_at = perf_counter()
-        tried: list[tuple[float, Settings, float]] = []
+        tried: list[tuple[float, StepSettings, float]] = []
         failed = False
         for option in options:
             needed_s = meter.comparison_s(settings) + lever.extra_s
@@ -90,7 +90,7 @@ def search(
         winner = max(tried, key=lambda one: one[0], default=None)
         keeps = winner is not None and winner[0] >= lever.worth
         trials += [
-            Trial(
+            AutotuneTrial(
                 name=lever.name,
                 value=str(getattr(option, lever.field)),
                 sample_s=seconds,
@@ -109,7 +109,7 @@ def search(
 
 
 def _reason(
-    lever: Lever, before: Settings, tried: list[tuple[float, Settings, float]], *, kept: bool
+    lever: Lever, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, kept: bool
 ) -> str:
     speedup, option, _ = max(tried, key=lambda one: one[0])
     now = getattr(before, lever.field)

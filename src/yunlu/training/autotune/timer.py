@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from yunlu.planning.plan import Kernel, Settings
+    from yunlu.planning.plan import Kernel, StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Batch
     from yunlu.training.training_inputs import Parts
@@ -53,7 +53,7 @@ class ModelMeter:
         self._looked_s: float | None = None
         self.load_s_per_sample = 0.0
 
-    def micros(self, settings: Settings) -> list[Batch]:
+    def micros(self, settings: StepSettings) -> list[Batch]:
         """The first micro-batches of the run, as these settings make them."""
         key = settings.padding, settings.micro_batch
         if key not in self._micros:
@@ -72,14 +72,14 @@ class ModelMeter:
             self._micros[key] = [self._fetch(some, collate) for some in islice(lists, count)]
         return self._micros[key]
 
-    def longest(self, settings: Settings) -> Batch:
+    def longest(self, settings: StepSettings) -> Batch:
         """The largest micro-batch that can come: what has to fit into memory."""
         if self._lengths is None:
             return self.micros(settings)[0]
         indices = longest_samples(self._lengths, settings.micro_batch)
         return self._fetch(indices, collate_for(self._parts.task, settings.padding))
 
-    def compare(self, before: Settings, after: Settings) -> tuple[float, float] | None:
+    def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
         """Seconds per sample with each, in turns: what else the machine does hits both."""
         try:
             first_s = self._first_pass(after)
@@ -93,7 +93,7 @@ class ModelMeter:
         if first_s > _HOPELESS * self.sample_s(before):
             return self.sample_s(before), first_s
         self._first_pass(before)
-        spans: list[tuple[Settings, list[float]]] = [(before, []), (after, [])]
+        spans: list[tuple[StepSettings, list[float]]] = [(before, []), (after, [])]
         began_at = perf_counter()
         for _ in range(_PASSES):
             for settings, found in spans:
@@ -104,12 +104,12 @@ class ModelMeter:
             self._sample_s[_key(settings)] = sorted(found)[len(found) // 2]
         return self.sample_s(before), self.sample_s(after)
 
-    def comparison_s(self, settings: Settings) -> float:
+    def comparison_s(self, settings: StepSettings) -> float:
         """A pass to warm up and a few to time, each twice."""
         pass_s = self.sample_s(settings) * sum(micro.samples for micro in self.micros(settings))
         return 2 * (pass_s + max(min(_PASSES * pass_s, _TIMED_S), pass_s))
 
-    def sample_s(self, settings: Settings) -> float:
+    def sample_s(self, settings: StepSettings) -> float:
         """Seconds per sample of forward and backward: the median of a few passes."""
         key = _key(settings)
         if self._looked_s is not None and not self._sample_s and self._lengths is None:
@@ -139,7 +139,7 @@ class ModelMeter:
         optimizer.step()
         return self._median(lambda: self._timed(optimizer.step))
 
-    def switch(self, settings: Settings) -> None:
+    def switch(self, settings: StepSettings) -> None:
         """Make torch and the model as these settings say."""
         torch.set_num_threads(settings.threads)
         if settings.compile == "inductor":
@@ -150,13 +150,13 @@ class ModelMeter:
         elif self._compiled is not None:
             set_compiled_call(self._parts.model, None)
 
-    def look(self, settings: Settings, batch: Batch) -> None:
+    def look(self, settings: StepSettings, batch: Batch) -> None:
         """A first pass; a long one is timed by the way, so that it need not be repeated."""
         seconds = self._timed(lambda: self.backward(settings, batch))
         if seconds > _LONG_LOOK_S:
             self._looked_s = seconds / batch.samples
 
-    def backward(self, settings: Settings, batch: Batch) -> None:
+    def backward(self, settings: StepSettings, batch: Batch) -> None:
         """One forward and backward pass."""
         with Precision(settings.precision, self._device).forward():
             loss, _ = self._parts.task.loss(self._parts.model, batch)
@@ -178,12 +178,12 @@ class ModelMeter:
         self.load_s_per_sample = (perf_counter() - started_at) / len(indices)
         return batch.to(self._device)
 
-    def _first_pass(self, settings: Settings) -> float:
+    def _first_pass(self, settings: StepSettings) -> float:
         """Compile, allocate, fill caches; a compiled model's own first pass tells nothing."""
         first_s = self._timed_pass(settings)
         return first_s if settings.compile == "none" else self._timed_pass(settings)
 
-    def _timed_pass(self, settings: Settings) -> float:
+    def _timed_pass(self, settings: StepSettings) -> float:
         """Seconds per sample of one pass over the micro-batches."""
         self.switch(settings)
         micros = self.micros(settings)
@@ -211,5 +211,5 @@ class ModelMeter:
         return perf_counter() - started_at
 
 
-def _key(settings: Settings) -> str:
+def _key(settings: StepSettings) -> str:
     return settings.model_dump_json()

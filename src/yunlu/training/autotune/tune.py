@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.planning.plan import Settings, Trial
+from yunlu.planning.plan import StepSettings, AutotuneTrial
 from yunlu.planning.planner import count_steps
 from yunlu.training.autotune.cache import recall, remember
 from yunlu.training.autotune.knobs import list_levers
@@ -39,7 +39,7 @@ def tune(
     parts: Parts,
     machine: Machine,
     meter: ModelMeter,
-    start: Settings,
+    start: StepSettings,
     *,
     shape: Sequence[Any],
 ) -> tuple[Found, float]:
@@ -51,14 +51,14 @@ def tune(
         *(job.task, job.model.model_dump(mode="json"), start.model_dump(), job.train.trial_share),
         *(job.train.optimizer.model_dump(mode="json"), steps, samples, *shape),
         # What is asked, too: a value that is set must not be taken for one that was tried.
-        job.train.model_dump(mode="json", include={*Settings.model_fields}),
+        job.train.model_dump(mode="json", include={*StepSettings.model_fields}),
     ]
     found = recall(key)
     if found is not None:
         return found, 0.0
     began_at = perf_counter()
 
-    def budget_s(settings: Settings) -> float:
+    def budget_s(settings: StepSettings) -> float:
         return job.train.trial_share * steps * shape[-1] * meter.sample_s(settings)
 
     found, spent_s = search(meter, start, list_levers(job, parts, machine, meter), budget_s)
@@ -84,7 +84,7 @@ def _try_kernels(
     best = min(seconds, key=lambda kernel: seconds[kernel])
     kept = first_s / seconds[best] >= 1.05
     trials = [
-        Trial(
+        AutotuneTrial(
             name="kernel",
             value=kernel,
             sample_s=span,
@@ -99,7 +99,7 @@ def _try_kernels(
     return _with_kernel(found, first, f"{best} is {ratio:.3g} × as fast", trials)
 
 
-def _with_kernel(found: Found, kernel: Any, reason: str, trials: list[Trial]) -> Found:
+def _with_kernel(found: Found, kernel: Any, reason: str, trials: list[AutotuneTrial]) -> Found:
     return found.model_copy(
         update={
             "settings": found.settings.model_copy(update={"kernel": kernel}),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from yunlu.planning.communication.figures import CodecCost
+from yunlu.planning.communication.measurements import CodecCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

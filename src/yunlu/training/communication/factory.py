@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yunlu.core.settings import read_site
-from yunlu.planning.communication.forecast import Setting
+from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.training.communication.allreduce import SUMS, served_sum
 from yunlu.training.communication.buckets import matrices_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def open_communicator(
-    setting: Setting,
+    setting: MethodSetting,
     spec: CommunicationSpec,
     world: World,
     model: nn.Module,
@@ -67,7 +67,7 @@ def open_communicator(
             return _open_apart(
                 setting, spec, open_wire, model, expected, rank=world.rank, sites=sites
             )
-        setting = Setting(method="direct", bucket_bytes=setting.bucket_bytes)
+        setting = MethodSetting(method="direct", bucket_bytes=setting.bucket_bytes)
     summation = (
         TorchSummation(world.group("dp"), world.wait_for)
         if (setting.method, setting.codec) == ("all-reduce", "none")
@@ -89,7 +89,7 @@ def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
 
 
 def _open_apart(
-    setting: Setting,
+    setting: MethodSetting,
     spec: CommunicationSpec,
     open_wire: Callable[..., Transport],
     model: nn.Module,
@@ -120,7 +120,7 @@ def _open_apart(
     return LocalUpdateCommunicator(averaging, notes, expected, site)
 
 
-def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
+def rules_of(setting: MethodSetting, spec: CommunicationSpec) -> LocalRules:
     """When workers on their own meet."""
     usual = METHODS[setting.method]
     start = usual.from_step if spec.start == "auto" else spec.start
@@ -136,7 +136,7 @@ def rules_of(setting: Setting, spec: CommunicationSpec) -> LocalRules:
     )
 
 
-def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int, memory_steps: int) -> int:
+def start_of(setting: MethodSetting, spec: CommunicationSpec, *, steps: int, memory_steps: int) -> int:
     """From which step on a setting is itself: before, workers are together, or send more bits."""
     if setting.method == "post-local":
         return rules_of(setting, spec).from_step
@@ -146,7 +146,7 @@ def start_of(setting: Setting, spec: CommunicationSpec, *, steps: int, memory_st
 
 
 def _open_summation(
-    setting: Setting,
+    setting: MethodSetting,
     spec: CommunicationSpec,
     open_wire: Callable[[], Transport],
     model: nn.Module,
@@ -168,7 +168,7 @@ def _open_summation(
     return ThreadedSummation(open_wire(), _plain(_sum_of(setting, spec)))
 
 
-def _sum_of(setting: Setting, spec: CommunicationSpec) -> SumFunction:
+def _sum_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
     if setting.method == "server" and spec.servers != "auto":
         return partial(served_sum, servers=spec.servers)
     return SUMS[setting.method]

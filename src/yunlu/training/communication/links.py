@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yunlu.planning.communication.figures import WireFigures
-from yunlu.planning.probed import MessageTime
+from yunlu.planning.communication.measurements import WireFigures
+from yunlu.planning.machine_profile import MessageTime
 from yunlu.training.communication.link_trials import (
     FIRST_BYTES,
     LARGEST_BYTES,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.planning.communication.figures import CodecCost
+    from yunlu.planning.communication.measurements import CodecCost
     from yunlu.training.communication.transport import Transport
 
 _LATENCY_SHARE, _PAIR_SHARE, _RING_SHARE, _ALL_SHARE, _BOTH_SHARE = 0.1, 0.3, 0.2, 0.25, 0.15

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.choosing import Pinned, Question, choose
-from yunlu.planning.communication.figures import Work
-from yunlu.planning.communication.forecast import Setting
-from yunlu.planning.communication.leaving import find_leaving
+from yunlu.planning.communication.method_choice import Pinned, MethodQuery, choose
+from yunlu.planning.communication.measurements import SharedWork
+from yunlu.planning.communication.step_forecast import MethodSetting
+from yunlu.planning.communication.straggler_exclusion import find_stragglers_to_exclude
 from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
 from yunlu.planning.communication.switching import Watch, find_rival, renew, should_switch
 from yunlu.runs.run_dir import EventKind
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.planning.communication.choosing import Decision
-    from yunlu.planning.communication.figures import WireFigures
+    from yunlu.planning.communication.method_choice import MethodDecision
+    from yunlu.planning.communication.measurements import WireFigures
     from yunlu.planning.plan import Plan
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
@@ -56,14 +56,14 @@ class MethodSelector:
 
     def __init__(self, job: Job, plan: Plan, tell: Callable[..., Any], pacer: Pacer) -> None:
         self._job, self._plan, self._tell, self._pacer = job, plan, tell, pacer
-        self._decision: Decision | None = None
+        self._decision: MethodDecision | None = None
         self._figures: WireFigures | None = None
         self._watch: Watch | None = None
         self._patience_s = _LEAST_S
         self._measured_at = 0.0
         self._news: dict[str, Any] | None = None
         """What was decided and not told yet."""
-        self._told: Setting | None = None
+        self._told: MethodSetting | None = None
         self.switch_at: int | None = None
         """After how many steps the communicator is to be opened anew."""
         self.aside: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class MethodSelector:
         """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
 
     @property
-    def setting(self) -> Setting | None:
+    def setting(self) -> MethodSetting | None:
         """What was chosen last."""
         return None if self._decision is None else self._decision.setting
 
@@ -104,7 +104,7 @@ class MethodSelector:
         reason = _against_choosing(world, model)
         if reason is not None:
             _check_unpinned(spec, reason)
-            self._note_unmeasured(Setting(method="all-reduce"), reason)
+            self._note_unmeasured(MethodSetting(method="all-reduce"), reason)
             return SyncCommunicator(world)
         setting = self._choose(world, model, steps_done=steps_done)
         if self.is_to_be_served:
@@ -126,7 +126,7 @@ class MethodSelector:
             clip_norm=_clip_norm(self._job, self._plan),
         )
 
-    def _begin_phase(self, setting: Setting, steps_done: int) -> Setting:
+    def _begin_phase(self, setting: MethodSetting, steps_done: int) -> MethodSetting:
         """What to do now of a setting that is something else at first."""
         start = start_of(
             setting,
@@ -139,7 +139,7 @@ class MethodSelector:
             return setting
         if setting.codec == "onebit":
             return setting.model_copy(update={"codec": BEFORE_ONE_BIT})
-        return Setting(method="all-reduce", bucket_bytes=setting.bucket_bytes)
+        return MethodSetting(method="all-reduce", bucket_bytes=setting.bucket_bytes)
 
     def note(self, exchange_s: float) -> bool:
         """Take in what an exchange took; true where the links should be measured again."""
@@ -189,13 +189,13 @@ class MethodSelector:
         self._is_trying = decision.setting != before.setting
         return self._is_trying
 
-    def _begin_audition(self, decision: Decision, *, steps_done: int) -> None:
+    def _begin_audition(self, decision: MethodDecision, *, steps_done: int) -> None:
         self._audition = None
         rival = find_rival(decision, steps_left=self._plan.steps - steps_done)
         if rival is not None:
             self._audition = TimedComparison(decision.chosen, rival, step=steps_done)
 
-    def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> Setting:
+    def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> MethodSetting:
         spec = self._job.communication
         if len(set(world.hosts)) == 1 and (setting := _without_measuring(spec)) is not None:
             is_free = spec.method == "auto"
@@ -206,7 +206,7 @@ class MethodSelector:
         if self._decision is not None and known is not None and known.hosts == world.hosts:
             return self._decision.setting
         figures = self._measure(world)
-        question = Question(
+        question = MethodQuery(
             work=_work_of(self._job, self._plan, model, self._plan.steps - steps_done),
             guarantee=spec.kept,
             pinned=_pinned(spec),
@@ -220,14 +220,14 @@ class MethodSelector:
         return decision.setting
 
     def _find_aside(
-        self, world: World, decision: Decision, figures: WireFigures, *, steps_done: int
+        self, world: World, decision: MethodDecision, figures: WireFigures, *, steps_done: int
     ) -> None:
         """Look for those who had better leave; where the job names the way, everybody takes it."""
         self.aside, self._aside_words = (), ""
         is_free = self._job.communication.method == "auto"
         if not (world.may_part and is_free) or decision.setting.method == "asynchronous":
             return
-        found = find_leaving(decision, figures, steps_left=self._plan.steps - steps_done)
+        found = find_stragglers_to_exclude(decision, figures, steps_left=self._plan.steps - steps_done)
         if found is not None:
             self.aside, self._aside_words = found.ranks, found.reason
 
@@ -266,7 +266,7 @@ class MethodSelector:
             self._tell(EventKind.COMMUNICATION, step=step, **self._news)
         self._news = None
 
-    def _adopt(self, decision: Decision, figures: WireFigures) -> None:
+    def _adopt(self, decision: MethodDecision, figures: WireFigures) -> None:
         self._decision, self._figures = decision, figures
         self._begin_watch(decision)
         self._news = {
@@ -284,7 +284,7 @@ class MethodSelector:
             **({"aside": list(self.aside)} if self.aside else {}),
         }
 
-    def _note_unmeasured(self, setting: Setting, reason: str) -> None:
+    def _note_unmeasured(self, setting: MethodSetting, reason: str) -> None:
         if self._told == setting:
             return
         self._told = setting
@@ -295,7 +295,7 @@ class MethodSelector:
             "reason": reason,
         }
 
-    def _begin_watch(self, decision: Decision) -> None:
+    def _begin_watch(self, decision: MethodDecision) -> None:
         self._measured_at = time.monotonic()
         self._watch = Watch(decision.chosen.one_exchange_s)
 
@@ -336,17 +336,17 @@ def _clip_norm(job: Job, plan: Plan) -> float | None:
     return None if norm == "adaptive" or plan.precision == "fp16" else norm
 
 
-def _without_measuring(spec: CommunicationSpec) -> Setting | None:
+def _without_measuring(spec: CommunicationSpec) -> MethodSetting | None:
     """What to do within one machine; none where there is something to gain by measuring."""
     if spec.method == "auto" and spec.codec == "auto" and spec.kept == "exact":
-        return Setting(method="all-reduce")
+        return MethodSetting(method="all-reduce")
     if spec.method == "auto":
         return None
     codec = "none" if spec.codec == "auto" else spec.codec
     every = spec.every
     if every == "auto":
         every = LOCAL_RULES[spec.method].every if spec.method in LOCAL_RULES else 1
-    return Setting(method=spec.method, codec=codec, every=every, rank=spec.rank)
+    return MethodSetting(method=spec.method, codec=codec, every=every, rank=spec.rank)
 
 
 def _pinned(spec: CommunicationSpec) -> Pinned:
@@ -361,10 +361,10 @@ def _pinned(spec: CommunicationSpec) -> Pinned:
     )
 
 
-def _work_of(job: Job, plan: Plan, model: nn.Module, steps_left: int) -> Work:
+def _work_of(job: Job, plan: Plan, model: nn.Module, steps_left: int) -> SharedWork:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     step_s = plan.prediction.step_s
-    return Work(
+    return SharedWork(
         gradient_bytes=tuple(weight.nbytes for weight in reversed(weights)),
         compute_s=step_s,
         backward_s=_BACKWARD_SHARE * step_s / max(plan.accumulation, 1),

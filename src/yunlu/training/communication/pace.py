@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yunlu.planning.communication.paces import Pace, is_doubtful, steps_of
+from yunlu.planning.communication.worker_speeds import Pace, is_doubtful, steps_of
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 if TYPE_CHECKING:
-    from yunlu.planning.communication.forecast import Forecast
+    from yunlu.planning.communication.step_forecast import StepForecast
     from yunlu.training.parallel.world import World
 
 _SETTLING = 4
@@ -28,7 +28,7 @@ class TimedComparison:
         step: Steps done when it begins.
     """
 
-    def __init__(self, first: Forecast, second: Forecast, *, step: int) -> None:
+    def __init__(self, first: StepForecast, second: StepForecast, *, step: int) -> None:
         self.first, self.second = first, second
         self._begun = step
         self._ends: list[float] = []
@@ -52,7 +52,7 @@ class TimedComparison:
         return "over"
 
     @property
-    def winner(self) -> Forecast:
+    def winner(self) -> StepForecast:
         """Whose steps were faster."""
         assert self.step_s is not None
         return self.first if self.step_s[0] <= self.step_s[1] else self.second

@@ -11,7 +11,7 @@ from yunlu.training.elastic.messages import HeldState, Restore, StateSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from yunlu.planning.layout import Layout, Place
+    from yunlu.planning.layout import Layout, RankCoordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def cut_of(layout: Layout) -> StateSplit:
     )
 
 
-def part_at(layout: Layout, place: Place) -> StatePart:
+def part_at(layout: Layout, place: RankCoordinates) -> StatePart:
     """What stands at a place."""
     return StatePart(place.pp, place.fsdp, place.tp, place.dp if layout.zero1 else 0)
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
-from yunlu.planning.layout import Layout, Place
+from yunlu.planning.layout import Layout, RankCoordinates
 from yunlu.runs.worker_group import FrameError, pack
 
 HELLO_BYTES = 4096
@@ -27,7 +27,7 @@ class HeldState(Value):
     """Steps completed in it."""
     generation: int
     """In which it was cut: the layout of that generation says what the part is."""
-    place: Place
+    place: RankCoordinates
     """Where the worker whose state it is stood then."""
 
 

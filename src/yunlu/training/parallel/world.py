@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from yunlu.planning.layout import AXES, Layout, Place
+from yunlu.planning.layout import AXES, Layout, RankCoordinates
 from yunlu.training.communication.allreduce.doubling import doubling_sum
 from yunlu.training.communication.transport import connect
 from yunlu.training.parallel.redistribute import exchange, gather_json, gather_specs
@@ -60,7 +60,7 @@ class World:
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankCoordinates:
         """Where this worker stands."""
         return self.layout.place_of(self.rank)
 

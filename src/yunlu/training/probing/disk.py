@@ -7,7 +7,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
-from yunlu.planning.probed import DiskFigures
+from yunlu.planning.machine_profile import DiskFigures
 
 if TYPE_CHECKING:
     from pathlib import Path

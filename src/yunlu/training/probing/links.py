@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from yunlu.planning.probed import LinkFigures, StartFigures, fit_message_time
+from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
 from yunlu.training.probing.child_process import end_with_parent, started
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yunlu.planning.probed import Probed
+from yunlu.planning.machine_profile import MachineProfile
 from yunlu.training.probing.child_process import started
 from yunlu.training.probing.profile_store import keep_probe, recall_probe
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 
 
-def known_probe(machine: Machine) -> Probed:
+def known_probe(machine: Machine) -> MachineProfile:
     """What is stored, or a quick look that then is."""
     found = recall_probe(machine)
     if found is None:
@@ -27,13 +27,13 @@ def known_probe(machine: Machine) -> Probed:
     return found
 
 
-def _look() -> Probed:
+def _look() -> MachineProfile:
     """In a process of its own: arrays that were timed here would count in the run's peak of memory."""
     with started([*_PROGRAM, "--threads", str(torch.get_num_threads())], quiet=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"probed"'):
-                return Probed.model_validate(json.loads(line)["probed"])
+                return MachineProfile.model_validate(json.loads(line)["probed"])
     from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
 
     return measure_machine(quick=True)

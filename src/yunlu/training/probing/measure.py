@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yunlu.core.settings import read_settings
-from yunlu.planning.probed import Probed, no_slower
+from yunlu.planning.machine_profile import MachineProfile, make_monotonic
 from yunlu.training.probe import probe_machine
 from yunlu.training.probing.child_process import end_with_parent
 from yunlu.training.probing.microbenchmarks import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.probed import Kind, Pace
+    from yunlu.planning.machine_profile import Kind, KernelTiming
     from yunlu.training.probing.microbenchmarks import Bench
 
     Part = tuple[str, Callable[[], dict[str, Any]]]
@@ -53,13 +53,13 @@ _BUDGET_S = 0.06
 _MOVES: tuple[Kind, ...] = ("stream", "function", "random", "update")
 
 
-def measure_machine(*, quick: bool = False, told: Told | None = None) -> Probed:
+def measure_machine(*, quick: bool = False, told: Told | None = None) -> MachineProfile:
     """All figures: in under a minute, or in about a second those that a plan needs at once."""
     with torch.random.fork_rng(devices=[]):  # a run that begins here draws what it would have drawn
         return _measure(quick=quick, told=told)
 
 
-def _measure(*, quick: bool, told: Told | None) -> Probed:
+def _measure(*, quick: bool, told: Told | None) -> MachineProfile:
     began_at, machine = time.perf_counter(), probe_machine()
     device = machine.best_device
     parts = list(_parts(machine, quick=quick))
@@ -69,8 +69,8 @@ def _measure(*, quick: bool, told: Told | None) -> Probed:
             told(name, place, len(parts))
         part = run()
         found |= {**part, "paces": (*found["paces"], *part.get("paces", ()))}
-    found["paces"] = no_slower(found["paces"])
-    probed = Probed(
+    found["paces"] = make_monotonic(found["paces"])
+    probed = MachineProfile(
         at=time.time(),
         took_s=time.perf_counter() - began_at,
         is_quick=quick,
@@ -137,7 +137,7 @@ def _precisions(machine: Machine, *, quick: bool) -> list[str]:
     return ["fp32", *tf32, "bf16", "fp16"]
 
 
-def _products(bench: Bench, precision: str, *, quick: bool) -> Pace:
+def _products(bench: Bench, precision: str, *, quick: bool) -> KernelTiming:
     sides = PRODUCT_SIDES if bench.kind == "cpu" else GPU_PRODUCT_SIDES
     return measure_products(bench, precision, sides[:-1] if quick else sides)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from yunlu.planning.probed import Pace
+from yunlu.planning.machine_profile import KernelTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from yunlu.planning.probed import Kind
+    from yunlu.planning.machine_profile import Kind
 
     Run = Callable[[], object]
 
@@ -101,7 +101,7 @@ def with_threads(count: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> Pace:
+def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> KernelTiming:
     """Square matrices; FLOPs are twice the cube of the side."""
     from yunlu.training.precision.autocast import tf32_products  # noqa: PLC0415 - loads much else
 
@@ -118,7 +118,7 @@ def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> Pace
         return _pace(bench, "product", sides, make, precision=precision)
 
 
-def measure_convolutions(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> tuple[Pace, Pace]:
+def measure_convolutions(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> tuple[KernelTiming, KernelTiming]:
     """Three by three, as images have them: forward, and the gradients of both sides."""
 
     def parts(shape: tuple[int, int, int]) -> tuple[float, torch.Tensor, torch.Tensor]:
@@ -145,7 +145,7 @@ def measure_convolutions(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -
     )
 
 
-def measure_attention(bench: Bench, shapes: Sequence[tuple[int, int, int, int]]) -> Pace:
+def measure_attention(bench: Bench, shapes: Sequence[tuple[int, int, int, int]]) -> KernelTiming:
     """Torch's own kernel, forward; sized as ``attention_size`` says."""
 
     def make(shape: tuple[int, int, int, int]) -> tuple[float, list[Run]]:
@@ -162,7 +162,7 @@ def attention_size(query: Sequence[int], keys: int, *, products: int) -> float:
     return float(products * rows * (2 * keys * query[-1] + ROW_FLOPS))
 
 
-def measure_moves(bench: Bench, kind: Kind, moved_bytes: Sequence[int]) -> Pace:
+def measure_moves(bench: Bench, kind: Kind, moved_bytes: Sequence[int]) -> KernelTiming:
     """Operators on numbers side by side: a sum, a function, drawn numbers, an update."""
     each = {"stream": 12, "function": 8, "random": 8, "update": 28}[kind]
 
@@ -213,7 +213,7 @@ def _pace(
     make: Callable[[Any], tuple[float, list[Run]]],
     *,
     precision: str = "fp32",
-) -> Pace:
+) -> KernelTiming:
     found: list[tuple[float, float, float]] = []
     with with_threads(bench.threads):
         for shape in shapes:
@@ -225,7 +225,7 @@ def _pace(
                 break
     found.sort()
     sizes, seconds, spreads = zip(*found, strict=True)
-    return Pace(
+    return KernelTiming(
         kind=kind,
         precision=precision,
         threads=bench.threads,

@@ -14,7 +14,7 @@ from yunlu.training.probing.operator_counts import count_operators
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.planning.probed import Probed
+    from yunlu.planning.machine_profile import MachineProfile
     from yunlu.training.probing.microbenchmarks import Bench
 
 _MOST_MIXED = 4.0
@@ -33,7 +33,7 @@ def measure_call(bench: Bench) -> float:
     return best_s * (1 + spread) / operators
 
 
-def measure_mixed(probed: Probed, bench: Bench, *, trials: int = 15) -> Probed:
+def measure_mixed(probed: MachineProfile, bench: Bench, *, trials: int = 15) -> MachineProfile:
     """With how much slower operators are among others: caches are shared, memory is fresh."""
     for make, field in ((_perceptron, "mixed"), (_convolutional, "mixed_convolutions")):
         run = make(bench)

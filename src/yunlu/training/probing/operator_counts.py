@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.planning.plan import Settings
-    from yunlu.planning.probed import Kind
+    from yunlu.planning.plan import StepSettings
+    from yunlu.planning.machine_profile import Kind
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelMeter
     from yunlu.training.tasks.task import Batch
@@ -151,7 +151,7 @@ def _attention_size(args: Any, *, is_backward: bool) -> float:
 
 
 def count_step(
-    job: Job, parts: Parts, meter: ModelMeter, settings: Settings, *, sample_s: float
+    job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
 ) -> Work:
     """A step's operators, as the run's own first samples give them."""
     model = parts.model
@@ -171,7 +171,7 @@ def count_step(
 
 
 def _count_pass(
-    model: nn.Module, meter: ModelMeter, settings: Settings, *, sample_s: float
+    model: nn.Module, meter: ModelMeter, settings: StepSettings, *, sample_s: float
 ) -> Pass:
     load_s, few = meter.load_s_per_sample, max(1, int(_COUNTED_S / max(sample_s, 1e-9)))
     counted = settings.model_copy(update={"micro_batch": min(settings.micro_batch, few)})

@@ -13,14 +13,14 @@ import torch
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.planning import calibration as learnt
-from yunlu.planning.probed import (
+from yunlu.planning.machine_profile import (
     FOLDER,
-    choose_probe,
-    dump_probes,
+    choose_profile,
+    dump_profiles,
     file_names,
     is_same_version,
-    parse_probes,
-    with_probe,
+    parse_profiles,
+    with_profile,
 )
 from yunlu.training.probe import cpu_name
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.machine import Machine
     from yunlu.planning.calibration import Calibration
-    from yunlu.planning.probed import Probed
+    from yunlu.planning.machine_profile import MachineProfile
 
 
 _OWN_LOAD = 0.5
@@ -43,13 +43,13 @@ def probe_files() -> tuple[Path, ...]:
     return tuple(folder / name for name in file_names(cpu_name(), socket.gethostname()))
 
 
-def recall_probe(machine: Machine) -> Probed | None:
+def recall_probe(machine: Machine) -> MachineProfile | None:
     """What was measured of the best device with the torch and the threads at hand."""
     device, threads = machine.best_device, torch.get_num_threads()
-    probes: list[Probed] = []
+    probes: list[MachineProfile] = []
     for path in probe_files():
         with suppress(OSError):
-            probes += parse_probes(path.read_bytes())
+            probes += parse_profiles(path.read_bytes())
     alike = [
         each
         for each in probes
@@ -57,17 +57,17 @@ def recall_probe(machine: Machine) -> Probed | None:
         and is_same_version(each.torch, torch.__version__)
         and each.knows(threads)
     ]
-    return choose_probe(alike, threads=threads)
+    return choose_profile(alike, threads=threads)
 
 
-def keep_probe(probed: Probed) -> None:
+def keep_probe(probed: MachineProfile) -> None:
     """Store it among those of other devices and versions; without a place for it, do nothing."""
     path = probe_files()[0]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path):
-            before = parse_probes(path.read_bytes()) if path.exists() else ()
-            write_atomically(path, dump_probes(with_probe(before, probed)))
+            before = parse_profiles(path.read_bytes()) if path.exists() else ()
+            write_atomically(path, dump_profiles(with_profile(before, probed)))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from yunlu.planning.plan import Settings, Trial
+from yunlu.planning.plan import StepSettings, AutotuneTrial
 from yunlu.training.autotune.cache import recall, remember
 from yunlu.training.autotune.search import Found
 
@@ -16,8 +16,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(threads: int) -> Found:
-    trial = Trial(name="threads", value="1", sample_s=1.0, speedup=2.0, kept=True)
-    settings = Settings(threads=threads, micro_batch=8)
+    trial = AutotuneTrial(name="threads", value="1", sample_s=1.0, speedup=2.0, kept=True)
+    settings = StepSettings(threads=threads, micro_batch=8)
     return Found(settings=settings, reasons={"threads": "why"}, trials=(trial,))
 
 

@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.plan import Settings
+from yunlu.planning.plan import StepSettings
 from yunlu.training.autotune.search import Lever, search
 
-START = Settings(threads=2, micro_batch=8)
+START = StepSettings(threads=2, micro_batch=8)
 
 
 class TableMeter:
     """Knows how long each setting takes."""
 
-    def __init__(self, seconds: Callable[[Settings], float | None]) -> None:
+    def __init__(self, seconds: Callable[[StepSettings], float | None]) -> None:
         self.seconds = seconds
-        self.compared: list[Settings] = []
+        self.compared: list[StepSettings] = []
 
-    def compare(self, before: Settings, after: Settings) -> tuple[float, float] | None:
+    def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
         self.compared.append(after)
         then, now = self.seconds(before), self.seconds(after)
         assert then is not None, "the settings to beat have run before"
         return None if now is None else (then, now)
 
-    def comparison_s(self, settings: Settings) -> float:
+    def comparison_s(self, settings: StepSettings) -> float:
         return 1.0
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.unit.training.communication.wired import in_threads, make_wires
-from yunlu.planning.communication.choosing import Question, choose
-from yunlu.planning.communication.figures import CodecCost, Work
+from yunlu.planning.communication.method_choice import MethodQuery, choose
+from yunlu.planning.communication.measurements import CodecCost, SharedWork
 from yunlu.training.communication.codecs.make import CODECS, make_codec
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.links import measure_links
@@ -50,8 +50,8 @@ def test_all_workers_get_the_same_sound_figures(hosts: list[str]) -> None:
     assert np.all(np.array(first.latency_s)[apart] < 5)
     assert np.all(np.array(first.bytes_per_s)[apart] > 1e5)
     assert 0.5 <= first.both_ways <= 1
-    work = Work(gradient_bytes=(4000,), compute_s=0.01, backward_s=0.005)
-    assert choose(first, Question(work=work)).candidates
+    work = SharedWork(gradient_bytes=(4000,), compute_s=0.01, backward_s=0.005)
+    assert choose(first, MethodQuery(work=work)).candidates
 
 
 def test_the_slowest_worker_counts() -> None:

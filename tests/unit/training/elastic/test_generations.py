@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.layout import Layout, Place
+from yunlu.planning.layout import Layout, RankCoordinates
 from yunlu.training.elastic.generations import WorkerReport, cut_of, part_at, plan_generation
 from yunlu.training.elastic.messages import HeldState
 
@@ -228,5 +228,5 @@ def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None
 
 
 def test_places_travel_as_json() -> None:
-    sent = HeldState(step=3, generation=2, place=Place(pp=1, tp=1))
+    sent = HeldState(step=3, generation=2, place=RankCoordinates(pp=1, tp=1))
     assert HeldState.model_validate_json(sent.model_dump_json()) == sent

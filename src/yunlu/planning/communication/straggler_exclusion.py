@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.core.units import show_duration
-from yunlu.planning.communication.choosing import choose
-from yunlu.planning.probed import Figures
+from yunlu.planning.communication.method_choice import choose
+from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from yunlu.planning.communication.choosing import Decision, Question
-    from yunlu.planning.communication.figures import WireFigures
+    from yunlu.planning.communication.method_choice import MethodDecision, MethodQuery
+    from yunlu.planning.communication.measurements import WireFigures
 
 _GAIN = 0.25
 """Of the time to the same loss, by each that leaves: less is not worth a device that stands idle."""
@@ -31,7 +31,7 @@ _WORTH = 2.0
 """By how much that must be repaid."""
 
 
-class Leaving(Figures):
+class StragglerExclusion(FiniteFigures):
     """Who had better step aside, and why."""
 
     hosts: tuple[str, ...]
@@ -41,9 +41,9 @@ class Leaving(Figures):
     reason: str
 
 
-def find_leaving(
-    decision: Decision, figures: WireFigures, *, steps_left: int | None = None
-) -> Leaving | None:
+def find_stragglers_to_exclude(
+    decision: MethodDecision, figures: WireFigures, *, steps_left: int | None = None
+) -> StragglerExclusion | None:
     """The hosts without which the same loss is reached at least a quarter sooner; none where all are of use.
 
     The first worker's host always stays: it speaks for all.
@@ -65,12 +65,12 @@ def find_leaving(
         f" predicted to take {show_duration(best.chosen.step_s)}, not"
         f" {show_duration(decision.chosen.step_s)}"
     )
-    return Leaving(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=words)
+    return StragglerExclusion(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=words)
 
 
 def _leave_one_by_one(
-    decision: Decision, figures: WireFigures
-) -> Iterator[tuple[Decision, WireFigures]]:
+    decision: MethodDecision, figures: WireFigures
+) -> Iterator[tuple[MethodDecision, WireFigures]]:
     """What would be chosen without the one, then the two, for whom the others wait most, and so on."""
     kept = figures
     while found := [
@@ -81,7 +81,7 @@ def _leave_one_by_one(
         yield fewer, kept
 
 
-def _with_more(decision: Decision, *, size: int, of: int) -> Question:
+def _with_more(decision: MethodDecision, *, size: int, of: int) -> MethodQuery:
     """The same question to fewer workers, each of whom does more of a step."""
     question, more = decision.question, size / of
     work = question.work.model_copy(update={"compute_s": question.work.compute_s * more})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from yunlu.planning.probed import Figures
+from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ _ALIKE = 1.25
 """Bursts that differ by less differ by chance: workers are disturbed, and their turns are short."""
 
 
-class Pace(Figures):
+class Pace(FiniteFigures):
     """How fast a worker computes."""
 
     turns_per_s: float = Field(gt=0)

@@ -36,13 +36,13 @@ FOLDER = "probe"
 _SMALLEST = 1e-12
 
 
-class Figures(Value):
+class FiniteFigures(Value):
     """Values that no one writes by hand: without the docstrings in a schema they load faster."""
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
-class Pace(Figures):
+class KernelTiming(FiniteFigures):
     """How long one operator of a kind takes, by its size."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class Pace(Figures):
     """By how much the median trial is slower than the best, as a share; the median over sizes."""
 
     @model_validator(mode="after")
-    def _is_a_curve(self) -> Pace:
+    def _is_a_curve(self) -> KernelTiming:
         values = *self.sizes, *self.seconds
         rises = all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
         if not values or len(self.sizes) != len(self.seconds) or not rises:
@@ -83,7 +83,7 @@ class Pace(Figures):
         return self.seconds[0]
 
 
-class MessageTime(Figures):
+class MessageTime(FiniteFigures):
     """An exchange between two workers takes ``message_s + bytes / bytes_per_s``."""
 
     message_s: float = Field(ge=0)
@@ -93,7 +93,7 @@ class MessageTime(Figures):
     """What the two were fitted to."""
 
 
-class LinkFigures(Figures):
+class LinkFigures(FiniteFigures):
     """What carries bytes between two workers of this machine."""
 
     backend: Literal["gloo", "nccl"]
@@ -102,7 +102,7 @@ class LinkFigures(Figures):
     """From one to the other, one way."""
 
 
-class DiskFigures(Figures):
+class DiskFigures(FiniteFigures):
     """A file written, flushed and read again where runs live."""
 
     write_bytes_per_s: float
@@ -110,7 +110,7 @@ class DiskFigures(Figures):
     """Likely from memory where the system would not let go of the file."""
 
 
-class StartFigures(Figures):
+class StartFigures(FiniteFigures):
     """What a worker takes before it has read a single sample."""
 
     torch_s: float
@@ -122,7 +122,7 @@ class StartFigures(Figures):
     resident_bytes: float
 
 
-class Probed(Figures):
+class MachineProfile(FiniteFigures):
     """The figures of one machine, as one torch and so many threads see it."""
 
     version: Literal[1] = VERSION
@@ -142,7 +142,7 @@ class Probed(Figures):
     threads: int
     """As many as torch takes by itself."""
     torch: str
-    paces: tuple[Pace, ...]
+    paces: tuple[KernelTiming, ...]
     memory_bytes_per_s: float = Field(gt=0)
     """Read and written by a sum of two large arrays into a third, all threads together."""
     call_s: float = Field(gt=0)
@@ -155,7 +155,7 @@ class Probed(Figures):
     disk: DiskFigures | None = None
     start: StartFigures | None = None
 
-    def pace(self, kind: Kind, *, threads: int, precision: str = "fp32") -> Pace | None:
+    def pace(self, kind: Kind, *, threads: int, precision: str = "fp32") -> KernelTiming | None:
         """The one measured with as many threads, or else with the nearest number of them."""
         alike = [each for each in self.paces if each.kind == kind and each.precision == precision]
         return min(alike, key=lambda each: abs(each.threads - threads), default=None)
@@ -186,7 +186,7 @@ class Probed(Figures):
         return self.device
 
 
-def parse_probes(text: bytes | str) -> tuple[Probed, ...]:
+def parse_profiles(text: bytes | str) -> tuple[MachineProfile, ...]:
     """What a file holds, without what is of another version or unsound; nothing where it is torn."""
     try:
         stored = json.loads(text)
@@ -198,14 +198,14 @@ def parse_probes(text: bytes | str) -> tuple[Probed, ...]:
     return tuple(found for each in cast("Any", listed) if (found := _parse(each)) is not None)
 
 
-def _parse(stored: object) -> Probed | None:
+def _parse(stored: object) -> MachineProfile | None:
     try:
-        return Probed.model_validate(stored)
+        return MachineProfile.model_validate(stored)
     except ValidationError:
         return None
 
 
-def dump_probes(probes: Iterable[Probed]) -> bytes:
+def dump_profiles(probes: Iterable[MachineProfile]) -> bytes:
     """A file's content."""
     listed = [each.model_dump(mode="json") for each in probes]
     return json.dumps({"probes": listed}, indent=1).encode()
@@ -231,12 +231,12 @@ def is_same_version(one: str, other: str) -> bool:
     return one.partition("+")[0] == other.partition("+")[0]
 
 
-def no_slower(paces: Iterable[Pace]) -> tuple[Pace, ...]:
+def make_monotonic(paces: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     """Where several threads seem slower than one, others had the cores: one's curve stands for them."""
     listed = tuple(paces)
     alone = {(each.kind, each.precision): each for each in listed if each.threads == 1}
 
-    def settled(pace: Pace) -> Pace:
+    def settled(pace: KernelTiming) -> KernelTiming:
         one = alone.get((pace.kind, pace.precision), pace)
         size = min(pace.sizes[-1], one.sizes[-1])
         if float(pace.seconds_at(size)) <= float(one.seconds_at(size)):
@@ -246,7 +246,7 @@ def no_slower(paces: Iterable[Pace]) -> tuple[Pace, ...]:
     return tuple(map(settled, listed))
 
 
-def with_probe(probes: Iterable[Probed], new: Probed) -> tuple[Probed, ...]:
+def with_profile(probes: Iterable[MachineProfile], new: MachineProfile) -> tuple[MachineProfile, ...]:
     """The new one among the others; a quick one never replaces a whole one."""
     before = [each for each in probes if each.identity == new.identity]
     if new.is_quick and any(not each.is_quick for each in before):
@@ -254,9 +254,9 @@ def with_probe(probes: Iterable[Probed], new: Probed) -> tuple[Probed, ...]:
     return (*(each for each in probes if each.identity != new.identity), new)
 
 
-def choose_probe(
-    probes: Iterable[Probed], *, torch: str | None = None, threads: int | None = None
-) -> Probed | None:
+def choose_profile(
+    probes: Iterable[MachineProfile], *, torch: str | None = None, threads: int | None = None
+) -> MachineProfile | None:
     """The one that fits best: of an accelerator rather than a processor, of the torch, whole, newest."""
     return max(
         probes,

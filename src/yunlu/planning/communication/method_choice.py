@@ -9,16 +9,16 @@ from pydantic import Field
 
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.planning.communication.figures import Work  # noqa: TC001 - pydantic reads it
-from yunlu.planning.communication.forecast import Forecast, Setting, forecast, split_buckets
+from yunlu.planning.communication.measurements import SharedWork  # noqa: TC001 - pydantic reads it
+from yunlu.planning.communication.step_forecast import StepForecast, MethodSetting, forecast, split_buckets
 from yunlu.planning.communication.methods import METHODS, PACKINGS, Guarantee, keeps
 from yunlu.planning.communication.timing import Clock
-from yunlu.planning.probed import Figures
+from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from yunlu.planning.communication.figures import WireFigures
+    from yunlu.planning.communication.measurements import WireFigures
 
 _Any = TypeVar("_Any")
 
@@ -43,7 +43,7 @@ class CommunicationError(YunluError):
     code = "communication"
 
 
-class Pinned(Figures):
+class Pinned(FiniteFigures):
     """What the user decides; the rest is chosen."""
 
     method: str | None = None
@@ -54,10 +54,10 @@ class Pinned(Figures):
     rank: int | None = None
 
 
-class Question(Figures):
+class MethodQuery(FiniteFigures):
     """What to choose for."""
 
-    work: Work
+    work: SharedWork
     guarantee: Guarantee = "exact"
     pinned: Pinned = Pinned()
     available: tuple[str, ...] = tuple(METHODS)
@@ -66,27 +66,27 @@ class Question(Figures):
     """Why it cannot use others, by their names."""
 
 
-class Refusal(Figures):
+class Refusal(FiniteFigures):
     """What was not considered, and why."""
 
     name: str
     reason: str
 
 
-class Decision(Figures):
+class MethodDecision(FiniteFigures):
     """What was chosen, against what, and why."""
 
-    question: Question
-    chosen: Forecast
-    plain: Forecast
+    question: MethodQuery
+    chosen: StepForecast
+    plain: StepForecast
     """torch's own all-reduce with its usual buckets."""
-    candidates: tuple[Forecast, ...]
+    candidates: tuple[StepForecast, ...]
     """The best of each method and codec, the chosen one among them, the fastest first."""
     refused: tuple[Refusal, ...]
     reason: str
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> MethodSetting:
         """What was chosen."""
         return self.chosen.setting
 
@@ -96,7 +96,7 @@ class Decision(Figures):
         return self.plain.cost_s / self.chosen.cost_s
 
 
-def choose(figures: WireFigures, question: Question) -> Decision:
+def choose(figures: WireFigures, question: MethodQuery) -> MethodDecision:
     """Choose by the predicted time to the same loss; never what is predicted slower than plain all-reduce.
 
     Raises:
@@ -104,10 +104,10 @@ def choose(figures: WireFigures, question: Question) -> Decision:
     """
     _check(question)
     clock = Clock(figures)
-    plain = forecast(clock, question.work, Setting(method="all-reduce"))
+    plain = forecast(clock, question.work, MethodSetting(method="all-reduce"))
     refused = _refuse(figures, question)
     names = {each.name for each in refused}
-    best: dict[str, Forecast] = {}
+    best: dict[str, StepForecast] = {}
     for setting in _settings(question):
         if {setting.method, setting.codec} & names:
             continue
@@ -127,7 +127,7 @@ def choose(figures: WireFigures, question: Question) -> Decision:
     dense = best.get("all-reduce none")
     if is_free and dense is not None and chosen.cost_s > _WORTH * dense.cost_s:
         chosen = dense
-    return Decision(
+    return MethodDecision(
         question=question,
         chosen=chosen,
         plain=plain,
@@ -137,7 +137,7 @@ def choose(figures: WireFigures, question: Question) -> Decision:
     )
 
 
-def _sure(candidates: tuple[Forecast, ...]) -> Forecast:
+def _sure(candidates: tuple[StepForecast, ...]) -> StepForecast:
     """The fastest; asynchronous workers only where they leave no doubt."""
     chosen = candidates[0]
     if chosen.setting.method != "asynchronous":
@@ -150,7 +150,7 @@ def _sure(candidates: tuple[Forecast, ...]) -> Forecast:
     return plain if plain.cost_s < _ALIKE * chosen.cost_s else chosen
 
 
-def explain(figures: WireFigures, work: Work, chosen: Forecast, plain: Forecast) -> str:
+def explain(figures: WireFigures, work: SharedWork, chosen: StepForecast, plain: StepForecast) -> str:
     """In words: what is sent over which links, how long that takes, and what of it hides."""
     told = (
         f"{chosen.setting.name}: {_links(figures)};"
@@ -187,7 +187,7 @@ def _links(figures: WireFigures) -> str:
     return f"links of {low:.3g} to {high:.3g} Mbit/s"
 
 
-def _check(question: Question) -> None:
+def _check(question: MethodQuery) -> None:
     pinned = question.pinned
     for name, known in ((pinned.method, METHODS), (pinned.codec, PACKINGS)):
         if name is not None and name not in known:
@@ -207,7 +207,7 @@ def _check(question: Question) -> None:
         )
 
 
-def _refuse(figures: WireFigures, question: Question) -> tuple[Refusal, ...]:
+def _refuse(figures: WireFigures, question: MethodQuery) -> tuple[Refusal, ...]:
     refused = [
         Refusal(name=name, reason=reason)
         for name in METHODS
@@ -221,7 +221,7 @@ def _refuse(figures: WireFigures, question: Question) -> tuple[Refusal, ...]:
     return tuple(refused)
 
 
-def _against_method(figures: WireFigures, question: Question, name: str) -> str | None:
+def _against_method(figures: WireFigures, question: MethodQuery, name: str) -> str | None:
     method = METHODS[name]
     hosts = len(figures.host_names)
     if name not in question.available:
@@ -235,7 +235,7 @@ def _against_method(figures: WireFigures, question: Question, name: str) -> str 
     return None
 
 
-def _against_codec(figures: WireFigures, question: Question, name: str) -> str | None:
+def _against_codec(figures: WireFigures, question: MethodQuery, name: str) -> str | None:
     packing = PACKINGS[name]
     if not keeps(question.guarantee, "all-reduce", name):
         return f"it is {packing.guarantee}, {question.guarantee} was asked for"
@@ -248,7 +248,7 @@ def _against_codec(figures: WireFigures, question: Question, name: str) -> str |
     return None
 
 
-def _settings(question: Question) -> Iterator[Setting]:
+def _settings(question: MethodQuery) -> Iterator[MethodSetting]:
     pinned = question.pinned
     for method in _only(METHODS, pinned.method):
         kind = METHODS[method].kind
@@ -260,7 +260,7 @@ def _settings(question: Question) -> Iterator[Setting]:
         delays = _only(_DELAYS, pinned.delay_steps) if kind == "local" else (0,)
         codecs = [name for name in _only(PACKINGS, pinned.codec) if _fits(method, name)]
         for codec, bucket, steps, delay in product(codecs, buckets, every, delays):
-            yield Setting(
+            yield MethodSetting(
                 method=method,
                 codec=codec,
                 bucket_bytes=bucket,

@@ -14,12 +14,12 @@ from yunlu.planning.communication.methods import (
 )
 from yunlu.planning.communication.serving import serve
 from yunlu.planning.communication.timing import Clock, Span
-from yunlu.planning.probed import Figures
+from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.planning.communication.figures import Work
+    from yunlu.planning.communication.measurements import SharedWork
 
 _VALUE_BYTES = 4
 _MANY = 20
@@ -29,7 +29,7 @@ ASYNCHRONOUS_S = 10.0
 """Servers and workers are other processes than those of a crew: they start, and load everything anew."""
 
 
-class Setting(Figures):
+class MethodSetting(FiniteFigures):
     """One way to exchange."""
 
     method: str
@@ -55,10 +55,10 @@ class Setting(Figures):
         return ", ".join(parts)
 
 
-class Forecast(Figures):
+class StepForecast(FiniteFigures):
     """What a setting is predicted to do."""
 
-    setting: Setting
+    setting: MethodSetting
     step_s: float
     """On average, warm-up included."""
     exchange_s: float
@@ -79,7 +79,7 @@ class Forecast(Figures):
         return self.step_s * self.steps_factor + self.begin_s
 
 
-def forecast(clock: Clock, work: Work, setting: Setting) -> Forecast:
+def forecast(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     """Predict a step with one setting."""
     kind = METHODS[setting.method].kind
     told = {"synchronous": _synchronous, "local": _local, "asynchronous": _asynchronous}[kind](
@@ -88,7 +88,7 @@ def forecast(clock: Clock, work: Work, setting: Setting) -> Forecast:
     return _warmed_up(clock, work, told)
 
 
-def split_buckets(work: Work, bucket_bytes: int) -> tuple[int, ...]:
+def split_buckets(work: SharedWork, bucket_bytes: int) -> tuple[int, ...]:
     """Gradients sent together, in their order; a larger one goes alone."""
     buckets: list[int] = []
     for size in work.gradient_bytes:
@@ -99,7 +99,7 @@ def split_buckets(work: Work, bucket_bytes: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-def _synchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
+def _synchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     compute_s, backward_s = _computing(clock, work)
     buckets = split_buckets(work, setting.bucket_bytes)
     spans = [_exchange(clock, work, setting, size) for size in buckets]
@@ -122,7 +122,7 @@ def _synchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
     )
 
 
-def _local(clock: Clock, work: Work, setting: Setting) -> Forecast:
+def _local(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     compute_s, _ = _computing(clock, work)
     span = _exchange(clock, work, setting, work.bytes)
     hidden = min(span.seconds, setting.delay_steps * compute_s) * work.hides
@@ -139,7 +139,7 @@ def _local(clock: Clock, work: Work, setting: Setting) -> Forecast:
     return told.model_copy(update={"one_exchange_s": span.seconds})
 
 
-def _asynchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
+def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     """Nobody waits for another: what counts is how many steps all of them do together."""
     told = serve(clock.figures, work, setting, staleness=work.staleness)
     forecast = _make(
@@ -154,7 +154,7 @@ def _asynchronous(clock: Clock, work: Work, setting: Setting) -> Forecast:
     return forecast.model_copy(update={"begin_s": ASYNCHRONOUS_S / (work.steps or _LONG_STEPS)})
 
 
-def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:
+def _warmed_up(clock: Clock, work: SharedWork, told: StepForecast) -> StepForecast:
     setting = told.setting
     if setting.codec != "onebit" or METHODS[setting.method].kind != "synchronous":
         return told
@@ -164,7 +164,7 @@ def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:
     steps = work.steps or work.memory_steps * _MANY
     share = min(one_bit_from(steps, memory_steps=work.memory_steps) / steps, 1.0)
 
-    def mixed(read: Callable[[Forecast], float]) -> float:
+    def mixed(read: Callable[[StepForecast], float]) -> float:
         return share * read(before) + (1 - share) * read(told)
 
     return told.model_copy(
@@ -179,15 +179,15 @@ def _warmed_up(clock: Clock, work: Work, told: Forecast) -> Forecast:
 
 def _make(
     clock: Clock,
-    work: Work,
-    setting: Setting,
+    work: SharedWork,
+    setting: MethodSetting,
     *,
     compute_s: float,
     exchange_s: float,
     hidden_s: float,
     sent_bytes: float,
-) -> Forecast:
-    return Forecast(
+) -> StepForecast:
+    return StepForecast(
         setting=setting,
         step_s=compute_s + exchange_s - hidden_s,
         exchange_s=exchange_s,
@@ -205,13 +205,13 @@ def _make(
     )
 
 
-def _computing(clock: Clock, work: Work) -> tuple[float, float]:
+def _computing(clock: Clock, work: SharedWork) -> tuple[float, float]:
     """A step and its last backward pass, of the slowest worker."""
     compute_s = clock.figures.slowest_compute_s or work.compute_s
     return compute_s, compute_s * min(work.backward_s / work.compute_s, 1.0)
 
 
-def _exchange(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> Span:
+def _exchange(clock: Clock, work: SharedWork, setting: MethodSetting, size_bytes: float) -> Span:
     span = _pass_on(clock, work, setting, size_bytes)
     if setting.method == "all-reduce" or work.staging_bytes_per_s is None:
         return span
@@ -219,7 +219,7 @@ def _exchange(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> 
     return Span(span.seconds + staged_s, span.sent_bytes)
 
 
-def _pass_on(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> Span:
+def _pass_on(clock: Clock, work: SharedWork, setting: MethodSetting, size_bytes: float) -> Span:
     is_synchronous = METHODS[setting.method].kind == "synchronous"
     method = setting.method if is_synchronous else "direct"
     if setting.codec == "none":
@@ -231,7 +231,7 @@ def _pass_on(clock: Clock, work: Work, setting: Setting, size_bytes: float) -> S
     return clock.compressed_s(cost, size_bytes)
 
 
-def _low_rank(clock: Clock, work: Work, setting: Setting, method: str, size_bytes: float) -> Span:
+def _low_rank(clock: Clock, work: SharedWork, setting: MethodSetting, method: str, size_bytes: float) -> Span:
     """Two thin factors, one after the other; what is no matrix goes dense with the first."""
     share = size_bytes / max(work.bytes, 1)
     full = _VALUE_BYTES * sum(rows * columns for rows, columns in work.matrices)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import yunlu
-from yunlu.client import source_of
+from yunlu.client.api import source_of
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState

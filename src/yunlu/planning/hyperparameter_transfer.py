@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class TransferScale:
     """How large a training is."""
 
     parameters: float
@@ -37,7 +37,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RateAndBatch:
     """What a rule decides."""
 
     lr: float
@@ -56,8 +56,8 @@ class Shift:
 class Observed:
     """A small run that was made."""
 
-    scale: Scale
-    setting: Setting
+    scale: TransferScale
+    setting: RateAndBatch
     loss: float
 
 
@@ -67,24 +67,24 @@ class Rule:
 
     name: str
     source: str
-    lr: Callable[[Scale], float]
-    batch_tokens: Callable[[Scale], float]
-    why_not: Callable[[Scale], str]
+    lr: Callable[[TransferScale], float]
+    batch_tokens: Callable[[TransferScale], float]
+    why_not: Callable[[TransferScale], str]
     """Why it says nothing of a scale; empty where it does."""
 
-    def at(self, scale: Scale, shift: Shift | None = None) -> Setting:
+    def at(self, scale: TransferScale, shift: Shift | None = None) -> RateAndBatch:
         """Rate and batch for a scale, moved by what small runs have shown."""
         moved = shift or Shift()
-        return Setting(
+        return RateAndBatch(
             lr=self.lr(scale) * 2.0**moved.lr,
             batch_tokens=self.batch_tokens(scale) * 2.0**moved.batch,
         )
 
-    def with_batch(self, scale: Scale, batch_tokens: float, shift: Shift | None = None) -> Setting:
+    def with_batch(self, scale: TransferScale, batch_tokens: float, shift: Shift | None = None) -> RateAndBatch:
         """The rate for a batch that is chosen already."""
         best = self.at(scale, shift)
         factor = (batch_tokens / best.batch_tokens) ** _OTHER_BATCH
-        return Setting(lr=best.lr * factor, batch_tokens=batch_tokens)
+        return RateAndBatch(lr=best.lr * factor, batch_tokens=batch_tokens)
 
 
 _OTHER_BATCH = 0.3
@@ -94,14 +94,14 @@ _REACH = 4.0
 """A rule is trusted so many times beyond what it was fitted on."""
 
 
-def _why_not_step_law(scale: Scale) -> str:
+def _why_not_step_law(scale: TransferScale) -> str:
     within = 2e8 / _REACH <= scale.parameters <= 1.1e9 * _REACH
     if within and 4e9 / _REACH <= scale.tokens <= 1e11 * _REACH:
         return ""
     return "it was fitted on models of 0.2 to 1.1 G weights and 4 to 100 G tokens"
 
 
-def _why_not_deepseek(scale: Scale) -> str:
+def _why_not_deepseek(scale: TransferScale) -> str:
     # By compute alone: weights and tokens have to be about in balance.
     if 1e17 <= scale.flops <= 1e25 and 5 <= scale.tokens / scale.parameters <= 400:
         return ""
@@ -133,13 +133,13 @@ RULES = (STEP_LAW, DEEPSEEK)
 class Advice:
     """What a rule says of a job, and why."""
 
-    setting: Setting
+    setting: RateAndBatch
     rule: Rule
     reason: str
 
 
 def advise(
-    job: Job, scale: Scale, *, batch_tokens: float | None = None, shift: Shift | None = None
+    job: Job, scale: TransferScale, *, batch_tokens: float | None = None, shift: Shift | None = None
 ) -> Advice | None:
     """The published rate and batch for a job; none where no rule was made for its like.
 
@@ -215,7 +215,7 @@ def _octaves(run: Observed, rule: Rule) -> tuple[float, float]:
 
 
 def _ground(tried: Sequence[tuple[Observed, tuple[float, float]]]) -> np.ndarray:
-    best: dict[Scale, float] = {}
+    best: dict[TransferScale, float] = {}
     for run, _ in tried:
         best[run.scale] = min(run.loss, best.get(run.scale, math.inf))
     levels = {scale: number for number, scale in enumerate(best)}

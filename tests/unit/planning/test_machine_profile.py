@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.test_planner import job, machine, profile
 from yunlu.planning.calibration import Z_80, Calibration, RunMeasurement, learn
-from yunlu.planning.analytic_estimate import crowding, make_estimate, measured_with, name_work
+from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
 from yunlu.planning.predict.local import (
@@ -24,39 +24,39 @@ from yunlu.planning.predict.local import (
     pass_s,
     update_operators,
 )
-from yunlu.planning.probed import (
+from yunlu.planning.machine_profile import (
     LinkFigures,
-    Pace,
-    Probed,
+    KernelTiming,
+    MachineProfile,
     StartFigures,
-    choose_probe,
-    dump_probes,
+    choose_profile,
+    dump_profiles,
     file_names,
     fit_message_time,
-    no_slower,
-    parse_probes,
+    make_monotonic,
+    parse_profiles,
     read_processor,
-    with_probe,
+    with_profile,
 )
 
 
 def pace(
     kind: str = "product", threads: int = 1, *, rate: float = 1e9, call_s: float = 1e-6
-) -> Pace:
+) -> KernelTiming:
     sizes = (1e3, 1e6, 1e9)
     seconds = tuple(call_s + size / rate for size in sizes)
     fields = {"kind": kind, "threads": threads, "sizes": sizes, "seconds": seconds, "spread": 0.1}
-    return Pace.model_validate(fields)
+    return KernelTiming.model_validate(fields)
 
 
-def probe(**changes: object) -> Probed:
+def probe(**changes: object) -> MachineProfile:
     fields: dict[str, object] = {
         "at": 1.0, "took_s": 20.0, "is_quick": False, "host": "here", "kind": "cpu",
         "device": "test", "cores": 4, "memory_bytes": 1 << 34, "threads": 4, "torch": "2",
         "paces": (pace(), pace("product", 4, rate=4e9), pace("stream", rate=1e10)),
         "memory_bytes_per_s": 1e10, "call_s": 1e-5,
     }  # fmt: skip
-    return Probed.model_validate(fields | changes)
+    return MachineProfile.model_validate(fields | changes)
 
 
 WORK = Work(
@@ -88,10 +88,10 @@ def test_measured_sizes_are_given_back_and_larger_ones_grow_in_proportion() -> N
 
 
 def test_a_probe_is_read_back_and_a_torn_file_holds_none() -> None:
-    stored = dump_probes([probe()])
-    assert parse_probes(stored) == (probe(),)
-    assert parse_probes(stored[:-9]) == ()
-    assert parse_probes(stored.replace(b'"version": 1', b'"version": 2')) == ()
+    stored = dump_profiles([probe()])
+    assert parse_profiles(stored) == (probe(),)
+    assert parse_profiles(stored[:-9]) == ()
+    assert parse_profiles(stored.replace(b'"version": 1', b'"version": 2')) == ()
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_probe_with_a_broken_curve_is_left_out_and_the_others_stay(
     broken: dict[str, Any],
 ) -> None:
     bad = probe(torch="1").model_copy(update={"paces": (pace().model_copy(update=broken),)})
-    assert parse_probes(dump_probes([bad, probe()])) == (probe(),)
-    assert parse_probes(dump_probes([probe().model_copy(update={"call_s": 0.0})])) == ()
-    assert parse_probes("[]") == parse_probes('{"probes": 3}') == ()
+    assert parse_profiles(dump_profiles([bad, probe()])) == (probe(),)
+    assert parse_profiles(dump_profiles([probe().model_copy(update={"call_s": 0.0})])) == ()
+    assert parse_profiles("[]") == parse_profiles('{"probes": 3}') == ()
 
 
 def test_threads_that_seem_slower_than_one_are_taken_to_be_no_slower() -> None:
     one, disturbed, fast = pace(), pace(threads=4, rate=1e8), pace("stream", threads=4, rate=4e9)
-    found = no_slower([one, disturbed, pace("stream"), fast])
+    found = make_monotonic([one, disturbed, pace("stream"), fast])
     assert found[1] == one.model_copy(update={"threads": 4})
     assert found[3] == fast
 
@@ -131,18 +131,18 @@ def test_a_machine_is_known_by_its_processor_not_by_its_containers_name() -> Non
 def test_a_new_probe_replaces_its_like_but_a_quick_one_never_a_whole_one() -> None:
     old, new = probe(at=1.0), probe(at=2.0)
     quick, other = probe(at=3.0, is_quick=True), probe(torch="3")
-    assert with_probe([old, other], new) == (other, new)
-    assert with_probe([old], quick) == (old,)
-    assert with_probe([quick], old) == (old,)
+    assert with_profile([old, other], new) == (other, new)
+    assert with_profile([old], quick) == (old,)
+    assert with_profile([quick], old) == (old,)
 
 
 def test_the_probe_of_the_installed_torch_and_an_accelerator_come_first() -> None:
     old, new = probe(at=1.0), probe(torch="3", at=2.0)
     gpu = probe(kind="cuda", device="T4", at=0.0)
-    assert choose_probe([old, new], torch="2") == choose_probe([old, new], torch="2+cpu") == old
-    assert choose_probe([old, new]) == new
-    assert choose_probe([old, gpu, new], torch="2") == gpu
-    assert choose_probe([]) is None
+    assert choose_profile([old, new], torch="2") == choose_profile([old, new], torch="2+cpu") == old
+    assert choose_profile([old, new]) == new
+    assert choose_profile([old, gpu, new], torch="2") == gpu
+    assert choose_profile([]) is None
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
@@ -323,8 +323,8 @@ def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_wi
 
 
 def test_others_on_the_machine_slow_the_run_down_and_make_it_less_sure() -> None:
-    assert crowding(0.0, cores=2, threads=2) == 1.0
-    assert crowding(5.0, cores=2, threads=1) == 3.0
+    assert contention(0.0, cores=2, threads=2) == 1.0
+    assert contention(5.0, cores=2, threads=1) == 3.0
     quiet, busy = planned().foretold, planned(busy=3.0).foretold
     assert quiet is not None
     assert busy is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from yunlu.planning.probed import Figures, MessageTime
+from yunlu.planning.machine_profile import FiniteFigures, MessageTime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Row = tuple[float, ...]
 
 
-class CodecCost(Figures):
+class CodecCost(FiniteFigures):
     """What packing and unpacking takes on this machine."""
 
     name: str
@@ -27,7 +27,7 @@ class CodecCost(Figures):
     """What even a single value takes."""
 
 
-class WireFigures(Figures):
+class WireFigures(FiniteFigures):
     """Links between hosts, in the order in which the workers' ``hosts`` first name them.
 
     By host and not by worker: a host's upload and download are what is limited, and its workers share
@@ -124,7 +124,7 @@ class WireFigures(Figures):
         return next((each for each in self.codecs if each.name == name), None)
 
 
-class Work(Figures):
+class SharedWork(FiniteFigures):
     """What the workers do between two exchanges, and what they have to exchange."""
 
     gradient_bytes: tuple[int, ...]

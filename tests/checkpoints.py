@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from yunlu.training.checkpoint.files import Entry, Snapshot
-from yunlu.training.checkpoint.storage import LocalPlace
 from yunlu.training.checkpoint.reader import FileReader
+from yunlu.training.checkpoint.storage import LocalPlace
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import Box, Spec, whole
 from yunlu.training.parallel.optimizer_state import fill_optimizer, leaf_pieces, optimizer_pieces
+from yunlu.training.parallel.tensor_slices import Box, Spec, whole
 
 if TYPE_CHECKING:
     from pathlib import Path

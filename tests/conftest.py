@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.waiting import wait_until
 
 # No test asserts on time; in CI the same examples are drawn each time.
 settings.register_profile("yunlu", deadline=None, derandomize="CI" in os.environ)
@@ -23,7 +24,14 @@ settings.load_profile("yunlu")
 @pytest.fixture(scope="session")
 def measured_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What no test should pay for: a probe of this processor, canned, and the speeds of precisions."""
-    from yunlu.planning.machine_profile import FOLDER, Kind, KernelTiming, MachineProfile, dump_profiles, file_names
+    from yunlu.planning.machine_profile import (
+        FOLDER,
+        KernelTiming,
+        Kind,
+        MachineProfile,
+        dump_profiles,
+        file_names,
+    )
     from yunlu.training.probe import cpu_name
 
     sizes, cores = (1e3, 1e6, 1e9), os.cpu_count() or 1
@@ -122,9 +130,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small tmpfs needs root")
     yield mount
     # A worker outlives the command that followed it by the moment it needs to exit.
-    deadline = time.monotonic() + 60
-    while subprocess.run(["umount", str(mount)], check=False).returncode:
-        if time.monotonic() > deadline:
-            subprocess.run(["umount", "--lazy", str(mount)], check=True)
-            pytest.fail("a process still holds the small disk a minute after the test")
-        time.sleep(0.1)
+    try:
+        wait_until(
+            lambda: subprocess.run(["umount", str(mount)], check=False).returncode == 0,
+            "nobody holds the small disk any more",
+            pause_s=0.1,
+        )
+    except AssertionError:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+        raise

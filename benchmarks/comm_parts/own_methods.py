@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.comm_parts.methods import Method, Seat, Summed, split_weights
+from yunlu.training.communication.allreduce import SUMS
 from yunlu.training.communication.compressed import compressed_summation
 from yunlu.training.communication.local import METHODS as LOCAL_METHODS
 from yunlu.training.communication.local import Averaging
 from yunlu.training.communication.powersgd import as_matrix
 from yunlu.training.communication.summation import ThreadedSummation
-from yunlu.training.communication.allreduce import SUMS
 from yunlu.training.communication.transport import connect
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from yunlu.planning.predict.rows import measured_tokens_per_s, read_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.planning.predict.points import Points
+    from yunlu.planning.predict.query_batch import QueryBatch
 
 COLD_SOURCES = (
     "vtrain_single",
@@ -42,7 +42,7 @@ class Evidence:
     """Rows that can be foretold; every column has one entry for each."""
 
     rows: list[dict[str, str]]
-    points: Points
+    points: QueryBatch
     cores: np.ndarray
     source: np.ndarray
     model: np.ndarray
@@ -74,7 +74,7 @@ class Table:
     """Rows of several files that can be foretold, and why the others cannot."""
 
     rows: list[dict[str, str]]
-    points: Points
+    points: QueryBatch
     cores: np.ndarray
     source: np.ndarray
     reasons: dict[str, dict[str, int]]

@@ -14,7 +14,7 @@ from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from benchmarks.planner_parts.evidence import Evidence
-    from yunlu.planning.predict.points import Points
+    from yunlu.planning.predict.query_batch import QueryBatch
 
 NOISE = {"nanotron_playbook": 0.15}
 """Spread of a source's log errors that no model would explain; 0.05 elsewhere."""
@@ -72,7 +72,7 @@ class _Problem:
     """Least squares over log errors and departures from priors, by damped Gauss-Newton."""
 
     def __init__(self, evidence, chosen, voice, *, move_shared, anchor=None) -> None:
-        self.points: Points = evidence.points.take(chosen)
+        self.points: QueryBatch = evidence.points.take(chosen)
         measured = evidence.measured[chosen] / evidence.cores[chosen]
         work = self.points.batch * self.points.seq / self.points.devices
         self.target = np.log(work / measured)

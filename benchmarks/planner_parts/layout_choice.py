@@ -22,14 +22,14 @@ from benchmarks.planner_parts.memory_protocols import (
 )
 from yunlu.planning.predict.memory import cannot_run, peak_memory
 from yunlu.planning.predict.step_time import step_time
-from yunlu.planning.search.probing import Predictions, next_probe
+from yunlu.planning.search.probe_selection import Predictions, next_probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.planner_parts.evidence import Evidence
     from yunlu.planning.predict.memory_constants import MemoryConstants
-    from yunlu.planning.predict.points import Points
+    from yunlu.planning.predict.query_batch import QueryBatch
 
 SPREAD = 0.35
 """Of the log error of a foretold speed among the layouts that are worth a try."""
@@ -124,7 +124,7 @@ def _pace(evidence: Evidence, fitted: fit_time.Fit, rows: np.ndarray) -> np.ndar
         )
 
 
-def _features(points: Points, constants: MemoryConstants) -> np.ndarray:
+def _features(points: QueryBatch, constants: MemoryConstants) -> np.ndarray:
     """Where a layout lies, in doublings, and how full it makes the memory."""
     full = np.log(peak_memory(points, constants).total / points.memory_bytes)
     splits = (

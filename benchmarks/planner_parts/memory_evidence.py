@@ -13,7 +13,7 @@ from benchmarks.planner_parts.evidence import DEFAULT_FOLDER, FINE_TUNING, read_
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.planning.predict.points import Points
+    from yunlu.planning.predict.query_batch import QueryBatch
 
 SOURCES = ("nanotron_playbook", "torchtitan", FINE_TUNING)
 UNIT_BYTES = {"nanotron_playbook": 2**30}
@@ -38,7 +38,7 @@ class MemoryEvidence:
     """Rows that can be foretold; every column has one entry for each."""
 
     rows: list[dict[str, str]]
-    points: Points
+    points: QueryBatch
     source: np.ndarray
     model: np.ndarray
     ran: np.ndarray

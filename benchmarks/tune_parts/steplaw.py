@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.tune_parts.figures import Figure
-from yunlu.planning.transfer import STEP_LAW, Observed, Scale, Setting, Shift, fit_shift
+from yunlu.planning.hyperparameter_transfer import (
+    STEP_LAW,
+    Observed,
+    Scale,
+    Setting,
+    Shift,
+    fit_shift,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

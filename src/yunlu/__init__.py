@@ -6,10 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yunlu.client.api import Run, finetune, load_run, plan, resume, runs, submit, train, validate
+    from yunlu.client.api import (
+        Run,
+        finetune,
+        load_run,
+        plan,
+        resume,
+        runs,
+        submit,
+        train,
+        validate,
+    )
     from yunlu.core.errors import YunluError
     from yunlu.estimator import YunluClassifier, YunluRegressor
-    from yunlu.planning.search.options import Option, Options
+    from yunlu.planning.search.options import PlanOption, PlanOptions
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
     from yunlu.tuning.study import Study, tune

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from benchmarks.parallel_parts.workload import LAYOUTS, MICRO_BATCH
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import wait_until
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
@@ -238,12 +238,10 @@ def test_the_job_of_the_benchmark_is_one(tmp_path: Path) -> None:
 def test_what_a_trial_started_is_found_again_and_ended(tmp_path: Path) -> None:
     processes = Processes(log=tmp_path / "log")
     words = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', "
-    words += "'import time; time.sleep(60)'], start_new_session=True); time.sleep(60)"
+    words += "'import time; time.sleep(600)'], start_new_session=True); time.sleep(600)"
     processes.start([sys.executable, "-c", words], node=1)
     try:
-        until = time.monotonic() + 60
-        while len(processes.on_node(1)) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: len(processes.on_node(1)) >= 2, "both processes")
         family = processes.on_node(1)
         assert len(family) == 2
         assert processes.on_node(0) == []

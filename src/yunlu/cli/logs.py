@@ -13,7 +13,7 @@ from yunlu.core.errors import StoreError
 from yunlu.core.units import show_bytes
 from yunlu.jobs import service
 from yunlu.jobs.crew import newest_crew
-from yunlu.jobs.follow import Metric, end_of, follow
+from yunlu.jobs.follow import MetricRecord, end_of, follow
 from yunlu.jobs.run import log_tail
 from yunlu.planning.plan import Plan
 from yunlu.render.terminal.event_lines import (
@@ -92,10 +92,10 @@ def _follow(run: RunStore, console: Console) -> None:
     for event, _ in run.read_events():
         course.take(event)
         console.print(log_line(event, course.crew_before), soft_wrap=True)
-    for batch in follow(run, since=past):
-        for happening in batch:
+    for update in follow(run, since=past):
+        for happening in update.items:
             course.take(happening)
-            if not isinstance(happening, Metric):
+            if not isinstance(happening, MetricRecord):
                 console.print(log_line(happening, course.crew_before), soft_wrap=True)
             elif happening.at - shown_at > _STEP_EVERY_S:
                 shown_at = happening.at

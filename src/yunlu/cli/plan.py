@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.planning.plan import Plan
-    from yunlu.planning.search.options import Options
+    from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.run_dir import Event
     from yunlu.spec.job import Job
 
@@ -155,7 +155,7 @@ def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool
     return 1 if options.problems else 0
 
 
-def _show_options(options: Options, *, took_s: float, explain: bool) -> None:
+def _show_options(options: PlanOptions, *, took_s: float, explain: bool) -> None:
     console = make_console()
     console.print(options_table(options))
     if explain:

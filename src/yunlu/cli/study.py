@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from yunlu.core.errors import StoreError
+from yunlu.render.study_report.dump import dump_best, dump_study
 from yunlu.render.terminal.page import make_console, to_json
 from yunlu.render.terminal.study_tables import (
     answer_block,
@@ -16,7 +17,6 @@ from yunlu.render.terminal.study_tables import (
     studies_table,
     study_page,
 )
-from yunlu.render.study_report.dump import dump_best, dump_study
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import StudyView, look

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from yunlu.core.launch import LaunchInfo
-    from yunlu.jobs.follow import Position
+    from yunlu.jobs.follow import LogCursor
     from yunlu.runs.run_store import RunStore
 
 STOPPED_CODE = 130
@@ -93,7 +93,7 @@ def watch_launched(
     return 0 if code == STOPPED_CODE else code
 
 
-def watch(run: RunStore, *, json: bool, since: Position | None = None) -> int:
+def watch(run: RunStore, *, json: bool, since: LogCursor | None = None) -> int:
     """Show the run until it rests, then its result; the exit code."""
     console = make_console()
     display = _open_display(run, console, json=json)
@@ -119,12 +119,12 @@ def _open_display(run: RunStore, console: Console, *, json: bool) -> Display:
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-def _follow(run: RunStore, display: Display, since: Position | None) -> None:
+def _follow(run: RunStore, display: Display, since: LogCursor | None) -> None:
     answered = 0
     with _counted_signals() as presses:
-        for batch in follow(run, since=since):
-            for happening in batch:
-                display.show(happening)
+        for update in follow(run, since=since):
+            for item in update.items:
+                display.show(item)
             if len(presses) > answered:
                 answered += 1
                 now = answered > 1

@@ -30,7 +30,7 @@ from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.search.options import Options
+    from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.goal import GoalSpec
 
@@ -243,7 +243,7 @@ def plan(
     goal: GoalSpec | Mapping[str, Any] | None = ...,
     measure: Literal[False] = ...,
     **parts: Any,
-) -> Options: ...
+) -> PlanOptions: ...
 def plan(
     job: str | Path | Job | None = None,
     *,
@@ -256,7 +256,7 @@ def plan(
     overrides: Sequence[str] = (),
     devices: int | None = None,
     **train_options: Any,
-) -> Options | Plan:
+) -> PlanOptions | Plan:
     """Foretell without training: on what a job could run, how, and what it would take.
 
     Args:

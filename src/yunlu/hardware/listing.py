@@ -194,9 +194,7 @@ def list_offered_devices(catalog: Catalog) -> tuple[OfferedDevice, ...]:
 def make_device_page(catalog: Catalog, name: str) -> DevicePage:
     """The device of that name or alias, and its offers."""
     device = catalog.device(name, field="device")
-    return DevicePage(
-        device=ListedDevice.of(device), offers=list_offers(catalog, gpu=device.name)
-    )
+    return DevicePage(device=ListedDevice.of(device), offers=list_offers(catalog, gpu=device.name))
 
 
 def compare_ownership(

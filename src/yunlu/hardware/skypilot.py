@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
 from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.naming import name_device, split_slice
+from yunlu.hardware.device_aliases import name_device, split_slice
 from yunlu.hardware.offer import Offer
 from yunlu.hardware.table import merge_regions
 

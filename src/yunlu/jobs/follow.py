@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError
+from yunlu.core.value import Value
 from yunlu.jobs.run import fold, new_record, settle
 from yunlu.runs.run_dir import Event
 
@@ -20,17 +20,15 @@ POLL_S = 0.15
 _CHECK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """How far the two logs have been read, in bytes."""
+class LogCursor(Value):
+    """Offsets up to which events and metrics were read."""
 
     events: int = 0
     metrics: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One record of ``metrics.jsonl``."""
+class MetricRecord(Value):
+    """Metrics of one step."""
 
     record: dict[str, Any]
 
@@ -40,37 +38,46 @@ class Metric:
         return float(self.record.get("at") or 0.0)
 
 
-Happening = Event | Metric
+FollowedItem = Event | MetricRecord
 
 
-def end_of(run: RunStore) -> Position:
+class RunUpdate(Value):
+    """New events and metrics of a run, in order; empty where nothing happened."""
+
+    items: tuple[FollowedItem, ...] = ()
+    cursor: LogCursor
+    """Where the next update begins."""
+
+
+def end_of(run: RunStore) -> LogCursor:
     """The position after everything written so far."""
-    return Position(events=_size(run.events), metrics=_size(run.metrics))
+    return LogCursor(events=_size(run.events), metrics=_size(run.metrics))
 
 
 def follow(
-    run: RunStore, *, since: Position | None = None, poll_s: float = POLL_S
-) -> Generator[list[Happening]]:
-    """Yield what happened since the last look, in order, until the run rests.
+    run: RunStore, *, since: LogCursor | None = None, poll_s: float = POLL_S
+) -> Generator[RunUpdate]:
+    """Yield updates until the run is no longer active.
 
-    An empty list says that nothing happened: the caller gets its turn several times a second.
-    A worker that vanished is noticed, and said so in the run's events.
+    An update without items gives the caller its turn several times a second. A worker that vanished is
+    noticed, and recorded in the run's events.
     """
-    since = since or Position()
+    since = since or LogCursor()
     record = new_record(run)
     if record is None:
         raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
     events_at, metrics_at, checked_at = 0, since.metrics, time.monotonic()
     while True:
-        batch: list[Happening] = []
+        batch: list[FollowedItem] = []
         for event, after in run.read_events(offset=events_at):
             record, events_at = fold(record, event, after), after
             if after > since.events:
                 batch.append(event)
         for metric, after in run.read_metrics(offset=metrics_at):
-            batch.append(Metric(metric))
+            batch.append(MetricRecord(record=metric))
             metrics_at = after
-        yield sorted(batch, key=lambda happening: happening.at)
+        items = tuple(sorted(batch, key=lambda item: item.at))
+        yield RunUpdate(items=items, cursor=LogCursor(events=events_at, metrics=metrics_at))
         if not record.state.is_active and not batch:
             return
         if not batch and time.monotonic() - checked_at > _CHECK_S:

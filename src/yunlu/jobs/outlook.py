@@ -22,13 +22,19 @@ from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
 from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.memory import StateBytes
-from yunlu.planning.predict.points import RECOMPUTE
-from yunlu.planning.search.choosing import Ask, choose_options, list_candidates, price_all, weigh
-from yunlu.planning.search.grid import Rules
-from yunlu.planning.search.limits import Limits
-from yunlu.planning.search.options import Options, PlanError
+from yunlu.planning.predict.query_batch import RECOMPUTE
+from yunlu.planning.search.grid import LayoutRules
+from yunlu.planning.search.layout_search import EVALUATED, LayoutQuery, TrainingWork
+from yunlu.planning.search.limits import GoalLimits
+from yunlu.planning.search.options import PlanError, PlanOptions
+from yunlu.planning.search.ranking import (
+    OptionQuery,
+    choose_options,
+    list_candidates,
+    price_all,
+    rank_candidates,
+)
 from yunlu.planning.search.reasons import give_reasons
-from yunlu.planning.search.search import EVALUATED, Question, Work
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.spec.goal import read_span_s
@@ -40,8 +46,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.shapes import FoundShape
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
-    from yunlu.planning.search.choosing import Weighed
-    from yunlu.planning.search.options import Option
+    from yunlu.planning.search.options import PlanOption
+    from yunlu.planning.search.ranking import RankedCandidates
     from yunlu.spec.job import Job
 
 USUAL_DEVICES = 64
@@ -58,11 +64,11 @@ _TEXT_TASKS = {"language-modeling", "text-classification", "seq2seq"}
 class Outlook:
     """A job's options, and every candidate with a price: hours, dollars, hardware."""
 
-    options: Options
+    options: PlanOptions
     candidates: tuple[tuple[float, float, str], ...] = ()
 
 
-def foresee(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> Options:
+def foresee(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
     """The best few ways to run a job, within its goal; where there are none, the nearest."""
     return look_ahead(job, top=top, catalog=catalog).options
 
@@ -75,9 +81,9 @@ def look_ahead(
         raise PlanError(f"top: expected a whole number above 0, got {top}")
     catalog = catalog or open_catalog()
     ask, notes = make_ask(job, catalog)
-    weighed = weigh(ask)
+    weighed = rank_candidates(ask)
     if not len(weighed.found) and (wider := _widen(ask, job)) is not None:
-        ask, weighed = wider, weigh(wider)
+        ask, weighed = wider, rank_candidates(wider)
         notes.append(
             f"{USUAL_DEVICES} devices cannot hold the model: up to {MANY_DEVICES} were tried"
         )
@@ -91,7 +97,7 @@ def look_ahead(
     return Outlook(options=options, candidates=tuple(candidates))
 
 
-def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
+def make_ask(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     """All that the options of a job follow from, and what was assumed."""
     described = find_shape(job)
     shape, seq = described.shape, _sequence_length(job, described)
@@ -102,7 +108,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
     least, most_devices = _devices(job)
     precision = job.train.precision
     precisions = _AUTO_PRECISIONS if precision == "auto" else (precision,)
-    question = Question(
+    question = LayoutQuery(
         work=work,
         rigs=supply.rigs,
         rules={each: _rules(job, shape, each, batches) for each in precisions},
@@ -111,11 +117,11 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[Ask, list[str]]:
     )
     goal, optimizer = job.goal, job.train.optimizer
     deadline = goal.deadline
-    ask = Ask(
+    ask = OptionQuery(
         question=correct_here(question, job, batch=batches[0]),
         prices=supply.prices,
         objective=goal.objective,
-        limits=Limits(
+        limits=GoalLimits(
             budget=goal.budget, deadline_s=None if deadline is None else read_span_s(deadline)
         ),
         counts_tokens=job.task in _TEXT_TASKS,
@@ -143,7 +149,7 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
     return _RULES[optimizer.name]
 
 
-def _work(job: Job, found: FoundShape, seq: int) -> tuple[Work, tuple[int, ...], list[str]]:
+def _work(job: Job, found: FoundShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
     """How much there is to do, and the batches it may be done in."""
     train, notes = job.train, list[str]()
     amounts: Amounts | None = None
@@ -170,7 +176,7 @@ def _work(job: Job, found: FoundShape, seq: int) -> tuple[Work, tuple[int, ...],
             notes.append(
                 f"train.batch is auto: {batches[0]} to {batches[-1]} samples were considered"
             )
-    work = Work(
+    work = TrainingWork(
         samples=samples,
         seq=seq,
         **({} if amounts is None else _evaluations(job, amounts, samples)),
@@ -200,7 +206,7 @@ def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ..
 
 
 def _evaluations(job: Job, amounts: Amounts, samples: float) -> dict[str, Any]:
-    """What evaluating adds, as ``Work`` has it: after epochs a share, after steps by the batch."""
+    """What evaluating adds, as ``TrainingWork`` has it: after epochs a share, after steps by the batch."""
     every = job.train.evaluate
     times = samples / amounts.train if every == "epoch" else 0.0
     share = EVALUATED * (times * amounts.validation + amounts.test) / samples
@@ -255,7 +261,7 @@ def _check_micro_batch(job: Job, batches: tuple[int, ...]) -> None:
     )
 
 
-def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]) -> Rules:
+def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]) -> LayoutRules:
     """What the model allows and the job says, when its passes compute in a precision."""
     train, layout = job.train, job.layout
     tried = job.model_copy(update={"train": train.model_copy(update={"precision": precision})})
@@ -272,7 +278,7 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
     recompute = RECOMPUTE if train.recompute == "auto" else (train.recompute,)
     if is_measured and train.recompute == "auto":
         recompute = ("none",)
-    return Rules(
+    return LayoutRules(
         batches=batches,
         tensor_ways=tensor_ways(shape),
         stages=1 if is_measured else stages(shape),
@@ -294,7 +300,7 @@ def _devices(job: Job) -> tuple[int, int]:
     return 1, job.goal.max_devices or USUAL_DEVICES
 
 
-def _widen(ask: Ask, job: Job) -> Ask | None:
+def _widen(ask: OptionQuery, job: Job) -> OptionQuery | None:
     """With many more devices, where nobody set a limit."""
     is_open = job.goal.max_devices is None and job.devices == "auto" and not job.layout.is_whole
     if not is_open:
@@ -302,12 +308,12 @@ def _widen(ask: Ask, job: Job) -> Ask | None:
     return replace(ask, question=replace(ask.question, most_devices=MANY_DEVICES))
 
 
-def _choose(ask: Ask, weighed: Weighed, catalog: Catalog, *, top: int) -> Options:
+def _choose(ask: OptionQuery, weighed: RankedCandidates, catalog: Catalog, *, top: int) -> PlanOptions:
     """The best few; what we cannot train on stands last, however good it looks, for comparison."""
     trained = [can_train(catalog, price.offer.device) for price in ask.prices]
     if all(trained) or not any(trained) or not len(weighed.found):
         return choose_options(ask, weighed, top=top)
-    parts: list[Options] = []
+    parts: list[PlanOptions] = []
     for kind in (True, False):
         prices = tuple(p for p, each in zip(ask.prices, trained, strict=True) if each is kind)
         only = replace(ask, prices=prices)
@@ -326,11 +332,11 @@ def _choose(ask: Ask, weighed: Weighed, catalog: Catalog, *, top: int) -> Option
     return first.model_copy(update={"options": tuple(told)})
 
 
-def _advise(ask: Ask, job: Job, catalog: Catalog, options: Options) -> list[str]:
+def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) -> list[str]:
     """What would help: spot machines, more devices, other hardware; else, what helps most."""
     words: dict[str, float] = {}
     for what, tried in _relax(ask, job, catalog):
-        weighed = weigh(tried)
+        weighed = rank_candidates(tried)
         if not len(weighed.found):
             continue
         best = _choose(tried, weighed, catalog, top=1).best
@@ -346,7 +352,7 @@ def _advise(ask: Ask, job: Job, catalog: Catalog, options: Options) -> list[str]
     return [f"To change: {each}" for each in enough]
 
 
-def _relax(ask: Ask, job: Job, catalog: Catalog) -> Iterator[tuple[str, Ask]]:
+def _relax(ask: OptionQuery, job: Job, catalog: Catalog) -> Iterator[tuple[str, OptionQuery]]:
     """The same question with one wish less, each."""
     goal, most = job.goal, ask.question.most_devices
     if not goal.spot:
@@ -359,7 +365,7 @@ def _relax(ask: Ask, job: Job, catalog: Catalog) -> Iterator[tuple[str, Ask]]:
         yield "allow any GPU, cloud and region", any_place
 
 
-def _supplied(ask: Ask, job: Job, catalog: Catalog, **goal: Any) -> Ask:
+def _supplied(ask: OptionQuery, job: Job, catalog: Catalog, **goal: Any) -> OptionQuery:
     """With the hardware of another goal."""
     tried = job.model_copy(update={"goal": job.goal.model_copy(update=goal)})
     supply = find_supply(tried, catalog)
@@ -369,12 +375,12 @@ def _supplied(ask: Ask, job: Job, catalog: Catalog, **goal: Any) -> Ask:
     return replace(ask, question=corrected, prices=supply.prices)
 
 
-def _excess(ask: Ask, option: Option) -> float:
+def _excess(ask: OptionQuery, option: PlanOption) -> float:
     dollars = math.nan if option.dollars is None else option.dollars.value
     return float(ask.limits.excess(np.array([option.total_s.value]), np.array([dollars]))[0])
 
 
-def _raise_limits(job: Job, options: Options) -> str:
+def _raise_limits(job: Job, options: PlanOptions) -> str:
     best, parts = options.best, list[str]()
     if job.goal.budget is not None and best.dollars is not None:
         dollars = max(math.ceil(best.dollars.value * 100) / 100, job.goal.budget)

@@ -10,8 +10,8 @@ from yunlu.planning.conflicts import find_conflicts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.planning.search.options import Options
-    from yunlu.planning.search.rigs import Price
+    from yunlu.planning.search.hardware_configs import Price
+    from yunlu.planning.search.options import PlanOptions
     from yunlu.spec.job import Job
 
 
@@ -24,7 +24,7 @@ def note_lone(job: Job) -> list[str]:
     ]
 
 
-def note_terms(options: Options, prices: Iterable[Price]) -> list[str]:
+def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
     """What is less sure of the hardware that is shown than its figures look."""
     terms = {
         (price.offer.cloud, price.offer.instance, price.offer.region): price.offer.terms
@@ -48,7 +48,7 @@ def note_terms(options: Options, prices: Iterable[Price]) -> list[str]:
     return notes
 
 
-def note_prices(options: Options) -> list[str]:
+def note_prices(options: PlanOptions) -> list[str]:
     """Whose price nobody knows, and how to set it."""
     unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
     if not unknown:

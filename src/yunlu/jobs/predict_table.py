@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.planning.predict.figures import COLUMNS
-from yunlu.planning.predict.rows import foretell_rows
+from yunlu.planning.predict.plausibility import COLUMNS
+from yunlu.planning.predict.rows import predict_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,4 +48,4 @@ def foretell_file(path: Path) -> list[dict[str, Any]]:
             f"{shown if len(shown) < 200 else shown[:200] + ' ...'}",
             hint=_HINT,
         )
-    return foretell_rows(rows, open_catalog())
+    return predict_rows(rows, open_catalog())

@@ -11,14 +11,20 @@ from yunlu.hardware.offer import HERE
 from yunlu.jobs.calibration import read_calibration, this_machine
 from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.predict.step_time import step_time
+from yunlu.planning.search.hardware_configs import Price, group_offers
+from yunlu.planning.search.layout_search import (
+    HardwareConfig,
+    LayoutQuery,
+    MeasuredThroughput,
+    predict_memory,
+    search,
+)
 from yunlu.planning.search.options import PlanError
-from yunlu.planning.search.rigs import Price, gather_rigs
-from yunlu.planning.search.search import Measured, Question, Rig, hold, search
 
 if TYPE_CHECKING:
     from yunlu.hardware.offer import Offer
     from yunlu.planning.calibration import Quantity
-    from yunlu.planning.predict.points import Points
+    from yunlu.planning.predict.query_batch import QueryBatch
     from yunlu.spec.goal import GoalSpec
     from yunlu.spec.job import Job
 
@@ -37,7 +43,7 @@ _BUSY = 1.2
 class Supply:
     """Hardware to choose from, what it costs, and what to know about it."""
 
-    rigs: tuple[Rig, ...]
+    rigs: tuple[HardwareConfig, ...]
     prices: tuple[Price, ...]
     notes: tuple[str, ...]
 
@@ -58,7 +64,7 @@ def find_supply(job: Job, catalog: Catalog) -> Supply:
     offers = _offers(goal, catalog, notes)
     if not offers:
         raise _nothing(goal, is_probed=machine is not None)
-    rigs, prices = gather_rigs(catalog, offers, spot=goal.spot)
+    rigs, prices = group_offers(catalog, offers, spot=goal.spot)
     limit = job.train.memory_gb
     if limit != "auto":
         rigs = tuple(replace(rig, memory_bytes=min(rig.memory_bytes, limit * 1e9)) for rig in rigs)
@@ -72,7 +78,7 @@ def can_train(catalog: Catalog, device: str) -> bool:
     return catalog.device(device).kind in _TRAINABLE_KINDS and device not in _TOO_OLD
 
 
-def correct_here(question: Question, job: Job, *, batch: int) -> Question:
+def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
     """The question with this machine as earlier runs of the same job measured it.
 
     ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
@@ -100,12 +106,12 @@ def correct_here(question: Question, job: Job, *, batch: int) -> Question:
     step_s, held = measured("step_s"), measured("memory_bytes")
     # Without the learned correction: what was measured here takes its place.
     foretold_s = float(step_time(point).total_s[0])
-    foretold_bytes = float(hold(point, question.work).total[0])
+    foretold_bytes = float(predict_memory(point, question.work).total[0])
     corrected = replace(
         rig,
         time_factor=1.0 if step_s is None else step_s / foretold_s,
         memory_factor=1.0 if held is None else held / foretold_bytes,
-        measured=Measured(
+        measured=MeasuredThroughput(
             precision=precision,
             batch=float(batch),
             micro_batch=float(point.micro_batch[0]),
@@ -118,7 +124,7 @@ def correct_here(question: Question, job: Job, *, batch: int) -> Question:
     return replace(question, rigs=rigs)
 
 
-def _foretell_run(question: Question, rig: Rig, precision: str, batch: int) -> Points | None:
+def _foretell_run(question: LayoutQuery, rig: HardwareConfig, precision: str, batch: int) -> QueryBatch | None:
     """The run on one device of a rig, as it would be foretold; None where it could not be."""
     rules = question.rules.get(precision)
     if rules is None or precision not in rig.peak_flops:

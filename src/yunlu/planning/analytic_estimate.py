@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.planning.calibration import RatioEstimate
-    from yunlu.planning.plan import Prediction, Profile, StepSettings
-    from yunlu.planning.predict.local import Work
     from yunlu.planning.machine_profile import MachineProfile
+    from yunlu.planning.plan import Prediction, Profile, StepSettings
+    from yunlu.planning.predict.local import OperatorWork
     from yunlu.spec.job import Job
 
 _EVALUATED = 1 / 3
@@ -51,7 +51,7 @@ class AnalyticEstimate:
 
 def make_estimate(
     profile: Profile,
-    work: Work,
+    work: OperatorWork,
     probed: MachineProfile,
     calibration: Calibration,
     *,
@@ -94,7 +94,7 @@ def contention(load: float, *, cores: int, threads: int) -> float:
     return max(1.0, (load + threads) / cores)
 
 
-def measured_with(profile: Profile, work: Work | None, probed: MachineProfile) -> Profile:
+def measured_with(profile: Profile, work: OperatorWork | None, probed: MachineProfile) -> Profile:
     """What was timed, with what nobody timed: the engine's own part of a step, and the link."""
     threads = profile.settings.threads
     rest_s = 0.0 if work is None else own_s(work, probed, threads=threads)
@@ -137,7 +137,9 @@ def link_of(probed: MachineProfile) -> Link | None:
     )
 
 
-def _arithmetic(profile: Profile, work: Work, probed: MachineProfile, *, start_s: float | None) -> Profile:
+def _arithmetic(
+    profile: Profile, work: OperatorWork, probed: MachineProfile, *, start_s: float | None
+) -> Profile:
     threads, precision = profile.settings.threads, profile.settings.precision
     probe_s = pass_s(work.passed, probed, threads=threads, precision=precision)
     samples = work.passed.samples
@@ -155,7 +157,9 @@ def _arithmetic(profile: Profile, work: Work, probed: MachineProfile, *, start_s
     return profile.model_copy(update=changes)
 
 
-def predict(guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]) -> AnalyticPrediction:
+def predict(
+    guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]
+) -> AnalyticPrediction:
     """The guess through the planner's own arithmetic, with intervals."""
     raw, found = predict(guess.raw), predict(guess.profile)
     load_sd = _LOAD_SPREAD * math.log(guess.busy)

@@ -9,8 +9,8 @@ from yunlu.core.errors import JobError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.planning.split_constraints import Axis, SplitConstraints
     from yunlu.planning.layout import Layout
+    from yunlu.planning.split_constraints import Axis, SplitConstraints
     from yunlu.spec.job import Job
 
 _ALL: tuple[Axis, ...] = ("dp", "fsdp", "tp", "pp")

@@ -80,7 +80,9 @@ class Rule:
             batch_tokens=self.batch_tokens(scale) * 2.0**moved.batch,
         )
 
-    def with_batch(self, scale: TransferScale, batch_tokens: float, shift: Shift | None = None) -> RateAndBatch:
+    def with_batch(
+        self, scale: TransferScale, batch_tokens: float, shift: Shift | None = None
+    ) -> RateAndBatch:
         """The rate for a batch that is chosen already."""
         best = self.at(scale, shift)
         factor = (batch_tokens / best.batch_tokens) ** _OTHER_BATCH

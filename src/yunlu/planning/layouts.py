@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from yunlu.core.errors import JobError, ModelError, YunluError
 from yunlu.core.units import show_bytes
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts, restrict
-from yunlu.planning.split_constraints import NOBODY_LOOKED, SplitConstraints, WorkerShare, moved_share, worker_bytes
 from yunlu.planning.layout import Layout
+from yunlu.planning.split_constraints import (
+    NOBODY_LOOKED,
+    SplitConstraints,
+    WorkerShare,
+    moved_share,
+    worker_bytes,
+)
 from yunlu.spec.layout import SPLITTING, LayoutSpec
 
 if TYPE_CHECKING:

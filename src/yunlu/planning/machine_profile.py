@@ -246,7 +246,9 @@ def make_monotonic(paces: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     return tuple(map(settled, listed))
 
 
-def with_profile(probes: Iterable[MachineProfile], new: MachineProfile) -> tuple[MachineProfile, ...]:
+def with_profile(
+    probes: Iterable[MachineProfile], new: MachineProfile
+) -> tuple[MachineProfile, ...]:
     """The new one among the others; a quick one never replaces a whole one."""
     before = [each for each in probes if each.identity == new.identity]
     if new.is_quick and any(not each.is_quick for each in before):

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from yunlu.core.value import Value
 from yunlu.hardware.links import Link
-from yunlu.planning.split_constraints import SplitConstraints
 from yunlu.planning.layout import Layout, parse_layout
+from yunlu.planning.split_constraints import SplitConstraints
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compiler = Literal["none", "inductor", "xla"]

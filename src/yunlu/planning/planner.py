@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.planning.analytic_estimate import predict
+from yunlu.planning.hyperparameter_transfer import TransferScale, advise
 from yunlu.planning.large_batch import (
     batch_limits,
     phases_of,
@@ -25,7 +25,6 @@ from yunlu.planning.splitting import (
     predict_split_step_s,
     split_work,
 )
-from yunlu.planning.hyperparameter_transfer import TransferScale, advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +79,9 @@ def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sam
     return max(1, 1 << max(fitting.bit_length() - 1, 0))
 
 
-def make_plan(job: Job, machine: Machine, profile: Profile, guess: AnalyticEstimate | None = None) -> Plan:
+def make_plan(
+    job: Job, machine: Machine, profile: Profile, guess: AnalyticEstimate | None = None
+) -> Plan:
     """Decide everything that is ``auto``, and foretell memory, time and cost.
 
     ``guess`` holds the figures as they were to be expected before anything was timed.

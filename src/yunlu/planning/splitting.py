@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError, ModelError
 from yunlu.hardware.links import LOOPBACK, PCIE
-from yunlu.planning.split_constraints import (
-    NOBODY_LOOKED,
-    SplitConstraints,
-    bubble,
-    messages,
-    moved_bytes,
-    worker_share,
-    state_bytes_of,
-    worker_bytes,
-)
 from yunlu.planning.layout import Layout
 from yunlu.planning.layouts import (
     choose_layout,
@@ -27,11 +17,21 @@ from yunlu.planning.layouts import (
     replan_with_reason,
     restrict,
 )
+from yunlu.planning.split_constraints import (
+    NOBODY_LOOKED,
+    SplitConstraints,
+    bubble,
+    messages,
+    moved_bytes,
+    state_bytes_of,
+    worker_bytes,
+    worker_share,
+)
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.split_constraints import WorkerShare
     from yunlu.planning.plan import Plan, Profile, StepSettings
+    from yunlu.planning.split_constraints import WorkerShare
     from yunlu.spec.job import Job
 
 MEMORY_SHARE = 0.6

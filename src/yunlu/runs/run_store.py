@@ -198,6 +198,10 @@ class RunStore(Protocol):
         for record, after in self.read_log(Log.EVENTS, offset=offset):
             yield Event.model_validate(record), after
 
+    def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+        """Metric records (see ``METRIC_KEYS``) from an offset on, each with the offset after it."""
+        yield from self.read_log(Log.METRICS, offset=offset)
+
 
 @runtime_checkable
 class LocalRunStore(Protocol):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ValidationFinding:
     """What is wrong at one path of the data."""
 
     path: Path
@@ -29,14 +29,14 @@ class Finding:
     """Whether the key itself is wrong, rather than its value."""
 
 
-def explain(error: ValidationError, data: Any = None) -> list[Finding]:
+def explain(error: ValidationError, data: Any = None) -> list[ValidationFinding]:
     """Every fault once: the branches of a union speak of the same key.
 
     ``data`` is what was validated; without it the validator's own record of each value serves.
     """
     # In Python a section can be built, and refused, on its own.
     home = home_of(error.title) or ()
-    findings: dict[Path, Finding] = {}
+    findings: dict[Path, ValidationFinding] = {}
     missing: defaultdict[Path, list[str]] = defaultdict(list)
     for fault in error.errors(include_url=False):
         location = (*home, *fault["loc"])
@@ -53,7 +53,7 @@ def explain(error: ValidationError, data: Any = None) -> list[Finding]:
     return list(findings.values())
 
 
-def words_for(schema: Schema) -> str:
+def describe_type(schema: Schema) -> str:
     """``a whole number above 0 or 'auto'``."""
     words: list[str] = []
     for form in alternatives(schema):
@@ -80,38 +80,40 @@ def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {kind} {name!r}; {did_you_mean(name, known)}; your own is written module:Class"
 
 
-def _find(fault: ErrorDetails, location: Path, data: Any) -> Finding:
+def _find(fault: ErrorDetails, location: Path, data: Any) -> ValidationFinding:
     if fault["type"] in {"extra_forbidden", "invalid_key"}:
         return _unknown_key((*_real_path(location[:-1]), str(location[-1])))
     path = _real_path(location)
     if fault["type"] == "conflict":
         context = fault.get("ctx", {})
-        return Finding((*path, context["key"]), context["message"], at_key=True)
+        return ValidationFinding((*path, context["key"]), context["message"], at_key=True)
     written, value = (path, fault["input"]) if data is None else _as_written(path, data)
     schema = schema_at(path) or {}
-    message = f"expected {words_for(schema)}, got {show_value(value)}"
+    message = f"expected {describe_type(schema)}, got {show_value(value)}"
     guesses = get_close_matches(value, _choices(schema), n=2) if isinstance(value, str) else []
     if guesses:
         message += f"; did you mean {_listing([repr(guess) for guess in guesses])}?"
-    return Finding(written, message)
+    return ValidationFinding(written, message)
 
 
-def _unknown_key(path: Path) -> Finding:
+def _unknown_key(path: Path) -> ValidationFinding:
     key, known = str(path[-1]), keys_of(schema_at(path[:-1]) or {})
     homes = homes_of(key)
     if nearest(key, known) is None and len(homes) == 1:
-        return Finding(path, f"unknown key here; it belongs at {show_path(homes[0])}", at_key=True)
-    return Finding(path, f"unknown key; {did_you_mean(key, known)}", at_key=True)
+        return ValidationFinding(
+            path, f"unknown key here; it belongs at {show_path(homes[0])}", at_key=True
+        )
+    return ValidationFinding(path, f"unknown key; {did_you_mean(key, known)}", at_key=True)
 
 
-def _guess(finding: Finding) -> str | None:
+def _guess(finding: ValidationFinding) -> str | None:
     known = keys_of(schema_at(finding.path[:-1]) or {})
     return nearest(str(finding.path[-1]), known) if finding.at_key else None
 
 
-def _missing(path: Path, keys: list[str]) -> Finding:
+def _missing(path: Path, keys: list[str]) -> ValidationFinding:
     names = _listing([repr(key) for key in keys], last="and")
-    return Finding(path, f"missing required key{'s' if len(keys) > 1 else ''} {names}")
+    return ValidationFinding(path, f"missing required key{'s' if len(keys) > 1 else ''} {names}")
 
 
 def _real_path(location: Path) -> Path:
@@ -168,8 +170,8 @@ def _form_words(form: Schema) -> list[str]:
 
 def _array_words(form: Schema) -> str:
     if fixed := form.get("prefixItems"):
-        return f"a list of {len(fixed)} values, each {words_for(fixed[0])}"
-    return f"a list of {words_for(form['items'])}"
+        return f"a list of {len(fixed)} values, each {describe_type(fixed[0])}"
+    return f"a list of {describe_type(form['items'])}"
 
 
 def _bounds(form: Schema) -> str:

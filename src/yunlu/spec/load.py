@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
-from yunlu.spec.doors import OWN_CODE, TASKS, TRACKERS, known_names
-from yunlu.spec.explain import Finding, explain, show_value, unknown_name
+from yunlu.spec.entry_points import OWN_CODE, TASKS, TRACKERS, known_names
+from yunlu.spec.explain import ValidationFinding, explain, show_value, unknown_name
 from yunlu.spec.job import Job
 from yunlu.spec.overrides import apply_overrides
 from yunlu.spec.problems import InvalidJobError, Problem
 from yunlu.spec.python_file import read_python
-from yunlu.spec.search_faults import find_faults
+from yunlu.spec.search_checks import find_faults
 from yunlu.spec.source import Document, parse
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _read_yaml(file: Path) -> Document:
 def _validate(document: Document, where: str) -> Job:
     problems = list(document.problems)
     job: Job | None = None
-    findings: list[Finding] = []
+    findings: list[ValidationFinding] = []
     if isinstance(document.data, dict):
         try:
             job = Job.model_validate(document.data)
@@ -99,7 +99,9 @@ def _validate(document: Document, where: str) -> Job:
         findings += _unknown_names(document.data)
     elif not problems:
         got = show_value(document.data)
-        findings = [Finding((), f"expected a mapping with task, model and data, got {got}")]
+        findings = [
+            ValidationFinding((), f"expected a mapping with task, model and data, got {got}")
+        ]
     known = {problem.key for problem in problems}
     found = [document.problem(f.path, f.message, at_key=f.at_key) for f in findings]
     # What could not even be read is not also judged.
@@ -109,13 +111,13 @@ def _validate(document: Document, where: str) -> Job:
     return job
 
 
-def _unknown_names(data: dict[str, Any]) -> Iterator[Finding]:
+def _unknown_names(data: dict[str, Any]) -> Iterator[ValidationFinding]:
     if name := _unknown(data.get("task"), known := known_names(TASKS)):
-        yield Finding(("task",), unknown_name("task", name, known))
+        yield ValidationFinding(("task",), unknown_name("task", name, known))
     trackers = data.get("trackers")
     for position, tracker in enumerate(trackers if isinstance(trackers, list) else []):
         if name := _unknown(tracker, known := known_names(TRACKERS)):
-            yield Finding(("trackers", position), unknown_name("tracker", name, known))
+            yield ValidationFinding(("trackers", position), unknown_name("tracker", name, known))
 
 
 def _unknown(name: Any, known: tuple[str, ...]) -> str | None:

@@ -11,7 +11,7 @@ from yunlu.spec.explain import show_value
 from yunlu.spec.job import SHORTHANDS, SPELLINGS, Job
 from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
 from yunlu.spec.search import spell_range
-from yunlu.spec.source import Document, Place, parse
+from yunlu.spec.source import Document, SourceLocation, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ def _apply(document: Document, override: str) -> Document:
         return _with_problems(document, key, *(problem.message for problem in error.problems))
     except _NoRoom as error:
         return _with_problems(document, key, str(error))
-    place = Place(override=key)
+    place = SourceLocation(override=key)
     # Sections that the override had to create are its own too: a misspelt one is its mistake.
     created = {path[:n]: place for n in range(1, len(path)) if path[:n] not in document.keys}
     below = {(*path, *rest): place for rest in value.values}
@@ -144,7 +144,7 @@ def _spelling(above: tuple[str, ...], data: Any) -> Callable[[str], dict[str, An
     return spell_range if is_dimension else SPELLINGS.get(above)
 
 
-def _without(places: dict[Path, Place], path: Path) -> dict[Path, Place]:
+def _without(places: dict[Path, SourceLocation], path: Path) -> dict[Path, SourceLocation]:
     return {at: place for at, place in places.items() if at[: len(path)] != path}
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from yunlu.core.errors import JobError
-from yunlu.spec.doors import OWN_CODE, TASKS, known_names
+from yunlu.spec.entry_points import OWN_CODE, TASKS, known_names
 from yunlu.spec.explain import unknown_name
 from yunlu.spec.problems import InvalidJobError
 from yunlu.spec.source import parse

@@ -6,7 +6,7 @@ from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from yunlu.spec.doors import OWN_CODE, TASKS, TRACKERS, known_names
+from yunlu.spec.entry_points import OWN_CODE, TASKS, TRACKERS, known_names
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ _MOST_VALUES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """Where something stands: in the file, or in a ``--set``."""
 
     line: int | None = None
@@ -34,8 +34,8 @@ class Document:
     """Data as read, with the places of its keys and values and what was wrong on the way."""
 
     data: Any
-    keys: dict[Path, Place] = field(default_factory=dict[Path, Place])
-    values: dict[Path, Place] = field(default_factory=dict[Path, Place])
+    keys: dict[Path, SourceLocation] = field(default_factory=dict[Path, SourceLocation])
+    values: dict[Path, SourceLocation] = field(default_factory=dict[Path, SourceLocation])
     problems: tuple[Problem, ...] = ()
 
     def problem(self, path: Path, message: str, *, at_key: bool = False) -> Problem:
@@ -43,7 +43,7 @@ class Document:
         place = self.keys.get(path) if at_key else None
         for length in range(len(path), -1, -1):
             place = place or self.values.get(path[:length])
-        place = place or Place()
+        place = place or SourceLocation()
         return Problem(
             key=show_path(path),
             message=message,
@@ -59,14 +59,14 @@ def parse(text: str, *, where: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = Place(mark.line + 1, mark.column + 1) if mark else Place()
+        place = SourceLocation(mark.line + 1, mark.column + 1) if mark else SourceLocation()
         _refuse(where, _syntax_words(error), place)
     except yaml.reader.ReaderError as error:
         before = text[: error.position].split("\n")
         words = f"the character {chr(error.character)!r} is not allowed in YAML"
-        _refuse(where, words, Place(len(before), len(before[-1]) + 1))
+        _refuse(where, words, SourceLocation(len(before), len(before[-1]) + 1))
     except RecursionError:
-        _refuse(where, "nested too deeply", Place())
+        _refuse(where, "nested too deeply", SourceLocation())
     if node is None:
         return Document(data=None)
     reader = _Reader(where)
@@ -101,8 +101,8 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self.keys: dict[Path, Place] = {}
-        self.values: dict[Path, Place] = {}
+        self.keys: dict[Path, SourceLocation] = {}
+        self.values: dict[Path, SourceLocation] = {}
         self.problems: list[Problem] = []
         self._open: set[int] = set()
         self._count = 0
@@ -182,8 +182,8 @@ class _Reader:
         )
 
 
-def _place(node: yaml.Node) -> Place:
-    return Place(node.start_mark.line + 1, node.start_mark.column + 1)
+def _place(node: yaml.Node) -> SourceLocation:
+    return SourceLocation(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _join_surrogates(text: str) -> str:
@@ -213,6 +213,6 @@ def _syntax_words(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML: {problem}{context}"
 
 
-def _refuse(where: str, message: str, place: Place) -> NoReturn:
+def _refuse(where: str, message: str, place: SourceLocation) -> NoReturn:
     problem = Problem(key="", message=message, line=place.line, column=place.column)
     raise InvalidJobError(where, [problem]) from None

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.split_constraints import SplitConstraints
     from yunlu.planning.plan import StepSettings
-    from yunlu.planning.predict.local import Work
+    from yunlu.planning.predict.local import OperatorWork
+    from yunlu.planning.split_constraints import SplitConstraints
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Batch, Task
     from yunlu.training.training_inputs import Parts
@@ -52,7 +52,7 @@ _TIMED_PASSES = 5
 
 def measure(
     job: Job, parts: Parts, machine: Machine, *, started_at: float
-) -> tuple[Profile, Work | None]:
+) -> tuple[Profile, OperatorWork | None]:
     """What the planner needs to know, and a step counted; ``started_at`` is when this life began."""
     task, model, splits = parts.task, parts.model, parts.splits
     device = torch.device(machine.best_device.kind)
@@ -120,7 +120,7 @@ def measure(
 
 def _count(
     job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
-) -> Work | None:
+) -> OperatorWork | None:
     """The operators of a step, on as few samples as tell those of all."""
     from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan
 

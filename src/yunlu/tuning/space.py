@@ -17,7 +17,7 @@ from yunlu.spec.explain import explain
 from yunlu.spec.overrides import field_value, lay_fields
 from yunlu.spec.problems import InvalidJobError, Problem, show_path
 from yunlu.spec.search import decode_value, encode_value
-from yunlu.spec.search_faults import find_faults, parents_first, wanted_values
+from yunlu.spec.search_checks import find_faults, parents_first, wanted_values
 from yunlu.tuning.values import Dimension
 
 if TYPE_CHECKING:

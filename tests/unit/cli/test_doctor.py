@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.cli import doctor
 from yunlu.core.settings import worker_environment
 
@@ -34,7 +35,7 @@ def run_doctor(*arguments: str, home: Path, **variables: str) -> subprocess.Comp
         text=True,
         env=environment,
         check=False,
-        timeout=150,
+        timeout=LIMIT_S,
     )
 
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 import yunlu
 from yunlu.cli.main import main
-from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table
 from yunlu.planning.layout import Layout
-from yunlu.planning.search.options import Interval, Options
+from yunlu.planning.search.options import Interval, PlanOptions
+from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 JOB = """\
@@ -58,7 +58,7 @@ def test_json_is_the_options(job: str, capsys: pytest.CaptureFixture[str]) -> No
     code, out, _ = run(capsys, job, "--json", "--top", "2")
     assert code == 0
     assert len(json.loads(out)["options"]) == 2
-    options = Options.model_validate_json(out)
+    options = PlanOptions.model_validate_json(out)
     assert options == yunlu.plan(job, top=2)
 
 
@@ -283,7 +283,7 @@ def test_how_a_batch_is_shared_out_is_a_true_equation(
     changes = {"batch": batch, "layout": Layout(dp=replicas), "micro_batch": micro}
     option = best.model_copy(update=changes)
     for table in (
-        options_table(Options(options=(option,), objective="cost", layouts=1)),
+        options_table(PlanOptions(options=(option,), objective="cost", layouts=1)),
         comparison_table(["a", "b"], [option, option]),
     ):
         console = Console(width=300, file=io.StringIO())

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.unit.planning.test_probed import pace, probe
+from tests.waiting import LIMIT_S
 from yunlu.cli import probe as verb
 from yunlu.cli.main import main
 from yunlu.jobs import calibration as known
@@ -184,7 +185,7 @@ def test_who_measures_ends_with_whoever_asked_even_if_that_is_killed(starter: st
         measuring = psutil.Process(int(process.stdout.readline()))
         process.kill()
     try:
-        measuring.wait(60)
+        measuring.wait(LIMIT_S)
     finally:
         with suppress(psutil.NoSuchProcess):
             measuring.kill()

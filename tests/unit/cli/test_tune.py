@@ -20,6 +20,10 @@ from tests.unit.tuning.made_studies import (
     with_trials,
 )
 from yunlu.cli.main import main
+from yunlu.planning.search.options import Interval
+from yunlu.render.study_report.commands import train_command
+from yunlu.render.study_report.dump import dump_study
+from yunlu.render.study_report.format import show_dollars
 from yunlu.render.terminal.page import to_json
 from yunlu.render.terminal.study_display import LiveStudy, PlainStudy
 from yunlu.render.terminal.study_tables import (
@@ -32,12 +36,8 @@ from yunlu.render.terminal.study_tables import (
     studies_table,
     study_page,
 )
-from yunlu.planning.search.options import Interval
 from yunlu.tuning import forecast
 from yunlu.tuning.forecast import TrialTime
-from yunlu.render.study_report.dump import dump_study
-from yunlu.render.study_report.commands import train_command
-from yunlu.render.study_report.format import show_dollars
 from yunlu.tuning.values import Point, TrialState
 
 HOME = Path("home/studies/digits-search")

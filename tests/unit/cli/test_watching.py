@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.waiting import LIMIT_S
 from yunlu.cli.main import main
 from yunlu.jobs import service
-from yunlu.jobs.follow import Metric
+from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import (
     Course,
     JsonDisplay,
@@ -67,7 +68,7 @@ def metric(step, **changes):
         "step": step, "epoch": step / 10, "loss": 0.25, "lr": 5e-4, "samples": 32 * step,
         "at": 1000.0 + step / 10, "memory_bytes": 2**30,
     }  # fmt: skip
-    return Metric({**record, **changes})
+    return MetricRecord(record={**record, **changes})
 
 
 def story():
@@ -322,7 +323,7 @@ def test_interrupted_run_saves_stops_with_code_130_and_resumes(job_file, capsys,
     cli = start_cli("train", job_file("wait"), "--json")
     read_until(cli, "metrics", step=15)
     cli.send_signal(number)
-    out, err = cli.communicate(timeout=60)
+    out, err = cli.communicate(timeout=LIMIT_S)
     assert cli.returncode == 130
     assert "stopping: saving a checkpoint (again to kill)" in err
     assert [json.loads(line)["event"] for line in out.splitlines()][-2:] == ["checkpoint", "state"]
@@ -339,6 +340,6 @@ def test_second_interrupt_kills(job_file):
     cli.send_signal(signal.SIGINT)
     read_until(cli, "state", state="stopping")
     cli.send_signal(signal.SIGINT)
-    _, err = cli.communicate(timeout=60)
+    _, err = cli.communicate(timeout=LIMIT_S)
     assert cli.returncode == 130
     assert "killed" in err

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.jobs import service
-from yunlu.jobs.follow import Metric
+from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.run_dir import Event, EventKind
 
@@ -91,7 +91,7 @@ def test_the_error_of_a_plain_worker_is_left_to_the_end():
 
 def test_the_bar_names_the_layout_and_the_workers():
     plan = Event(kind=EventKind.PLAN, at=1.0, data=RUNS["RUNS"]["plan_of"](steps=200, best_metric="accuracy"))  # fmt: skip
-    step = Metric({"step": 121, "at": 1001.0, "epoch": 2.0, "loss": 0.5, "samples": 9})
+    step = MetricRecord(record={"step": 121, "at": 1001.0, "epoch": 2.0, "loss": 0.5, "samples": 9})
     happenings = [plan, *story(), step]
     display = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=120))
     for happening in happenings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.launch import first_host, detect_launch
+from yunlu.core.launch import detect_launch, first_host
 
 TORCHRUN = {
     "RANK": "3",

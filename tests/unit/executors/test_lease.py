@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.executors.lease import Holder, lead_program
 from yunlu.executors.record import Record, read_happenings, write_record
 from yunlu.runs.directory_store import open_run
@@ -28,7 +29,7 @@ def run(tmp_path: Path) -> RunStore:
 
 def hold(run: RunStore, lease: str) -> int:
     words = [sys.executable, "-m", "yunlu.executors.lease", str(run.path), lease]
-    return subprocess.run(words, check=False, timeout=60, capture_output=True).returncode
+    return subprocess.run(words, check=False, timeout=LIMIT_S, capture_output=True).returncode
 
 
 @pytest.mark.parametrize("change", [{"is_ending": True}, {"leases": ()}])

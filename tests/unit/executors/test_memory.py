@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from yunlu.executors import local, memory
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
@@ -43,13 +43,6 @@ child = subprocess.Popen([sys.executable, "-c", "hoard = [bytearray(8 << 20) for
 child.wait()
 time.sleep(600)  # goes on, as a supervisor does that has lost a worker
 """
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +187,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
             executor.status(greedy)
             return state is RunState.FAILED
 
-        wait(has_failed)
+        wait_until(has_failed, "the failure of the one that outgrew its limit")
         error = error_of(event for event, _ in greedy.read_events())
         assert error is not None
         assert error.code == MEMORY
@@ -206,4 +199,4 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
     finally:
         for run in runs.values():
             executor.stop(run, now=True)
-            wait(lambda run=run: not executor.status(run).is_alive)
+            wait_until(lambda run=run: not executor.status(run).is_alive, f"the end of {run.id}")

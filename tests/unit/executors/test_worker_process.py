@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
 from yunlu.executors.worker_process import (
     ASYNCHRONOUS,
@@ -22,7 +23,7 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.runs.directory_store import open_run
 
-SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(60)"
+SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -68,8 +69,8 @@ def test_stop_sends_sigterm(sleeper):
 def test_kill_ends_the_workers_own_children_too(run):
     script = (
         "import subprocess, sys, time;"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        "print(child.pid, flush=True); time.sleep(60)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid, flush=True); time.sleep(600)"
     )
     worker = start_worker(run, [sys.executable, "-c", script])
     while not run.log.read_text().endswith("\n"):
@@ -78,7 +79,7 @@ def test_kill_ends_the_workers_own_children_too(run):
     child = psutil.Process(int(run.log.read_text()))
     worker.kill()
     reap(worker)
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=LIMIT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

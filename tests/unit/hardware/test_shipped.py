@@ -9,6 +9,7 @@ from importlib.resources import files
 
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import KINDS, PRECISIONS, DeviceModel
 
@@ -267,6 +268,6 @@ def test_reading_the_catalog_imports_neither_arrays_nor_validators() -> None:
         "print({'numpy', 'torch', 'pydantic', 'yaml'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S
     )
     assert done.stdout.strip() == "set()"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog
-from yunlu.hardware.naming import split_slice
+from yunlu.hardware.device_aliases import split_slice
 from yunlu.hardware.offer import Offer
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
 from yunlu.hardware.table import read_offers, write_offers

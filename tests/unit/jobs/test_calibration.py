@@ -20,8 +20,8 @@ from yunlu.jobs import calibration as known
 from yunlu.jobs.report_builder import build_report
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
-from yunlu.planning.plan import Measurement
 from yunlu.planning.machine_profile import FOLDER, StartFigures, dump_profiles
+from yunlu.planning.plan import Measurement
 from yunlu.render.run_report.write import write_report
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind

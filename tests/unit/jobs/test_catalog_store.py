@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
 from yunlu.core.settings import worker_environment
 from yunlu.hardware.catalog import CatalogError, load_catalog
 from yunlu.jobs import catalog_store
@@ -325,6 +326,6 @@ def test_two_that_add_at_once_do_not_lose_each_other(tmp_path: Path, own_home: P
         )
         environment = worker_environment() | {"YUNLU_HOME": str(own_home)}
         running.append(subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment))
-    assert [process.wait(60) for process in running] == [0] * 4
+    assert [process.wait(LIMIT_S) for process in running] == [0] * 4
     assert len(catalog_store.read_added().machines) == 4
     assert len(catalog_store.open_catalog().offers(cloud="own")) == 4

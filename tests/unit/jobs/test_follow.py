@@ -3,7 +3,7 @@ import pytest
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
-from yunlu.jobs.follow import Metric, end_of, follow
+from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import Event, EventKind
 
@@ -13,30 +13,30 @@ def run(make_job):
     return service.submit(make_job())
 
 
-def happenings(batches):
-    return [happening for batch in batches for happening in batch]
+def items(updates):
+    return [item for update in updates for item in update.items]
 
 
 def test_everything_comes_in_order_until_the_run_rests(run):
     run.emit(EventKind.STATE, state="planning")
     append_lines(run.metrics, [{"step": 1, "at": 1.0}])
     watching = follow(run, poll_s=0)
-    first = next(watching)
-    assert isinstance(first[0], Metric)
+    first = next(watching).items
+    assert isinstance(first[0], MetricRecord)
     assert [event.data["state"] for event in first[1:]] == ["pending", "planning"]
-    assert next(watching) == []
+    assert next(watching).items == ()
     run.emit(EventKind.STATE, state="failed")
-    assert [event.data["state"] for event in happenings(watching)] == ["failed"]
+    assert [event.data["state"] for event in items(watching)] == ["failed"]
 
 
 def test_rest_of_an_earlier_life_does_not_end_it(run):
     for state in ("failed", "pending", "planning"):
         run.emit(EventKind.STATE, state=state)
     watching = follow(run, poll_s=0)
-    assert len(next(watching)) == 4
-    assert next(watching) == []
+    assert len(next(watching).items) == 4
+    assert next(watching).items == ()
     run.emit(EventKind.STATE, state="failed")
-    assert len(happenings(watching)) == 1
+    assert len(items(watching)) == 1
 
 
 def test_what_was_before_the_position_is_left_out(run):
@@ -44,14 +44,23 @@ def test_what_was_before_the_position_is_left_out(run):
     since = end_of(run)
     run.emit(EventKind.STATE, state="failed")
     append_lines(run.metrics, [{"step": 2, "at": 2.0}])
-    metric, event = happenings(follow(run, since=since, poll_s=0))
+    metric, event = items(follow(run, since=since, poll_s=0))
     assert metric.record["step"] == 2
     assert isinstance(event, Event)
 
 
+def test_cursor_of_an_update_is_where_the_next_one_begins(run):
+    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    first = next(follow(run, poll_s=0))
+    append_lines(run.metrics, [{"step": 2, "at": 2.0}])
+    (second,) = next(follow(run, since=first.cursor, poll_s=0)).items
+    assert second.record["step"] == 2
+    assert RunUpdate.model_validate_json(first.model_dump_json()) == first
+
+
 def test_following_a_resting_run_ends_at_once(run):
     run.emit(EventKind.STATE, state="failed")
-    assert happenings(follow(run, since=end_of(run), poll_s=0)) == []
+    assert items(follow(run, since=end_of(run), poll_s=0)) == []
 
 
 def test_half_a_line_is_waited_for(run):
@@ -59,10 +68,10 @@ def test_half_a_line_is_waited_for(run):
     next(watching)
     with run.metrics.open("a") as file:
         file.write('{"step": 1, "at"')
-    assert next(watching) == []
+    assert next(watching).items == ()
     with run.metrics.open("a") as file:
         file.write(": 5.0}\n")
-    assert next(watching) == [Metric({"step": 1, "at": 5.0})]
+    assert next(watching).items == (MetricRecord(record={"step": 1, "at": 5.0}),)
 
 
 def test_directory_that_is_no_run_is_refused(tmp_path):

@@ -22,10 +22,10 @@ from yunlu.jobs.asking import ask_job
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.shapes import FoundShape, find_shape
-from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.analytic_estimate import name_work
+from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
-from yunlu.planning.search.options import Interval, Option, PlanError
+from yunlu.planning.search.options import Interval, PlanError, PlanOption
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.render.figures.plan_options import draw_outlook, find_front
 from yunlu.runs.directory_store import open_run
@@ -224,7 +224,7 @@ def test_evaluating_after_steps_costs_less_in_larger_batches() -> None:
     best = foresee(make_job(train=every)).best
     larger = best.replace(batch=256)
 
-    def share(option: Option) -> float:
+    def share(option: PlanOption) -> float:
         parts = option.total_parts
         return parts["evaluation"] / parts["steps"]
 

@@ -25,8 +25,8 @@ def until_rest(run):
 
 
 def until(run, kind, **data):
-    for batch in follow(run, poll_s=0.02):
-        for event in batch:
+    for update in follow(run, poll_s=0.02):
+        for event in update.items:
             if getattr(event, "kind", None) is kind and data.items() <= event.data.items():
                 return
     raise AssertionError(f"the run rests without {kind} {data}")

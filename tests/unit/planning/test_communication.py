@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.planning.communication.measurements import CodecCost, WireFigures, SharedWork, make_even
-from yunlu.planning.communication.step_forecast import MethodSetting, forecast, split_buckets
+from yunlu.planning.communication.measurements import CodecCost, SharedWork, WireFigures, make_even
 from yunlu.planning.communication.rounds import SCHEDULES
+from yunlu.planning.communication.step_forecast import MethodSetting, forecast, split_buckets
 from yunlu.planning.communication.timing import Clock, elapse
 
 HUNDRED_MBIT = 12.5e6
@@ -158,7 +158,9 @@ def test_sums_hide_behind_the_backward_pass_as_its_gradients_come() -> None:
     assert many.step_s < one.step_s
     last = clock.sum_s("ring", 400_000).seconds
     assert many.step_s >= 0.05 + 0.999 * last
-    alone = forecast(clock, language_model(hides=0.0), MethodSetting(method="ring", bucket_bytes=400_000))
+    alone = forecast(
+        clock, language_model(hides=0.0), MethodSetting(method="ring", bucket_bytes=400_000)
+    )
     assert alone.step_s == pytest.approx(0.05 + alone.exchange_s)
 
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
+from yunlu.planning.communication.measurements import WireFigures
 from yunlu.planning.communication.method_choice import (
     CommunicationError,
     MethodDecision,
-    Pinned,
     MethodQuery,
+    Pinned,
     choose,
 )
-from yunlu.planning.communication.measurements import WireFigures
 from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import Watch, find_rival, should_switch
+from yunlu.planning.communication.switching import LinkMonitor, find_faster_method, should_switch
 from yunlu.planning.machine_profile import MessageTime
 from yunlu.spec.communication import GUARANTEES, Guarantee
 
@@ -195,7 +195,7 @@ def test_a_host_that_turns_slow_is_taken_into_account() -> None:
     assert switched is None or switched.setting != decision.setting
 
 
-def note_all(watch: Watch, spans: list[float]) -> Watch:
+def note_all(watch: LinkMonitor, spans: list[float]) -> LinkMonitor:
     for span in spans:
         watch = watch.note(span)
     return watch
@@ -204,20 +204,20 @@ def note_all(watch: Watch, spans: list[float]) -> Watch:
 @settings(max_examples=50, deadline=None)
 @given(bias=st.floats(0.3, 3.0), jitter=st.lists(st.floats(0.9, 1.1), min_size=18, max_size=60))
 def test_a_constant_error_of_the_prediction_is_no_change(bias: float, jitter: list[float]) -> None:
-    watch = note_all(Watch(0.1), [0.1 * bias * each for each in jitter])
+    watch = note_all(LinkMonitor(0.1), [0.1 * bias * each for each in jitter])
     assert not watch.has_changed
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_change_is_noticed_from_its_middle_on(factor: float) -> None:
-    watch = note_all(Watch(0.1), [0.12] * 18)
+    watch = note_all(LinkMonitor(0.1), [0.12] * 18)
     assert not note_all(watch, [0.12 * factor] * 3).has_changed
     assert note_all(watch, [0.12 * factor] * 6).has_changed
     assert not note_all(watch, [5.0, 0.12, 7.0, 0.12, 0.12]).has_changed
 
 
 def test_no_time_at_all_is_not_noted() -> None:
-    assert note_all(Watch(0.1), [0.0, float("nan"), -1.0, float("inf")]) == Watch(0.1)
+    assert note_all(LinkMonitor(0.1), [0.0, float("nan"), -1.0, float("inf")]) == LinkMonitor(0.1)
 
 
 def _with_torch(times_ours: float) -> MethodDecision:
@@ -233,7 +233,7 @@ def _with_torch(times_ours: float) -> MethodDecision:
 
 def test_torchs_sum_and_ours_are_tried_where_they_are_about_as_fast() -> None:
     told = _with_torch(1.05)  # kept: less than a tenth is to be gained
-    rival = find_rival(told, steps_left=300)
+    rival = find_faster_method(told, steps_left=300)
     assert told.setting.method == "all-reduce"
     assert rival is not None
     assert rival.setting.method != "all-reduce"
@@ -241,15 +241,15 @@ def test_torchs_sum_and_ours_are_tried_where_they_are_about_as_fast() -> None:
     assert rival.cost_s == min(each.cost_s for each in told.candidates)
 
     told = _with_torch(1.2)
-    rival = find_rival(told, steps_left=300)
+    rival = find_faster_method(told, steps_left=300)
     assert told.setting.method != "all-reduce"
     assert rival is not None
     assert rival.setting.method == "all-reduce"
 
 
 def test_nothing_is_tried_where_there_is_no_doubt_no_time_or_no_choice() -> None:
-    assert find_rival(_with_torch(3.0), steps_left=300) is None
-    assert find_rival(_with_torch(1.05), steps_left=50) is None
-    assert find_rival(choose(even(4), ask(method="ring")), steps_left=None) is None
+    assert find_faster_method(_with_torch(3.0), steps_left=300) is None
+    assert find_faster_method(_with_torch(1.05), steps_left=50) is None
+    assert find_faster_method(choose(even(4), ask(method="ring")), steps_left=None) is None
     for level in ("near", "relaxed"):  # what is packed, or apart, is not as good as the others
-        assert find_rival(choose(even(4), ask(level)), steps_left=None) is None
+        assert find_faster_method(choose(even(4), ask(level)), steps_left=None) is None

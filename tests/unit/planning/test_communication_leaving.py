@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.method_choice import MethodQuery, choose
 from yunlu.planning.communication.measurements import WireFigures
-from yunlu.planning.communication.straggler_exclusion import StragglerExclusion, find_stragglers_to_exclude
+from yunlu.planning.communication.method_choice import MethodQuery, choose
+from yunlu.planning.communication.straggler_exclusion import (
+    StragglerExclusion,
+    find_stragglers_to_exclude,
+)
 
 
 def ask(

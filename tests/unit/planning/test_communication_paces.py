@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.communication.worker_speeds import Pace, is_doubtful, steps_of
+from yunlu.planning.communication.worker_speeds import WorkerSpeed, is_doubtful, steps_of
 
 SPANS = st.floats(1e-4, 10.0)
 
 
-def bursts(*turns: float) -> list[Pace]:
-    return [Pace(turns_per_s=each) for each in turns]
+def bursts(*turns: float) -> list[WorkerSpeed]:
+    return [WorkerSpeed(turns_per_s=each) for each in turns]
 
 
 def test_a_slow_processor_is_told_before_the_first_step() -> None:
@@ -32,12 +32,16 @@ def test_the_plan_was_made_on_the_leaders_machine() -> None:
 
 
 def test_steps_that_were_made_count_more_than_bursts() -> None:
-    paces = [Pace(turns_per_s=100, step_s=0.2), Pace(turns_per_s=100, step_s=0.9)]
+    paces = [WorkerSpeed(turns_per_s=100, step_s=0.2), WorkerSpeed(turns_per_s=100, step_s=0.9)]
     assert steps_of(paces, planned_s=0.1) == (0.2, 0.9)
 
 
 def test_a_newcomer_is_told_by_those_who_have_made_steps() -> None:
-    paces = [Pace(turns_per_s=100, step_s=0.2), Pace(turns_per_s=100, step_s=0.2), *bursts(20)]
+    paces = [
+        WorkerSpeed(turns_per_s=100, step_s=0.2),
+        WorkerSpeed(turns_per_s=100, step_s=0.2),
+        *bursts(20),
+    ]
     assert steps_of(paces, planned_s=7.0) == pytest.approx((0.2, 0.2, 1.0))
 
 

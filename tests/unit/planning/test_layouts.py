@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, ModelError, YunluError
-from yunlu.planning.split_constraints import moved_share, worker_share, worker_bytes
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.layouts import (
     ModelFacts,
@@ -24,6 +23,7 @@ from yunlu.planning.layouts import (
     replan_with_reason,
     restrict,
 )
+from yunlu.planning.split_constraints import moved_share, worker_bytes, worker_share
 from yunlu.spec.job import Job
 from yunlu.spec.layout import LayoutSpec, spell_layout
 

@@ -11,22 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_planner import job, machine, profile
-from yunlu.planning.calibration import Z_80, Calibration, RunMeasurement, learn
 from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
-from yunlu.planning.plan import Plan
-from yunlu.planning.planner import make_plan
-from yunlu.planning.predict.local import (
-    Operators,
-    Pass,
-    Work,
-    enlarge,
-    operators_s,
-    pass_s,
-    update_operators,
-)
+from yunlu.planning.calibration import Z_80, Calibration, RunMeasurement, learn
 from yunlu.planning.machine_profile import (
-    LinkFigures,
     KernelTiming,
+    LinkFigures,
     MachineProfile,
     StartFigures,
     choose_profile,
@@ -37,6 +26,17 @@ from yunlu.planning.machine_profile import (
     parse_profiles,
     read_processor,
     with_profile,
+)
+from yunlu.planning.plan import Plan
+from yunlu.planning.planner import make_plan
+from yunlu.planning.predict.local import (
+    Operators,
+    OperatorWork,
+    Pass,
+    enlarge,
+    operators_s,
+    pass_s,
+    update_operators,
 )
 
 
@@ -59,7 +59,7 @@ def probe(**changes: object) -> MachineProfile:
     return MachineProfile.model_validate(fields | changes)
 
 
-WORK = Work(
+WORK = OperatorWork(
     passed=Pass(
         samples=32,
         operators=(

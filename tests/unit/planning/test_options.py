@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
 from yunlu.hardware.offer import HERE, Offer
-from yunlu.planning.search.choosing import Ask, choose_options, weigh
-from yunlu.planning.search.limits import Limits
-from yunlu.planning.search.options import Option, Options, PlanError
-from yunlu.planning.search.replacing import narrow
-from yunlu.planning.search.rigs import Price
-from yunlu.planning.search.search import USABLE, hold, search
+from yunlu.planning.search.hardware_configs import Price
+from yunlu.planning.search.layout_search import USABLE, predict_memory, search
+from yunlu.planning.search.limits import GoalLimits
+from yunlu.planning.search.option_changes import narrow
+from yunlu.planning.search.options import PlanError, PlanOption, PlanOptions
+from yunlu.planning.search.ranking import OptionQuery, choose_options, rank_candidates
 from yunlu.planning.search.spot import lost_share
 
 OFFERS = (
@@ -34,14 +34,16 @@ TIGHTEST = rules(
 )
 
 
-def make_ask(*, spot: bool = False, offers: tuple[Offer, ...] = OFFERS, **changes: object) -> Ask:
+def make_ask(
+    *, spot: bool = False, offers: tuple[Offer, ...] = OFFERS, **changes: object
+) -> OptionQuery:
     prices = [Price(RIGS[offer.device], offer, spot=False) for offer in offers]
     prices += [
         Price(RIGS[offer.device], offer, spot=True)
         for offer in offers
         if spot and offer.spot_dollars_per_hour
     ]
-    plain = Ask(
+    plain = OptionQuery(
         question=question(most_devices=16),
         prices=tuple(prices),
         objective="balanced",
@@ -50,16 +52,16 @@ def make_ask(*, spot: bool = False, offers: tuple[Offer, ...] = OFFERS, **change
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def choose(ask: Ask, top: int = 3) -> Options:
-    return choose_options(ask, weigh(ask), top=top)
+def choose(ask: OptionQuery, top: int = 3) -> PlanOptions:
+    return choose_options(ask, rank_candidates(ask), top=top)
 
 
-def price_of(ask: Ask, option: Option) -> Price:
+def price_of(ask: OptionQuery, option: PlanOption) -> Price:
     cloud, spot = option.hardware.cloud, option.hardware.spot
     return next(each for each in ask.prices if (each.offer.cloud, each.spot) == (cloud, spot))
 
 
-def dollars(option: Option) -> float:
+def dollars(option: PlanOption) -> float:
     assert option.dollars is not None
     return option.dollars.value
 
@@ -121,9 +123,9 @@ def test_figures_agree_with_each_other() -> None:
 def test_more_money_is_never_slower(budgets: list[float]) -> None:
     less, more = sorted(budgets)
     ask = make_ask(objective="time")
-    weighed = weigh(ask)
+    weighed = rank_candidates(ask)
     found = [
-        choose_options(replace(ask, limits=Limits(budget=budget)), weighed, top=1)
+        choose_options(replace(ask, limits=GoalLimits(budget=budget)), weighed, top=1)
         for budget in (less, more)
     ]
     for options, budget in zip(found, (less, more), strict=True):
@@ -133,7 +135,7 @@ def test_more_money_is_never_slower(budgets: list[float]) -> None:
 
 
 def test_a_budget_that_nothing_meets_gives_the_nearest_and_says_so() -> None:
-    options = choose(make_ask(limits=Limits(budget=0.01)))
+    options = choose(make_ask(limits=GoalLimits(budget=0.01)))
     (problem,) = options.problems
     assert problem.startswith("goal.budget: nothing fits $0.01; the nearest")
     assert dollars(options.best) == min(dollars(option) for option in options if option.dollars)
@@ -145,15 +147,15 @@ def test_limits_that_are_met_only_one_by_one_are_said_together() -> None:
     cheapest = choose(make_ask(objective="cost")).best
     quickest = choose(make_ask(objective="time")).best
     budget, deadline_s = dollars(cheapest) * 1.001, quickest.total_s.value * 1.001
-    options = choose(make_ask(limits=Limits(budget=budget, deadline_s=deadline_s)))
+    options = choose(make_ask(limits=GoalLimits(budget=budget, deadline_s=deadline_s)))
     (problem,) = options.problems
     assert problem.startswith("goal.budget, goal.deadline: nothing keeps to $")
-    (problem,) = choose(make_ask(limits=Limits(budget=0.01, deadline_s=1e9))).problems
+    (problem,) = choose(make_ask(limits=GoalLimits(budget=0.01, deadline_s=1e9))).problems
     assert problem.startswith("goal.budget: nothing fits")
 
 
 def test_a_deadline_that_nothing_meets_gives_the_quickest() -> None:
-    options = choose(make_ask(limits=Limits(deadline_s=1.0)))
+    options = choose(make_ask(limits=GoalLimits(deadline_s=1.0)))
     (problem,) = options.problems
     assert problem.startswith("goal.deadline: nothing is done within 1.0 s")
     quickest = choose(make_ask(objective="time")).best
@@ -168,7 +170,7 @@ def test_what_has_no_price_ranks_last_and_is_never_within_a_budget() -> None:
     (option,) = choose(unpriced, top=1)
     assert option.dollars is None
     assert "price unknown" in option.reason
-    assert choose(replace(unpriced, limits=Limits(budget=1e9))).problems
+    assert choose(replace(unpriced, limits=GoalLimits(budget=1e9))).problems
 
 
 def test_spot_is_cheaper_by_the_hour_but_takes_longer() -> None:
@@ -388,7 +390,7 @@ def test_a_change_that_does_not_fit_memory_is_refused_by_its_name() -> None:
 def test_what_does_not_fit_is_never_said_to_need_just_its_memory(excess: float) -> None:
     ask = make_ask()
     asked = replace(ask.question, rigs=(A100,), rules={"bf16": TIGHTEST}, nodes=1)
-    high = float(hold(search(asked).points, asked.work).high[0])
+    high = float(predict_memory(search(asked).points, asked.work).high[0])
     rig = replace(A100, memory_bytes=high / USABLE / excess)
     with pytest.raises(PlanError, match="times its memory") as caught:
         choose(replace(ask, question=replace(asked, rigs=(rig,)), prices=ask.prices[:1]))
@@ -431,7 +433,7 @@ def test_devices_that_cannot_be_had_are_named(devices: int, said: str) -> None:
 
 def test_options_survive_json() -> None:
     options = choose(make_ask())
-    again = Options.model_validate_json(options.to_json())
+    again = PlanOptions.model_validate_json(options.to_json())
     assert again == options
     assert json.loads(options.to_json())["options"][0]["hardware"]["cloud"]
     assert [option.hardware for option in options] == [option.hardware for option in again.options]

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from tests.unit.planning.predict.test_memory import EIGHT_B
-from yunlu.planning.predict.points import Points, make_points
-from yunlu.planning.search.probing import Predictions, chance_to_run, expected_speed, next_probe
+from yunlu.planning.predict.query_batch import QueryBatch, make_queries
+from yunlu.planning.search.probe_selection import (
+    Predictions,
+    chance_to_run,
+    expected_speed,
+    next_probe,
+)
 
 
-def candidates(**columns: Any) -> Points:
+def candidates(**columns: Any) -> QueryBatch:
     count = max(len(values) for values in columns.values())
-    return make_points(count, **{**EIGHT_B, **columns})
+    return make_queries(count, **{**EIGHT_B, **columns})
 
 
 def predictions(speed: list[float], **columns: Any) -> Predictions:

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
 from yunlu.planning.models.shape import ModelShape
-from yunlu.planning.predict.points import PRECISIONS, Points, make_points
+from yunlu.planning.predict.query_batch import PRECISIONS, QueryBatch, make_queries
 from yunlu.planning.predict.step_time import step_time
-from yunlu.planning.search.grid import LAYOUT_COLUMNS, Rules, divisors, lay_out
-from yunlu.planning.search.search import Question, Rig, Work, hold, node_counts, run_seconds, search
+from yunlu.planning.search.grid import LAYOUT_COLUMNS, LayoutRules, divisors, enumerate_layouts
+from yunlu.planning.search.layout_search import (
+    HardwareConfig,
+    LayoutQuery,
+    TrainingWork,
+    node_counts,
+    predict_memory,
+    run_seconds,
+    search,
+)
 
 SHAPE = ModelShape(
     name="small",
@@ -28,7 +36,7 @@ SHAPE = ModelShape(
     vocab=32000,
 )
 SEQ = 2048
-A100 = Rig(
+A100 = HardwareConfig(
     device="A100",
     devices=4,
     domain=4,
@@ -38,7 +46,7 @@ A100 = Rig(
     network_bytes_per_s=12e9,
     peak_flops={"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
 )
-T4 = Rig(
+T4 = HardwareConfig(
     device="T4",
     devices=1,
     domain=1,
@@ -50,24 +58,24 @@ T4 = Rig(
 )
 
 
-def work(samples: float = 1e5) -> Work:
-    return Work(samples=samples, seq=SEQ, columns=columns_of(SHAPE, SEQ), stack=1)
+def work(samples: float = 1e5) -> TrainingWork:
+    return TrainingWork(samples=samples, seq=SEQ, columns=columns_of(SHAPE, SEQ), stack=1)
 
 
-def rules(**changes: object) -> Rules:
-    plain = Rules(batches=(16,), tensor_ways=tensor_ways(SHAPE), stages=stages(SHAPE))
+def rules(**changes: object) -> LayoutRules:
+    plain = LayoutRules(batches=(16,), tensor_ways=tensor_ways(SHAPE), stages=stages(SHAPE))
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def question(**changes: object) -> Question:
+def question(**changes: object) -> LayoutQuery:
     bound = rules(barred=frozenset({"fsdp", "tp", "pp"}), zero1=(False,))
     allowed = {"bf16": rules(), "fp16": bound, "tf32": rules(), "fp32": rules()}
-    plain = Question(work=work(), rigs=(A100, T4), rules=allowed, most_devices=8)
+    plain = LayoutQuery(work=work(), rigs=(A100, T4), rules=allowed, most_devices=8)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def one_point(rig: Rig, precision: str, devices: int, **layout: float) -> Points:
-    return make_points(
+def one_point(rig: HardwareConfig, precision: str, devices: int, **layout: float) -> QueryBatch:
+    return make_queries(
         1,
         **columns_of(SHAPE, SEQ),
         seq=SEQ,
@@ -87,7 +95,7 @@ def one_point(rig: Rig, precision: str, devices: int, **layout: float) -> Points
     )
 
 
-def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
+def best_by_loop(asked: LayoutQuery, rig: HardwareConfig, nodes: int) -> float:
     """The least time of any layout that fits, each foretold on its own."""
     devices, least = nodes * rig.devices, np.inf
     for precision, rule in asked.rules.items():
@@ -114,7 +122,10 @@ def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
                     rig, precision, devices, dp=dp, **cut, zero=zero, virtual=virtual, batch=16,
                     micro_batch=micro, recompute=recompute, sequence=float(tp > 1),
                 )  # fmt: skip
-                if hold(point, asked.work).high[0] > asked.memory_share * rig.memory_bytes:
+                if (
+                    predict_memory(point, asked.work).high[0]
+                    > asked.memory_share * rig.memory_bytes
+                ):
                     continue
                 run_s = run_seconds(asked.work, point, step_time(point).total_s)
                 least = min(least, float(run_s[0]))
@@ -122,14 +133,14 @@ def best_by_loop(asked: Question, rig: Rig, nodes: int) -> float:
 
 
 def test_stages_are_interleaved_only_where_micro_batches_fill_them() -> None:
-    grid = lay_out(4, 4, rules(batches=(2,), stages=8, pinned={"pp": 4}))
+    grid = enumerate_layouts(4, 4, rules(batches=(2,), stages=8, pinned={"pp": 4}))
     assert set(grid["virtual"]) == {1.0}
-    grid = lay_out(4, 4, rules(batches=(8,), stages=8, pinned={"pp": 4}))
+    grid = enumerate_layouts(4, 4, rules(batches=(8,), stages=8, pinned={"pp": 4}))
     passes = np.ceil(8 / grid["micro_batch"])
     assert set(grid["virtual"]) == {1.0, 2.0}
     assert passes[grid["virtual"] == 2.0].min() == 4
     said = rules(batches=(2,), stages=8, pinned={"pp": 4}, stages_per_rank=(2,))
-    assert set(lay_out(4, 4, said)["virtual"]) == {2.0}
+    assert set(enumerate_layouts(4, 4, said)["virtual"]) == {2.0}
 
 
 def test_the_search_finds_what_a_plain_loop_finds() -> None:
@@ -157,7 +168,7 @@ def test_the_search_finds_what_a_plain_loop_finds() -> None:
 def test_every_layout_uses_all_devices_and_gives_each_replica_work(
     devices: int, domain: int, batch: int
 ) -> None:
-    grid = lay_out(devices, min(domain, devices), rules(batches=(batch,)))
+    grid = enumerate_layouts(devices, min(domain, devices), rules(batches=(batch,)))
     assert set(grid) == set(LAYOUT_COLUMNS)
     assert np.all(grid["dp"] * grid["fsdp"] * grid["tp"] * grid["pp"] == devices)
     replicas = grid["dp"] * grid["fsdp"]
@@ -174,7 +185,7 @@ def test_every_layout_uses_all_devices_and_gives_each_replica_work(
 def test_what_is_found_fits_with_room_for_the_high_end() -> None:
     asked = question(most_devices=16)
     found = search(asked)
-    held = hold(found.points, asked.work).high
+    held = predict_memory(found.points, asked.work).high
     assert np.all(held <= asked.memory_share * found.points.memory_bytes)
     assert np.all(found.points.devices <= 16)
 
@@ -187,10 +198,10 @@ def test_pins_are_kept() -> None:
 
 
 def test_a_micro_batch_that_is_said_divides_every_share() -> None:
-    grid = lay_out(4, 4, rules(batches=(24,), micro_batch=3))
+    grid = enumerate_layouts(4, 4, rules(batches=(24,), micro_batch=3))
     assert len(grid["dp"])
     assert np.all(24 % (grid["dp"] * grid["fsdp"] * 3) == 0)
-    assert not len(lay_out(4, 4, rules(batches=(16,), micro_batch=5))["dp"])
+    assert not len(enumerate_layouts(4, 4, rules(batches=(16,), micro_batch=5))["dp"])
 
 
 def test_where_nothing_fits_the_nearest_is_told() -> None:
@@ -236,8 +247,8 @@ def test_a_number_of_devices_that_is_said_is_met_by_whole_machines(
 
 def test_what_is_said_does_not_open_an_axis_that_is_barred() -> None:
     barred = rules(barred=frozenset({"tp"}), pinned={"tp": 2})
-    assert not len(lay_out(4, 4, barred)["dp"])
-    assert len(lay_out(4, 4, replace(barred, pinned={"tp": 1}))["dp"])
+    assert not len(enumerate_layouts(4, 4, barred)["dp"])
+    assert len(enumerate_layouts(4, 4, replace(barred, pinned={"tp": 1}))["dp"])
 
 
 def test_evaluations_between_steps_follow_the_batch_of_each_point() -> None:

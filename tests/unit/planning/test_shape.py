@@ -22,7 +22,7 @@ from yunlu.planning.models.arithmetic import (
     visible,
 )
 from yunlu.planning.models.shape import Adapter, Experts, Latent, ModelShape
-from yunlu.planning.predict.points import Points, concatenate, make_points
+from yunlu.planning.predict.query_batch import QueryBatch, concatenate, make_queries
 
 LLAMA3_8B = ModelShape(
     name="llama3-8b",
@@ -132,11 +132,11 @@ def test_columns_make_points_and_measured_models_bring_their_activations() -> No
     told = columns_of(DEEPSEEK_V3, 4096)
     rest = {
         field.name: 1.0
-        for field in fields(Points)
+        for field in fields(QueryBatch)
         if field.default is MISSING and field.name not in told
     }
-    one = make_points(2, **told, **rest)
-    other = make_points(1, **columns_of(MEASURED, 1), **rest)
+    one = make_queries(2, **told, **rest)
+    other = make_queries(1, **columns_of(MEASURED, 1), **rest)
     assert one.ffn[0] == 18432  # eight of 2048 and the shared one, as wide as the dense blocks
     assert (one.experts[0], one.active_experts[0], one.activation_bytes) == (256, 8, None)
     both = concatenate([one, other])

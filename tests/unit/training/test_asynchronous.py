@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_plan
+from tests.waiting import LIMIT_S
 from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
 from yunlu.planning.layout import Layout
@@ -165,7 +166,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
         for worker in crew:
             worker.start()
         for worker in crew:
-            worker.join(60)
+            worker.join(LIMIT_S)
     steps = dict(Progress(run.servers, rules).read())
     found = [
         sum(each["loss"] * each["items"] for each in done.values())

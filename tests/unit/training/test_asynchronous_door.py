@@ -29,7 +29,7 @@ from yunlu.training.elastic.messages import (
     frame,
 )
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Machine:

@@ -28,13 +28,13 @@ from tests.unit.tuning.made_studies import (
     with_trials,
 )
 from yunlu.core.errors import StoreError
-from yunlu.render.drawing.study_axes import Axis, DimensionAxis, value_axis
-from yunlu.render.study_report.dump import dump_study
-from yunlu.tuning.importance import expect_finals, rank, weigh
 from yunlu.render.drawing.landscape import draw_ground
+from yunlu.render.drawing.study_axes import Axis, DimensionAxis, value_axis
 from yunlu.render.study_report.commands import shorten, train_command
+from yunlu.render.study_report.dump import dump_study
 from yunlu.render.study_report.page import render_page, write_report
 from yunlu.render.study_report.words import TEMPLATES
+from yunlu.tuning.importance import expect_finals, rank, weigh
 from yunlu.tuning.values import Dimension, ParamValue, Point, Trial, TrialState
 from yunlu.tuning.view import StudyView
 

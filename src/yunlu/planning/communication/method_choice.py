@@ -10,8 +10,13 @@ from pydantic import Field
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.planning.communication.measurements import SharedWork  # noqa: TC001 - pydantic reads it
-from yunlu.planning.communication.step_forecast import StepForecast, MethodSetting, forecast, split_buckets
 from yunlu.planning.communication.methods import METHODS, PACKINGS, Guarantee, keeps
+from yunlu.planning.communication.step_forecast import (
+    MethodSetting,
+    StepForecast,
+    forecast,
+    split_buckets,
+)
 from yunlu.planning.communication.timing import Clock
 from yunlu.planning.machine_profile import FiniteFigures
 
@@ -150,7 +155,9 @@ def _sure(candidates: tuple[StepForecast, ...]) -> StepForecast:
     return plain if plain.cost_s < _ALIKE * chosen.cost_s else chosen
 
 
-def explain(figures: WireFigures, work: SharedWork, chosen: StepForecast, plain: StepForecast) -> str:
+def explain(
+    figures: WireFigures, work: SharedWork, chosen: StepForecast, plain: StepForecast
+) -> str:
     """In words: what is sent over which links, how long that takes, and what of it hides."""
     told = (
         f"{chosen.setting.name}: {_links(figures)};"

@@ -28,7 +28,7 @@ _PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class MessageRound:
     """Messages that are under way at the same time; a worker's next ones wait for a piece of these."""
 
     sources: NDArray[np.int64]
@@ -48,11 +48,11 @@ def make_round(
     is_added: bool = True,
     pieces: int = 1,
     is_two_way: bool = False,
-) -> Round:
+) -> MessageRound:
     """A round of (source, target, bytes)."""
     listed = list(messages)
     sources, targets, sizes = zip(*listed, strict=True) if listed else ((), (), ())
-    return Round(
+    return MessageRound(
         np.array(sources, dtype=np.int64),
         np.array(targets, dtype=np.int64),
         np.array(sizes, dtype=np.float64),
@@ -62,7 +62,7 @@ def make_round(
     )
 
 
-def ring(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def ring(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Each passes a part on to the next: n - 1 times to add up, n - 1 times to tell."""
     count = len(hosts)
     turn = [(rank, (rank + 1) % count, size_bytes / count) for rank in range(count)]
@@ -72,13 +72,13 @@ def ring(hosts: Sequence[int], size_bytes: float) -> list[Round]:
     return [added] * (count - 1) + [told] * (count - 1)
 
 
-def direct(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def direct(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Each owns a part: all send it theirs, and it sends the sum to all."""
     count = len(hosts)
     return serve(tuple(range(count)), count, size_bytes)
 
 
-def serve(servers: Sequence[int], count: int, size_bytes: float) -> list[Round]:
+def serve(servers: Sequence[int], count: int, size_bytes: float) -> list[MessageRound]:
     """Servers among the workers own a part each."""
     part = size_bytes / len(servers)
     there = [(rank, server, part) for server in servers for rank in range(count) if rank != server]
@@ -90,16 +90,16 @@ def serve(servers: Sequence[int], count: int, size_bytes: float) -> list[Round]:
     ]
 
 
-def served(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def served(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """One server, the first worker."""
     return serve((0,), len(hosts), size_bytes)
 
 
-def doubling(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def doubling(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Everything to a partner at twice the distance in each round; those beyond a power of two lean on one."""
     count = len(hosts)
     power = 1 << (count.bit_length() - 1)
-    rounds: list[Round] = []
+    rounds: list[MessageRound] = []
     reach = 1
     while reach < power:
         turn = [(rank, rank ^ reach, size_bytes) for rank in range(power)]
@@ -112,12 +112,12 @@ def doubling(hosts: Sequence[int], size_bytes: float) -> list[Round]:
     return [make_round(rest), *rounds, make_round(back, is_added=False)]
 
 
-def tree(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def tree(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Up a binary tree to add, down to tell, piece by piece."""
     return _through_trees([_parents(len(hosts))], size_bytes)
 
 
-def double_tree(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def double_tree(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Half through each of two trees; who passes on in one is a leaf of the other."""
     count = len(hosts)
     first = [_parent_in_order(number, count) if number else -1 for number in range(count)]
@@ -127,7 +127,7 @@ def double_tree(hosts: Sequence[int], size_bytes: float) -> list[Round]:
     return _through_trees([first, second], size_bytes)
 
 
-def hierarchical(hosts: Sequence[int], size_bytes: float) -> list[Round]:
+def hierarchical(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     """Within each host to one of its workers, a sum over those, and back within the host."""
     members = _members(hosts)
     leaders = [group[0] for group in members]
@@ -155,13 +155,13 @@ def _parents(count: int) -> list[int]:
     return [(rank - 1) // 2 if rank else -1 for rank in range(count)]
 
 
-def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[Round]:
+def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[MessageRound]:
     """Level by level up and down again, each passing on the pieces that it has."""
     share = size_bytes / len(trees)
     pieces = count_pieces(share)
     depths = [_depths(parents) for parents in trees]
-    up: list[Round] = []
-    down: list[Round] = []
+    up: list[MessageRound] = []
+    down: list[MessageRound] = []
     for level in range(1, max(max(each) for each in depths) + 1):
         links = [
             (rank, parent, share)
@@ -206,7 +206,7 @@ def _members(hosts: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _renamed(rounds: list[Round], ranks: Sequence[int]) -> list[Round]:
+def _renamed(rounds: list[MessageRound], ranks: Sequence[int]) -> list[MessageRound]:
     names = np.array(ranks, dtype=np.int64)
     return [
         replace(each, sources=names[each.sources], targets=names[each.targets]) for each in rounds

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from yunlu.planning.communication.async_forecast import forecast_async
 from yunlu.planning.communication.methods import (
     BEFORE_ONE_BIT,
     METHODS,
     one_bit_from,
     steps_factor,
 )
-from yunlu.planning.communication.serving import serve
 from yunlu.planning.communication.timing import Clock, Span
 from yunlu.planning.machine_profile import FiniteFigures
 
@@ -141,7 +141,7 @@ def _local(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForeca
 
 def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     """Nobody waits for another: what counts is how many steps all of them do together."""
-    told = serve(clock.figures, work, setting, staleness=work.staleness)
+    told = forecast_async(clock.figures, work, setting, staleness=work.staleness)
     forecast = _make(
         clock,
         work,
@@ -231,7 +231,9 @@ def _pass_on(clock: Clock, work: SharedWork, setting: MethodSetting, size_bytes:
     return clock.compressed_s(cost, size_bytes)
 
 
-def _low_rank(clock: Clock, work: SharedWork, setting: MethodSetting, method: str, size_bytes: float) -> Span:
+def _low_rank(
+    clock: Clock, work: SharedWork, setting: MethodSetting, method: str, size_bytes: float
+) -> Span:
     """Two thin factors, one after the other; what is no matrix goes dense with the first."""
     share = size_bytes / max(work.bytes, 1)
     full = _VALUE_BYTES * sum(rows * columns for rows, columns in work.matrices)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.planning.communication.method_choice import MethodDecision, MethodQuery
     from yunlu.planning.communication.measurements import WireFigures
+    from yunlu.planning.communication.method_choice import MethodDecision, MethodQuery
 
 _GAIN = 0.25
 """Of the time to the same loss, by each that leaves: less is not worth a device that stands idle."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from yunlu.planning.communication.method_choice import choose, explain
-from yunlu.planning.communication.step_forecast import ASYNCHRONOUS_S, forecast
 from yunlu.planning.communication.methods import METHODS
+from yunlu.planning.communication.step_forecast import ASYNCHRONOUS_S, forecast
 from yunlu.planning.communication.timing import Clock
 
 if TYPE_CHECKING:
-    from yunlu.planning.communication.method_choice import MethodDecision
     from yunlu.planning.communication.measurements import WireFigures
+    from yunlu.planning.communication.method_choice import MethodDecision
     from yunlu.planning.communication.step_forecast import StepForecast
 
 GAIN = 0.15
@@ -64,7 +64,7 @@ def renew(decision: MethodDecision, figures: WireFigures) -> MethodDecision:
     return decision.model_copy(update={"chosen": chosen, "reason": reason})
 
 
-def find_rival(decision: MethodDecision, *, steps_left: int | None) -> StepForecast | None:
+def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> StepForecast | None:
     """Who might be faster than what was chosen: torch's own sum, or the fastest of ours where that was.
 
     None where the prediction leaves no doubt, where the user decides, and where it could matter for
@@ -91,7 +91,7 @@ def _is_plain(told: StepForecast) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class LinkMonitor:
     """What exchanges took of late, over what was predicted.
 
     Predictions may be off by a constant share, so the first exchanges say what is usual. The median of a
@@ -102,7 +102,7 @@ class Watch:
     ratios: tuple[float, ...] = ()
     usual: float | None = None
 
-    def note(self, seconds: float) -> Watch:
+    def note(self, seconds: float) -> LinkMonitor:
         """With one exchange more; what is no time at all tells nothing."""
         if not (math.isfinite(seconds) and seconds > 0 and self.predicted_s > 0):
             return self

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from yunlu.planning.communication.measurements import CodecCost, WireFigures
-    from yunlu.planning.communication.rounds import Round
+    from yunlu.planning.communication.rounds import MessageRound
 
 _VALUE_BYTES = 4
 _DIGITS = 3
@@ -95,7 +95,7 @@ class Clock:
         return Span(spent, _sent(rounds) / workers)
 
 
-def elapse(figures: WireFigures, rounds: Sequence[Round]) -> float:
+def elapse(figures: WireFigures, rounds: Sequence[MessageRound]) -> float:
     """Seconds until the last worker is through, each going on as soon as a first piece has come."""
     hosts, size = figures.host_numbers, figures.size
     latency, rate = np.array(figures.latency_s), np.array(figures.bytes_per_s)
@@ -128,7 +128,9 @@ def elapse(figures: WireFigures, rounds: Sequence[Round]) -> float:
     return float(max(whole.max(), used.max()))
 
 
-def _shared_s(figures: WireFigures, each: Round) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _shared_s(
+    figures: WireFigures, each: MessageRound
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """How long all that leaves a message's host in a round, and all that enters its other one, takes."""
     source, target = figures.host_numbers[each.sources], figures.host_numbers[each.targets]
     crossing = np.where(source == target, 0.0, each.bytes)
@@ -144,13 +146,13 @@ def _shared_s(figures: WireFigures, each: Round) -> tuple[NDArray[np.float64], N
     return np.where(crosses, uploaded[source], 0.0), np.where(crosses, downloaded[target], 0.0)
 
 
-def _extra(each: Round, workers: int) -> NDArray[np.int64]:
+def _extra(each: MessageRound, workers: int) -> NDArray[np.int64]:
     sends = np.bincount(each.sources, minlength=workers)
     receives = np.bincount(each.targets, minlength=workers)
     return np.maximum(np.maximum(sends, receives) - 1, 0)
 
 
-def _sent(rounds: Sequence[Round]) -> float:
+def _sent(rounds: Sequence[MessageRound]) -> float:
     return float(sum(each.bytes.sum() for each in rounds))
 
 

@@ -16,7 +16,7 @@ _ALIKE = 1.25
 """Bursts that differ by less differ by chance: workers are disturbed, and their turns are short."""
 
 
-class Pace(FiniteFigures):
+class WorkerSpeed(FiniteFigures):
     """How fast a worker computes."""
 
     turns_per_s: float = Field(gt=0)
@@ -25,13 +25,13 @@ class Pace(FiniteFigures):
     """Forward and backward of its share of a step, in its latest ones, where it has made some."""
 
 
-def is_doubtful(paces: Sequence[Pace]) -> bool:
+def is_doubtful(paces: Sequence[WorkerSpeed]) -> bool:
     """Whether somebody did so much better or worse than most that it should be looked at again."""
     usual = statistics.median(each.turns_per_s for each in paces)
     return any(not 1 / _ALIKE < each.turns_per_s / usual < _ALIKE for each in paces)
 
 
-def steps_of(paces: Sequence[Pace], *, planned_s: float) -> tuple[float, ...]:
+def steps_of(paces: Sequence[WorkerSpeed], *, planned_s: float) -> tuple[float, ...]:
     """Seconds of each worker's share of a step: as seen, or in proportion to somebody whose is known.
 
     Args:

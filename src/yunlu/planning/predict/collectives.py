@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class Ring:
         return share * (message_bytes / self.bytes_per_s) + self.latency_s
 
 
-def make_ring(points: Points, members: Column, inside: Column, constants: dict[str, Any]) -> Ring:
+def make_ring(
+    points: QueryBatch, members: Column, inside: Column, constants: dict[str, Any]
+) -> Ring:
     """A ring of ``members``, of which ``inside`` are in the same node."""
     link = points.link_bytes_per_s * constants["link_share"]
     network = points.network_bytes_per_s * constants["network_share"]

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.planning.predict.points import Column
+    from yunlu.planning.predict.query_batch import Column
 
 STACKS = (
     "unknown",
@@ -50,7 +50,7 @@ class Prior:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class StackTraits:
     """What is known of a stack from its documentation, before any measurement of it."""
 
     scores_in_memory: bool = False
@@ -70,23 +70,23 @@ class Traits:
 
 
 TRAITS = {
-    "yunlu": Traits(eager=True),  # compiled only where start-up finds that it pays
-    "megatron-deepspeed": Traits(scores_in_memory=True, hides_gradients=False),
-    "llm-foundry": Traits(first_flash=True, eager=True),
-    "megatron-bridge": Traits(tuned_attention=True),
-    "maxtext": Traits(tuned_attention=True),
-    "torchtitan": Traits(selects_products=True),
-    "transformers": Traits(eager=True, written_norms=True),
-    "mindspeed": Traits(eager=True, hides_gradients=False),
-    "nanotron": Traits(eager=True, hides_gradients=False),
-    "neuron": Traits(scores_in_memory=True),
+    "yunlu": StackTraits(eager=True),  # compiled only where start-up finds that it pays
+    "megatron-deepspeed": StackTraits(scores_in_memory=True, hides_gradients=False),
+    "llm-foundry": StackTraits(first_flash=True, eager=True),
+    "megatron-bridge": StackTraits(tuned_attention=True),
+    "maxtext": StackTraits(tuned_attention=True),
+    "torchtitan": StackTraits(selects_products=True),
+    "transformers": StackTraits(eager=True, written_norms=True),
+    "mindspeed": StackTraits(eager=True, hides_gradients=False),
+    "nanotron": StackTraits(eager=True, hides_gradients=False),
+    "neuron": StackTraits(scores_in_memory=True),
     # Foretold as if nothing were known of them, the stacks that were measured err least this way.
-    "unknown": Traits(eager=True),
-    "unknown-flash-1": Traits(eager=True, first_flash=True),
-    "unknown-scores": Traits(eager=True, scores_in_memory=True),
-    "unknown-norms": Traits(eager=True, written_norms=True),
-    "unknown-flash-1-norms": Traits(eager=True, first_flash=True, written_norms=True),
-    "unknown-scores-norms": Traits(eager=True, scores_in_memory=True, written_norms=True),
+    "unknown": StackTraits(eager=True),
+    "unknown-flash-1": StackTraits(eager=True, first_flash=True),
+    "unknown-scores": StackTraits(eager=True, scores_in_memory=True),
+    "unknown-norms": StackTraits(eager=True, written_norms=True),
+    "unknown-flash-1-norms": StackTraits(eager=True, first_flash=True, written_norms=True),
+    "unknown-scores-norms": StackTraits(eager=True, scores_in_memory=True, written_norms=True),
 }
 """By stack; those not named have the best of today."""
 
@@ -181,7 +181,7 @@ def from_logs(logs: np.ndarray[Any, np.dtype[np.float64]]) -> Constants:
 
 
 def _which(trait: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    return np.array([getattr(TRAITS.get(stack, Traits()), trait) for stack in STACKS])
+    return np.array([getattr(TRAITS.get(stack, StackTraits()), trait) for stack in STACKS])
 
 
 _OF_TRAIT = {

@@ -17,7 +17,7 @@ from yunlu.planning.predict.constants import STACKS, shipped
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
     from yunlu.planning.predict.step_time import StepTime
 
     Table = np.ndarray[Any, np.dtype[np.float64]]
@@ -54,7 +54,7 @@ Correction = dict[int, Forest]
 """By index in ``STACKS``; stacks without one are left as the formulas have them."""
 
 
-def feature_table(points: Points, time: StepTime) -> Table:
+def feature_table(points: QueryBatch, time: StepTime) -> Table:
     """What the trees look at: logarithms of sizes, and shares of the foretold time."""
     p, total = points, time.total_s
     inside = p.node_devices / (p.tp * p.pp * p.replicas)
@@ -87,12 +87,12 @@ def feature_table(points: Points, time: StepTime) -> Table:
     )
 
 
-def is_wide(points: Points) -> Column:
+def is_wide(points: QueryBatch) -> Column:
     """Whether a point leaves the node."""
     return points.devices > points.node_devices
 
 
-def correct(points: Points, time: StepTime, correction: Correction | None = None) -> Column:
+def correct(points: QueryBatch, time: StepTime, correction: Correction | None = None) -> Column:
     """By what to multiply the foretold seconds of each point."""
     forests = shipped_correction() if correction is None else correction
     factor = np.ones(len(points))

@@ -19,7 +19,7 @@ from yunlu.planning.predict.correction import is_wide
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 _WIDER_PER_DOUBLING = 0.1
 """By how much an interval widens for each doubling of devices beyond those seen."""
@@ -45,7 +45,7 @@ class Spread:
     """The quantiles of models with experts, of any stack: the least that is said of these."""
 
 
-def spread_factors(points: Points, spread: Spread | None = None) -> tuple[Column, Column]:
+def spread_factors(points: QueryBatch, spread: Spread | None = None) -> tuple[Column, Column]:
     """By what to multiply a foretold throughput for its 10 % and its 90 % quantile."""
     spread = shipped_spread() if spread is None else spread
     stack = points.stack.astype(np.intp)
@@ -61,7 +61,7 @@ def spread_factors(points: Points, spread: Spread | None = None) -> tuple[Column
 
 def make_spread(
     errors: Column,
-    points: Points,
+    points: QueryBatch,
     cold: tuple[float, float],
     unknown: tuple[float, float] | None = None,
 ) -> Spread:
@@ -91,7 +91,7 @@ def make_spread(
     return Spread(np.minimum(low, -0.01), np.maximum(high, 0.01), most)
 
 
-def _models(points: Points, rows: Column) -> int:
+def _models(points: QueryBatch, rows: Column) -> int:
     shapes = np.stack([points.layers, points.hidden, points.ffn, points.vocab], axis=1)
     return len(np.unique(shapes[rows], axis=0))
 

@@ -15,8 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.planning.machine_profile import KernelTiming, Kind, MachineProfile
     from yunlu.planning.plan import Kernel
-    from yunlu.planning.machine_profile import Kind, KernelTiming, MachineProfile
 
 _COMPUTED: frozenset[Kind] = frozenset(("product", "convolution", "convolution_back", "attention"))
 """Kinds that are sized by FLOPs."""
@@ -64,7 +64,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OperatorWork:
     """A step of a job, counted."""
 
     passed: Pass
@@ -103,7 +103,9 @@ def operators_s(
     return max(calls_s, worked_s)  # an accelerator works while the next calls are made
 
 
-def _pace_of(probed: MachineProfile, kind: Kind, *, threads: int, precision: str) -> KernelTiming | None:
+def _pace_of(
+    probed: MachineProfile, kind: Kind, *, threads: int, precision: str
+) -> KernelTiming | None:
     """What is measured in the precision, else in FP32: all but products mostly stay in it anyway."""
     instead: Kind = "product" if kind in _COMPUTED else "stream"
     for name in (kind, _NEXT_BEST.get(kind, instead), instead):
@@ -114,14 +116,14 @@ def _pace_of(probed: MachineProfile, kind: Kind, *, threads: int, precision: str
     return None
 
 
-def own_s(work: Work, probed: MachineProfile, *, threads: int) -> float:
+def own_s(work: OperatorWork, probed: MachineProfile, *, threads: int) -> float:
     """What the engine does in a step besides passes and update: the gradient's norm, calls, the log."""
     norm = Operators(kind="stream", calls=1, size=work.gradient_bytes)
     calls_s = (_STEP_CALLS + work.trained_tensors) * probed.call_s
     return calls_s + operators_s((norm,), probed, threads=threads)
 
 
-def update_s(work: Work, probed: MachineProfile, *, threads: int) -> float:
+def update_s(work: OperatorWork, probed: MachineProfile, *, threads: int) -> float:
     """The optimiser's step."""
     return operators_s((work.update,), probed, threads=threads)
 

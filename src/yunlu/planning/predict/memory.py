@@ -14,7 +14,7 @@ import numpy as np
 from yunlu.planning.predict.memory_constants import NAMES, MemoryConstants, shipped_constants
 
 if TYPE_CHECKING:
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 _CHUNK = 8192
 """Points at a time: the temporaries of one chunk stay in the cache."""
@@ -73,7 +73,7 @@ class PeakMemory:
 
 
 def peak_memory(
-    points: Points,
+    points: QueryBatch,
     constants: MemoryConstants | None = None,
     *,
     state: StateBytes | None = None,
@@ -109,24 +109,26 @@ def peak_memory(
     )
 
 
-def reported_memory(points: Points, constants: MemoryConstants | None = None) -> PeakMemory:
+def reported_memory(points: QueryBatch, constants: MemoryConstants | None = None) -> PeakMemory:
     """What each point's stack would report: for tables of measurements, not for plans."""
     return peak_memory(points, constants, stage="reported", habits=True)
 
 
-def usable_bytes(points: Points, constants: MemoryConstants | None = None) -> Column:
+def usable_bytes(points: QueryBatch, constants: MemoryConstants | None = None) -> Column:
     """What a peak may take of each point's device."""
     constants = constants or shipped_constants()
     return constants.of("usable_share", points.stack.astype(np.int64)) * points.memory_bytes
 
 
-def fits(points: Points, memory: PeakMemory, constants: MemoryConstants | None = None) -> Column:
+def fits(
+    points: QueryBatch, memory: PeakMemory, constants: MemoryConstants | None = None
+) -> Column:
     """Where the likeliest peak is within the usable memory and nothing else forbids to run."""
     return (memory.total <= usable_bytes(points, constants)) & ~cannot_run(points, constants)
 
 
 def chance_to_fit(
-    points: Points, memory: PeakMemory, constants: MemoryConstants | None = None
+    points: QueryBatch, memory: PeakMemory, constants: MemoryConstants | None = None
 ) -> Column:
     """How likely the peak is within the usable memory, if log errors are normal."""
     room = np.log(usable_bytes(points, constants) / memory.total)
@@ -136,7 +138,7 @@ def chance_to_fit(
     return np.where(cannot_run(points, constants), 0.0, chance)
 
 
-def cannot_run(points: Points, constants: MemoryConstants | None = None) -> Column:
+def cannot_run(points: QueryBatch, constants: MemoryConstants | None = None) -> Column:
     """Where a stage of the pipeline would be left without a block, whatever the memory."""
     constants = constants or shipped_constants()
     empty = points.pp * points.virtual > points.layers
@@ -151,7 +153,7 @@ def cannot_run(points: Points, constants: MemoryConstants | None = None) -> Colu
     return np.where(weighs > 0, head + 2.0 < points.pp - 1.0, empty)
 
 
-def _weights(points: Points) -> tuple[Column, Column, Column]:
+def _weights(points: QueryBatch) -> tuple[Column, Column, Column]:
     """Of one block, of the experts among these, and of one table of the vocabulary."""
     table = points.vocab * points.hidden
     block = (points.parameters - table * (2.0 - points.tied)) / np.maximum(points.layers, 1.0)
@@ -164,7 +166,11 @@ class _Peak:
     """The arithmetic of one chunk; every attribute is a column, or a number that holds for all."""
 
     def __init__(
-        self, points: Points, constants: MemoryConstants, state: StateBytes, whole: Column | None
+        self,
+        points: QueryBatch,
+        constants: MemoryConstants,
+        state: StateBytes,
+        whole: Column | None,
     ) -> None:
         stack: Any = points.stack.astype(np.int64)
         if len(stack) == 0 or (stack == stack[0]).all():

@@ -15,7 +15,7 @@ from yunlu.planning.predict.constants import STACKS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
     Table = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -74,7 +74,7 @@ class MemoryConstants:
         """One constant: for each point, or for all where they have one stack."""
         return self.values[stack, NAMES.index(name)]
 
-    def whole_share(self, points: Points) -> Column:
+    def whole_share(self, points: QueryBatch) -> Column:
         """How much of the gathered inputs each point keeps, by what its stack was seen to do."""
         stacks = points.stack.astype(np.int64)
         share = self.values[stacks, NAMES.index("whole_share")].copy()
@@ -85,7 +85,7 @@ class MemoryConstants:
         return share
 
 
-def habit_features(points: Points) -> Table:
+def habit_features(points: QueryBatch) -> Table:
     """What versions of a stack's software were seen to go by: one row for each point."""
     stages, devices = np.log2(points.pp), np.log2(points.devices)
     ways, micro = np.log2(points.tp), np.log2(points.micro_batch)

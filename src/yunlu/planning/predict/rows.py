@@ -10,14 +10,7 @@ import numpy as np
 
 from yunlu.core.errors import YunluError
 from yunlu.planning.models.arithmetic import columns_of, parameters
-from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.correction import correct
-from yunlu.planning.predict.figures import check_figures
-from yunlu.planning.predict.geometry import UnreadableRowError, number, read_shape
-from yunlu.planning.predict.intervals import spread_factors
-from yunlu.planning.predict.memory import fits, peak_memory, reported_memory
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE, Column, Points
-from yunlu.planning.predict.spelling import (
+from yunlu.planning.predict.aliases import (
     cuts_sequence,
     network_of,
     precision_of,
@@ -25,6 +18,13 @@ from yunlu.planning.predict.spelling import (
     sharding_of,
     stack_of,
 )
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.correction import correct
+from yunlu.planning.predict.geometry import UnreadableRowError, number, read_shape
+from yunlu.planning.predict.intervals import spread_factors
+from yunlu.planning.predict.memory import fits, peak_memory, reported_memory
+from yunlu.planning.predict.plausibility import check_figures
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE, Column, QueryBatch
 from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParsedRow:
     """The rows that can be foretold, as points, and why the others cannot."""
 
-    points: Points
+    points: QueryBatch
     index: np.ndarray[Any, np.dtype[np.int64]]
     """Which row each point is."""
     cores: Column
@@ -66,7 +66,7 @@ _GUESSED_SEQ = 4096.0
 _TOKENS_OF_A_GUESSED_MICRO_BATCH = 8192.0
 
 
-def foretell_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
+def predict_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
     """For each row: pace and memory with their 10-90 % intervals, or the reason why not."""
     every = list(rows)
     reading = read_rows(every, catalog, guess=True)
@@ -105,7 +105,7 @@ def _gigabyte(row: Row) -> float:
     return 2.0**30 if stack_of(row) == "nanotron" else 1e9
 
 
-def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> Reading:
+def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> ParsedRow:
     """The points of the rows, each on the device that the catalog knows by the row's name.
 
     With ``guess``, a length of sequences that is missing is taken to be a usual one.
@@ -122,10 +122,10 @@ def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> 
             index.append(position)
     columns = {
         name: np.array([record.get(name, np.nan) for record in records], dtype=float)
-        for name in Points.__dataclass_fields__
+        for name in QueryBatch.__dataclass_fields__
     }
-    return Reading(
-        points=Points(**columns),
+    return ParsedRow(
+        points=QueryBatch(**columns),
         index=np.array(index, dtype=np.int64),
         cores=np.array([record["cores"] for record in records], dtype=float),
         reasons=reasons,

@@ -12,10 +12,10 @@ import numpy as np
 
 from yunlu.planning.predict.collectives import make_ring
 from yunlu.planning.predict.constants import Constants, shipped_constants
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
 
 if TYPE_CHECKING:
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 _CHUNK = 8192
 """Points at a time: the temporaries of one chunk stay in the cache."""
@@ -54,7 +54,7 @@ class StepTime:
         )
 
 
-def step_time(points: Points, constants: Constants | None = None) -> StepTime:
+def step_time(points: QueryBatch, constants: Constants | None = None) -> StepTime:
     """Seconds of a step for each point; the shipped constants unless others are given."""
     constants = shipped_constants() if constants is None else constants
     count = len(points)
@@ -72,12 +72,12 @@ def step_time(points: Points, constants: Constants | None = None) -> StepTime:
     )
 
 
-def tokens_per_s_per_device(points: Points, constants: Constants | None = None) -> Column:
+def tokens_per_s_per_device(points: QueryBatch, constants: Constants | None = None) -> Column:
     """Throughput of each point."""
     return points.batch * points.seq / (step_time(points, constants).total_s * points.devices)
 
 
-def _step_time(points: Points, constants: Constants) -> StepTime:
+def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
     c = constants.columns(points.stack)
     micros = points.micros
     tokens = points.tokens / points.cp
@@ -127,7 +127,9 @@ def _no_less_than(busy_s: Column, launch_s: Column) -> Column:
     return np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
 
 
-def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column, Column, Column]:
+def _compute(
+    points: QueryBatch, c: dict[str, Any], tokens: Column
+) -> tuple[Column, Column, Column]:
     """Seconds of one block, of launching it, and of the head: both passes of one micro-batch."""
     p = points
     layers = np.maximum(p.layers, 1.0)
@@ -202,12 +204,12 @@ def _compute(points: Points, c: dict[str, Any], tokens: Column) -> tuple[Column,
     return busy_s, launch_s, head_s
 
 
-def _inside(points: Points, closer: Column, members: Column) -> Column:
+def _inside(points: QueryBatch, closer: Column, members: Column) -> Column:
     """Members of a group in one node, when ``closer`` neighbours of each come first."""
     return np.clip(np.floor(points.node_devices / closer), 1.0, members)
 
 
-def _tensor(points: Points, c: dict[str, Any], tokens: Column) -> Column:
+def _tensor(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
     """Seconds of one block's messages between the shards of its matrices."""
     one = np.ones(len(points))
     ring = make_ring(points, points.tp, _inside(points, one, points.tp), c)
@@ -217,14 +219,14 @@ def _tensor(points: Points, c: dict[str, Any], tokens: Column) -> Column:
     return times * (exposed_s + wide_s)
 
 
-def _context(points: Points, c: dict[str, Any], tokens: Column) -> Column:
+def _context(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
     """Seconds of one block's keys and values going round the ring of the sequence's parts."""
     ring = make_ring(points, points.cp, _inside(points, points.tp, points.cp), c)
     around = 4.0 * tokens * points.cp * points.kv_heads * points.head_dim / points.tp
     return 3.0 * c["context_exposed"] * ring.gather_s(around)
 
 
-def _exchange(points: Points, c: dict[str, Any], tokens: Column) -> Column:
+def _exchange(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
     """Seconds in which one block's tokens go to their experts and back, forward and backward.
 
     Four all-to-alls; what a device keeps to itself is only copied (Lepikhin et al. 2020).
@@ -238,7 +240,7 @@ def _exchange(points: Points, c: dict[str, Any], tokens: Column) -> Column:
     return 4.0 * c["exchange_exposed"] * np.maximum(near_s, far_s) + copied_s
 
 
-def _pipe(points: Points, c: dict[str, Any], tokens: Column) -> Column:
+def _pipe(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
     """Seconds of one micro-batch's hops to and from the neighbouring stages."""
     near = points.devices / points.pp < points.node_devices
     speed = np.where(
@@ -253,7 +255,7 @@ def _pipe(points: Points, c: dict[str, Any], tokens: Column) -> Column:
     return np.where(points.pp > 1, once, 0.0)
 
 
-def _data(points: Points, c: dict[str, Any], micros: Column) -> tuple[Column, Column]:
+def _data(points: QueryBatch, c: dict[str, Any], micros: Column) -> tuple[Column, Column]:
     """Seconds of gathering sharded weights, and of adding up gradients that nothing hides."""
     p = points
     trained = np.minimum(p.trainable, p.parameters)
@@ -273,7 +275,7 @@ def _data(points: Points, c: dict[str, Any], micros: Column) -> tuple[Column, Co
     return gather_s, c["data_exposed"] * c["unhidden"] * copies.reduce_s(message) + stall_s
 
 
-def _optimizer(points: Points, c: dict[str, Any]) -> Column:
+def _optimizer(points: QueryBatch, c: dict[str, Any]) -> Column:
     """Seconds of the update: memory traffic of weights, gradients and moments."""
     p = points
     shards = np.where(p.zero >= 3, p.fsdp, np.where(p.zero > 0, p.replicas, 1.0))

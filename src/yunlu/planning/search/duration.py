@@ -16,7 +16,7 @@ from yunlu.planning.search.spot import (
 )
 
 if TYPE_CHECKING:
-    from yunlu.planning.search.rigs import Price
+    from yunlu.planning.search.hardware_configs import Price
 
 MOST_LOST = 0.9
 """Of an hour, to interruptions: beyond, nothing is foretold any more."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.units import show_bytes, show_duration
 
 if TYPE_CHECKING:
-    from yunlu.planning.search.options import Interval, Option
+    from yunlu.planning.search.options import Interval, PlanOption
 
 _STEP_WORDS = {
     "compute": "computing",
@@ -31,7 +31,7 @@ _MUCH = 0.15
 _ALIKE = 1.05
 
 
-def explain_option(option: Option) -> str:
+def explain_option(option: PlanOption) -> str:
     """Memory and time of one option, by what takes them."""
     lines = [f"{option.hardware} ({option.hardware.device}): {describe_layout(option)}"]
     if option.reason:
@@ -47,7 +47,7 @@ def explain_option(option: Option) -> str:
     return "\n".join(lines)
 
 
-def describe_layout(option: Option) -> str:
+def describe_layout(option: PlanOption) -> str:
     """``dp8 x tp2, micro-batch 4 x 2, selective recompute, bf16``."""
     parts = [str(option.layout) + (", zero1" if option.layout.zero1 else "")]
     parts.append(f"micro-batch {option.micro_batch} x {option.accumulation}")
@@ -63,7 +63,7 @@ def show_interval(interval: Interval, show: object) -> str:
     return f"{words(interval.value)} ({words(interval.low)} to {words(interval.high)})"
 
 
-def main_wait(option: Option) -> str:
+def main_wait(option: PlanOption) -> str:
     """What a step loses most to besides computing, if it is much; else nothing."""
     step_s = max(option.step_s.value, 1e-12)
     lost = {name: option.step_parts.get(name, 0.0) / step_s for name in _WAITS}

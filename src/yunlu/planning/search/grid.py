@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from yunlu.planning.predict.points import Column
+    from yunlu.planning.predict.query_batch import Column
 
 LAYOUT_COLUMNS = (
     *("dp", "fsdp", "tp", "sequence", "pp", "virtual", "zero"),
@@ -23,7 +23,7 @@ _UNEVEN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class LayoutRules:
     """What a layout may be: what the model allows, and what the job says."""
 
     batches: tuple[int, ...]
@@ -48,7 +48,7 @@ class Rules:
         return is_said and (size == 1 or axis not in self.barred)
 
 
-def lay_out(devices: int, domain: int, rules: Rules) -> dict[str, Column]:
+def enumerate_layouts(devices: int, domain: int, rules: LayoutRules) -> dict[str, Column]:
     """All layouts of so many devices, of which each ``domain`` are joined by fast links."""
     splits = np.array(list(_splits(devices, domain, rules)), dtype=np.float64).reshape(-1, 6)
     parts = [_with_micro_batches(splits, batch, rules) for batch in rules.batches if len(splits)]
@@ -57,7 +57,7 @@ def lay_out(devices: int, domain: int, rules: Rules) -> dict[str, Column]:
     return {name: np.concatenate([part[name] for part in parts]) for name in LAYOUT_COLUMNS}
 
 
-def _splits(devices: int, domain: int, rules: Rules) -> Iterator[tuple[float, ...]]:
+def _splits(devices: int, domain: int, rules: LayoutRules) -> Iterator[tuple[float, ...]]:
     """``dp, fsdp, tp, pp, virtual, zero`` of every factoring that the model and the job allow."""
     for tp in rules.tensor_ways:
         # Neighbours in tp talk in every layer: they share a node, or whatever its links reach.
@@ -78,13 +78,13 @@ def _splits(devices: int, domain: int, rules: Rules) -> Iterator[tuple[float, ..
                         yield dp, fsdp, tp, pp, virtual, zero
 
 
-def _virtual(pp: int, rules: Rules) -> tuple[float, ...]:
+def _virtual(pp: int, rules: LayoutRules) -> tuple[float, ...]:
     if pp == 1:
         return (1.0,)
     return tuple(float(each) for each in rules.stages_per_rank if each * pp <= rules.stages)
 
 
-def _zero(dp: int, fsdp: int, rules: Rules) -> tuple[float, ...]:
+def _zero(dp: int, fsdp: int, rules: LayoutRules) -> tuple[float, ...]:
     """What replicas share out: all where they are shards, else the optimiser's state or nothing."""
     if fsdp > 1:
         return (3.0,)
@@ -93,7 +93,7 @@ def _zero(dp: int, fsdp: int, rules: Rules) -> tuple[float, ...]:
     return tuple(float(each) for each in rules.zero1 if not each or "zero1" not in rules.barred)
 
 
-def _with_micro_batches(splits: Any, batch: int, rules: Rules) -> dict[str, Column]:
+def _with_micro_batches(splits: Any, batch: int, rules: LayoutRules) -> dict[str, Column]:
     """Each split with every micro-batch up to a replica's share, and every recomputation."""
     replicas = splits[:, 0] * splits[:, 1]
     share = np.ceil(batch / replicas)
@@ -141,7 +141,7 @@ def _is_even(batch: int, replicas: Column) -> Any:
     return even if even.any() else replicas <= batch
 
 
-def _micro_batches(most: int, rules: Rules) -> Column:
+def _micro_batches(most: int, rules: LayoutRules) -> Column:
     if rules.micro_batch is not None:
         return np.array([float(rules.micro_batch)])
     return 2.0 ** np.arange(most.bit_length())

@@ -10,12 +10,12 @@ import numpy as np
 from yunlu.core.units import show_duration
 
 if TYPE_CHECKING:
-    from yunlu.planning.predict.points import Column
-    from yunlu.planning.search.options import Option
+    from yunlu.planning.predict.query_batch import Column
+    from yunlu.planning.search.options import PlanOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class GoalLimits:
     """What may be spent."""
 
     budget: float | None = None
@@ -31,8 +31,8 @@ class Limits:
         return worst
 
 
-def tell_excess(
-    limits: Limits, nearest: Option, *, total_s: Column, dollars: Column
+def explain_excess(
+    limits: GoalLimits, nearest: PlanOption, *, total_s: Column, dollars: Column
 ) -> tuple[str, ...]:
     """Which limit nothing meets, or that nothing meets both, and how near the nearest comes."""
     hardware, cost = nearest.hardware, nearest.dollars

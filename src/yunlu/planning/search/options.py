@@ -66,7 +66,7 @@ class Hardware(Value):
         return f"{name}{count}{', spot' if self.spot else ''}"
 
 
-class Option(Value):
+class PlanOption(Value):
     """One way to do it."""
 
     hardware: Hardware
@@ -103,15 +103,15 @@ class Option(Value):
     """Seconds in all: start-up, steps, evaluation, lost to interruptions."""
     reason: str = ""
     """Why it won or lost."""
-    _again: Callable[[dict[str, Any]], Option] | None = PrivateAttr(default=None)
+    _again: Callable[[dict[str, Any]], PlanOption] | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
         # Whether one can be foretold again is nothing to tell two apart by.
-        return isinstance(other, Option) and self.__dict__ == other.__dict__
+        return isinstance(other, PlanOption) and self.__dict__ == other.__dict__
 
     __hash__ = Value.__hash__
 
-    def replace(self, **changes: Any) -> Option:
+    def replace(self, **changes: Any) -> PlanOption:
         """The same hardware with another layout or work, foretold and checked afresh.
 
         Args:
@@ -148,17 +148,17 @@ class Option(Value):
         """Everything, for programs."""
         return self.model_dump_json(indent=2)
 
-    def with_recall(self, again: Callable[[dict[str, Any]], Option]) -> Option:
+    def with_recall(self, again: Callable[[dict[str, Any]], PlanOption]) -> PlanOption:
         """The same, able to be foretold again."""
         copy = self.model_copy()
         copy._again = again
         return copy
 
 
-class Options(Value):
+class PlanOptions(Value):
     """The best few, best first."""
 
-    options: tuple[Option, ...] = Field(min_length=1)
+    options: tuple[PlanOption, ...] = Field(min_length=1)
     objective: Objective
     problems: tuple[str, ...] = ()
     """Why none meets what was asked, and what to change; then the options are the nearest."""
@@ -168,20 +168,20 @@ class Options(Value):
     """How many combinations were looked at."""
 
     @property
-    def best(self) -> Option:
+    def best(self) -> PlanOption:
         """The first."""
         return self.options[0]
 
-    def __iter__(self) -> Iterator[Option]:  # pyright: ignore[reportIncompatibleMethodOverride] - the options, not pydantic's pairs
+    def __iter__(self) -> Iterator[PlanOption]:  # pyright: ignore[reportIncompatibleMethodOverride] - the options, not pydantic's pairs
         return iter(self.options)
 
     def __len__(self) -> int:
         return len(self.options)
 
-    def __getitem__(self, place: int) -> Option:
+    def __getitem__(self, place: int) -> PlanOption:
         return self.options[place]
 
-    def replace(self, **changes: Any) -> Option:
+    def replace(self, **changes: Any) -> PlanOption:
         """The best one with something changed."""
         return self.best.replace(**changes)
 

@@ -9,8 +9,8 @@ from yunlu.planning.search.explain import compare, main_wait
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.search.limits import Limits
-    from yunlu.planning.search.options import Option
+    from yunlu.planning.search.limits import GoalLimits
+    from yunlu.planning.search.options import PlanOption
     from yunlu.spec.goal import Objective
 
 _TIGHT = 0.05
@@ -19,13 +19,13 @@ _BEST = {"balanced": "best balance of cost and time", "cost": "cheapest", "time"
 
 
 def give_reasons(
-    options: Sequence[Option],
+    options: Sequence[PlanOption],
     objective: Objective,
-    limits: Limits,
+    limits: GoalLimits,
     *,
     is_met: bool,
     compared: int = 0,
-) -> list[Option]:
+) -> list[PlanOption]:
     """The same options, each with its reason; whether the limits are met decides what the first is.
 
     The last so many as are only ``compared`` are not chosen from.
@@ -35,7 +35,7 @@ def give_reasons(
     costs = [option.dollars.value for option in real if option.dollars is not None]
     times = [option.total_s.value for option in real if option.dollars is not None]
     least = (_outstanding(costs), _outstanding(times))
-    told: list[Option] = []
+    told: list[PlanOption] = []
     for place, option in enumerate(options):
         words = [_BEST[objective] if is_met else "nearest to the limits"]
         words = words if option is best and option.dollars is not None else []
@@ -52,11 +52,11 @@ def _outstanding(figures: Sequence[float]) -> float | None:
     return min(figures) if figures and max(figures) > _ALIKE * min(figures) else None
 
 
-def _with_reason(option: Option, reason: str) -> Option:
+def _with_reason(option: PlanOption, reason: str) -> PlanOption:
     return option.model_copy(update={"reason": reason})
 
 
-def _extremes(option: Option, least: tuple[float | None, float | None]) -> list[str]:
+def _extremes(option: PlanOption, least: tuple[float | None, float | None]) -> list[str]:
     if option.dollars is None:
         return ["price unknown"]
     cheapest, fastest = least
@@ -64,7 +64,7 @@ def _extremes(option: Option, least: tuple[float | None, float | None]) -> list[
     return [*words, "fastest"] if option.total_s.value == fastest else words
 
 
-def _against(option: Option, best: Option) -> list[str]:
+def _against(option: PlanOption, best: PlanOption) -> list[str]:
     """How it compares with the first."""
     words: list[str] = []
     if option.dollars is not None and best.dollars is not None:
@@ -76,11 +76,11 @@ def _against(option: Option, best: Option) -> list[str]:
     return [*words, compare(seconds, first, "slower"), compare(first, seconds, "faster")]
 
 
-def _memory_words(option: Option) -> str:
+def _memory_words(option: PlanOption) -> str:
     return "memory nearly full" if option.headroom < _TIGHT else ""
 
 
-def _doubts(option: Option, limits: Limits) -> list[str]:
+def _doubts(option: PlanOption, limits: GoalLimits) -> list[str]:
     """Limits that are met as expected, but not at the high end."""
     words: list[str] = []
     dollars, budget = option.dollars, limits.budget

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from yunlu.planning.search.layout_search import node_counts
 from yunlu.planning.search.options import PlanError
-from yunlu.planning.search.search import node_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from yunlu.planning.search.search import Found, Question
+    from yunlu.planning.search.layout_search import LayoutQuery, LayoutSearchResult
 
 
-def refuse_all(question: Question, found: Found) -> PlanError:
+def refuse_all(question: LayoutQuery, found: LayoutSearchResult) -> PlanError:
     """No layout of any hardware holds the model, or none can be made at all."""
     if found.tightest is not None:
         rig, devices, excess = found.tightest
@@ -44,7 +44,9 @@ def refuse_all(question: Question, found: Found) -> PlanError:
     )
 
 
-def refuse_change(question: Question, found: Found, changes: Mapping[str, Any]) -> PlanError:
+def refuse_change(
+    question: LayoutQuery, found: LayoutSearchResult, changes: Mapping[str, Any]
+) -> PlanError:
     """An option that was changed by hand no longer fits."""
     said = _name_changes(changes)
     if found.tightest is None:
@@ -76,7 +78,7 @@ def _name_changes(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items()) or "unchanged"
 
 
-def _refuse_devices(question: Question) -> PlanError:
+def _refuse_devices(question: LayoutQuery) -> PlanError:
     devices = question.most_devices
     if any(node_counts(rig, question) for rig in question.rigs):
         return PlanError(
@@ -92,7 +94,7 @@ def _refuse_devices(question: Question) -> PlanError:
     )
 
 
-def _tell(excess: float, question: Question) -> str:
+def _tell(excess: float, question: LayoutQuery) -> str:
     # Rounded up: what is too much is never told as just enough.
     return (
         f"{math.ceil(excess * 100) / 100:.2f} times its memory, if nine in ten runs are to fit "

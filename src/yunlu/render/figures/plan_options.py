@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.jobs.outlook import Outlook
-    from yunlu.planning.search.options import Option
+    from yunlu.planning.search.options import PlanOption
 
     Candidate = tuple[float, float, str]
 
@@ -113,7 +113,7 @@ def _zoom(axes: Any, outlook: Outlook) -> None:
         axes.set_ylim(min(dollars) / 2, max(dollars) * 4)
 
 
-def _mark(axes: Any, option: Option, place: int) -> None:
+def _mark(axes: Any, option: PlanOption, place: int) -> None:
     """An option with its interval and its name; the first stands out."""
     dollars = option.dollars
     if dollars is None or dollars.value <= 0:
@@ -154,7 +154,7 @@ def _page(outlook: Outlook, svg: str, title: str) -> str:
     )
 
 
-def _row(place: int, option: Option) -> str:
+def _row(place: int, option: PlanOption) -> str:
     dollars, hardware = option.dollars, option.hardware
     time, memory = option.total_s, option.memory_bytes
     cost = "unknown"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.planning.search.options import Interval, Option, Options
+    from yunlu.planning.search.options import Interval, PlanOption, PlanOptions
 
 
 _GIB = 2**30
@@ -30,7 +30,7 @@ _UNITS = (
 """A unit, its seconds, and up to how many of them it is used."""
 
 
-def options_table(options: Options) -> RenderableType:
+def options_table(options: PlanOptions) -> RenderableType:
     """One option a row: what is expected, and below it the interval; then why each won or lost."""
     table = plain_table()
     table.add_column("")
@@ -48,7 +48,7 @@ def options_table(options: Options) -> RenderableType:
     return Group(indented(table), Text(""), indented(why))
 
 
-def notes_block(options: Options, *, took_s: float) -> RenderableType:
+def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
     """What does not fit, what was assumed, and how much was looked at."""
     lines = [Text(f" {problem}", style="red") for problem in options.problems]
     lines += [Text(f" note: {note}", style="dim") for note in options.notes]
@@ -62,7 +62,7 @@ def notes_block(options: Options, *, took_s: float) -> RenderableType:
     return Group(Text(""), *lines, Text(count, style="dim"))
 
 
-def comparison_table(names: Sequence[str], options: Sequence[Option]) -> RenderableType:
+def comparison_table(names: Sequence[str], options: Sequence[PlanOption]) -> RenderableType:
     """Two jobs' best options beside each other."""
     table = plain_table()
     for title in ("", *names, "second / first"):
@@ -84,7 +84,7 @@ def show_dollars(dollars: float) -> str:
     return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
-def share_out(option: Option) -> str:
+def share_out(option: PlanOption) -> str:
     """A batch as replicas x micro-batch x passes, and what the last pass has where it is not full."""
     batch, each = option.batch, option.layout.replicas * option.micro_batch
     full, left = divmod(batch, each)
@@ -94,7 +94,7 @@ def share_out(option: Option) -> str:
     return f"{batch} = {share} x {full}" + (f" + {left}" if left else "")
 
 
-_TEXTS: dict[str, Callable[[Option], str]] = {
+_TEXTS: dict[str, Callable[[PlanOption], str]] = {
     "hardware": lambda option: (
         f"{option.hardware} ({option.hardware.devices} x {option.hardware.device})"
     ),
@@ -104,7 +104,7 @@ _TEXTS: dict[str, Callable[[Option], str]] = {
     "precision": lambda option: option.precision,
     "steps": lambda option: f"{option.steps:,}",
 }
-_FIGURES: dict[str, tuple[Callable[[Option], Interval | None], Callable[[float], str]]] = {
+_FIGURES: dict[str, tuple[Callable[[PlanOption], Interval | None], Callable[[float], str]]] = {
     "memory of a device": (lambda option: option.memory_bytes, show_bytes),
     "a step": (lambda option: option.step_s, show_duration),
     "samples/s": (lambda option: option.samples_per_s, show_count),
@@ -114,7 +114,7 @@ _FIGURES: dict[str, tuple[Callable[[Option], Interval | None], Callable[[float],
 }
 
 
-def _cells(option: Option) -> list[Text]:
+def _cells(option: PlanOption) -> list[Text]:
     memory, room = option.memory_bytes, option.hardware.memory_bytes
     pace, unit = option.samples_per_s, "samples/s"
     if option.tokens_per_s is not None:
@@ -134,7 +134,7 @@ def _cells(option: Option) -> list[Text]:
     ]
 
 
-def _about(option: Option) -> list[str]:
+def _about(option: PlanOption) -> list[str]:
     """Devices, price and region of the hardware."""
     hardware = option.hardware
     hourly = hardware.dollars_per_hour
@@ -143,7 +143,7 @@ def _about(option: Option) -> list[str]:
     return [f"{hardware.devices} x {hardware.device}", f"{price}{where}"]
 
 
-def _how(option: Option) -> tuple[str, str]:
+def _how(option: PlanOption) -> tuple[str, str]:
     layout = str(option.layout) + (", zero1" if option.layout.zero1 else "")
     again = "" if option.recompute == "none" else f", recompute {option.recompute}"
     return layout, f"batch {share_out(option)}\n{option.precision}{again}"

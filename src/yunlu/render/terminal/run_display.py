@@ -15,7 +15,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.crew import read_change
-from yunlu.jobs.follow import Happening, Metric
+from yunlu.jobs.follow import FollowedItem, MetricRecord
 from yunlu.render.terminal.event_lines import describe, event_row, figures_text
 from yunlu.render.terminal.page import ACCENT, indented, to_json
 from yunlu.runs.run_dir import EventKind
@@ -36,7 +36,7 @@ _PACE_S = 10.0
 class Display(Protocol):
     """Shows what happens in a run, one happening at a time."""
 
-    def show(self, happening: Happening) -> None:
+    def show(self, item: FollowedItem) -> None:
         """Take one event or metric record."""
         ...
 
@@ -61,19 +61,19 @@ class Course:
         self.crew_before: CrewChange | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
 
-    def take(self, happening: Happening) -> None:
+    def take(self, item: FollowedItem) -> None:
         """Remember what matters later."""
-        if isinstance(happening, Metric):
-            self._take_record(happening.record)
-        elif happening.kind is EventKind.PLAN:
-            self.plan = happening.data
-        elif happening.kind is EventKind.CHECKPOINT:
-            self.saved_step = happening.data.get("step")
-        elif happening.kind is EventKind.SKIP:
+        if isinstance(item, MetricRecord):
+            self._take_record(item.record)
+        elif item.kind is EventKind.PLAN:
+            self.plan = item.data
+        elif item.kind is EventKind.CHECKPOINT:
+            self.saved_step = item.data.get("step")
+        elif item.kind is EventKind.SKIP:
             self.skipped += 1
-        elif happening.kind is EventKind.CREW:
-            self.crew_before, self.crew = self.crew, read_change(happening.data) or self.crew
-        elif happening.kind is EventKind.LIFE:
+        elif item.kind is EventKind.CREW:
+            self.crew_before, self.crew = self.crew, read_change(item.data) or self.crew
+        elif item.kind is EventKind.LIFE:
             self.crew = None
 
     @property
@@ -154,18 +154,18 @@ class LiveDisplay:
         )
         self._live.start()
 
-    def show(self, happening: Happening) -> None:
+    def show(self, item: FollowedItem) -> None:
         """Print what stays; keep what moves."""
-        self._course.take(happening)
-        if isinstance(happening, Metric):
+        self._course.take(item)
+        if isinstance(item, MetricRecord):
             self._phase = None
             return
-        if happening.kind is EventKind.PROGRESS:
-            self._phase = happening.data.get("phase")
-        elif happening.kind is EventKind.STATE:
-            state = happening.data.get("state")
+        if item.kind is EventKind.PROGRESS:
+            self._phase = item.data.get("phase")
+        elif item.kind is EventKind.STATE:
+            state = item.data.get("state")
             self._phase = "stopping: saving a checkpoint" if state == RunState.STOPPING else None
-        block = describe(happening, self._course)
+        block = describe(item, self._course)
         if block is not None:
             self._console.print(block)
 
@@ -215,19 +215,19 @@ class PlainDisplay:
         self._course = Course()
         self._shown_at = 0.0
 
-    def show(self, happening: Happening) -> None:
+    def show(self, item: FollowedItem) -> None:
         """Print the event; print a step only when the last line is old enough."""
         course = self._course
-        course.take(happening)
-        if isinstance(happening, Metric):
+        course.take(item)
+        if isinstance(item, MetricRecord):
             last = course.steps and course.record["step"] >= course.steps
-            if happening.at - self._shown_at >= _LINE_EVERY_S or last:
-                self._shown_at = happening.at
+            if item.at - self._shown_at >= _LINE_EVERY_S or last:
+                self._shown_at = item.at
                 self._print(event_row("train", Text(step_line(course))))
             return
-        if happening.kind is EventKind.PROGRESS:
+        if item.kind is EventKind.PROGRESS:
             self._print(event_row("", Text(f"{happening.data.get('phase')} ...")))
-        block = describe(happening, course)
+        block = describe(item, course)
         if block is not None:
             self._print(block)
 
@@ -254,13 +254,13 @@ class JsonDisplay:
         self._run_id = run.id
         self._out = out or sys.stdout
 
-    def show(self, happening: Happening) -> None:
+    def show(self, item: FollowedItem) -> None:
         """Write one line."""
-        if isinstance(happening, Metric):
-            line = {"event": "metrics", "run": self._run_id, **happening.record}
+        if isinstance(item, MetricRecord):
+            line = {"event": "metrics", "run": self._run_id, **item.record}
         else:
-            line = {"event": happening.kind.value, "run": self._run_id, "at": happening.at}
-            line |= happening.data
+            line = {"event": item.kind.value, "run": self._run_id, "at": item.at}
+            line |= item.data
         self._out.write(to_json(line) + "\n")
         self._out.flush()
 

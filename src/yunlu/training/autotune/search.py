@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.value import Value
-from yunlu.planning.plan import StepSettings, AutotuneTrial
+from yunlu.planning.plan import AutotuneTrial, StepSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

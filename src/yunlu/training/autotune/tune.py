@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.planning.plan import StepSettings, AutotuneTrial
+from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.planning.planner import count_steps
 from yunlu.training.autotune.cache import recall, remember
 from yunlu.training.autotune.knobs import list_levers

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yunlu.core.settings import read_site
-from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.communication.methods import one_bit_from
+from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.training.communication.allreduce import SUMS, served_sum
 from yunlu.training.communication.buckets import matrices_of
 from yunlu.training.communication.codecs.make import make_codec

@@ -9,12 +9,17 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.method_choice import Pinned, MethodQuery, choose
 from yunlu.planning.communication.measurements import SharedWork
+from yunlu.planning.communication.method_choice import MethodQuery, Pinned, choose
+from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
 from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.communication.straggler_exclusion import find_stragglers_to_exclude
-from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import Watch, find_rival, renew, should_switch
+from yunlu.planning.communication.switching import (
+    LinkMonitor,
+    find_faster_method,
+    renew,
+    should_switch,
+)
 from yunlu.runs.run_dir import EventKind
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import SyncCommunicator
@@ -29,8 +34,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.planning.communication.method_choice import MethodDecision
     from yunlu.planning.communication.measurements import WireFigures
+    from yunlu.planning.communication.method_choice import MethodDecision
     from yunlu.planning.plan import Plan
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
@@ -58,7 +63,7 @@ class MethodSelector:
         self._job, self._plan, self._tell, self._pacer = job, plan, tell, pacer
         self._decision: MethodDecision | None = None
         self._figures: WireFigures | None = None
-        self._watch: Watch | None = None
+        self._watch: LinkMonitor | None = None
         self._patience_s = _LEAST_S
         self._measured_at = 0.0
         self._news: dict[str, Any] | None = None
@@ -191,7 +196,7 @@ class MethodSelector:
 
     def _begin_audition(self, decision: MethodDecision, *, steps_done: int) -> None:
         self._audition = None
-        rival = find_rival(decision, steps_left=self._plan.steps - steps_done)
+        rival = find_faster_method(decision, steps_left=self._plan.steps - steps_done)
         if rival is not None:
             self._audition = TimedComparison(decision.chosen, rival, step=steps_done)
 
@@ -297,7 +302,7 @@ class MethodSelector:
 
     def _begin_watch(self, decision: MethodDecision) -> None:
         self._measured_at = time.monotonic()
-        self._watch = Watch(decision.chosen.one_exchange_s)
+        self._watch = LinkMonitor(decision.chosen.one_exchange_s)
 
 
 def _against_choosing(world: World, model: nn.Module) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yunlu.planning.communication.worker_speeds import Pace, is_doubtful, steps_of
+from yunlu.planning.communication.worker_speeds import WorkerSpeed, is_doubtful, steps_of
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
@@ -45,12 +45,12 @@ class Pacer:
         if all(known):
             return tuple(each for each in known if each is not None)
         best = 0.0
-        paces: list[Pace] = []
+        paces: list[WorkerSpeed] = []
         for _ in range(_TRIES):
             world.sum_over_all(torch.zeros(1))  # as in a step, all compute at the same time
             best = max(best, measure_turns())
-            told = world.gather(Pace(turns_per_s=best, step_s=step_s).model_dump())
-            paces = [Pace.model_validate(each) for each in told]
+            told = world.gather(WorkerSpeed(turns_per_s=best, step_s=step_s).model_dump())
+            paces = [WorkerSpeed.model_validate(each) for each in told]
             # What disturbs makes a worker look slow, and passes: it is looked at again.
             if not is_doubtful(paces):
                 break

@@ -81,8 +81,13 @@ def meet(
         socket.create_server((host, 0), family=family, backlog=size + _STRANGERS) as door,
     ):
         undo.callback(_hang_up, links)
-        store.set(f"{name}/{rank}", f"{door.getsockname()[1]} {token.hex()} {host}")
-        known = _read_addresses(store, name, size, patience)
+        own = _Address(host, door.getsockname()[1], token)
+        store.set(f"{name}/{rank}", f"{own.port} {token.hex()} {host}")
+        # Our own address is known: however late we are, it is another one who is missing.
+        known = [
+            own if peer == rank else _read_address(store, f"{name}/{peer}", peer, patience)
+            for peer in range(size)
+        ]
         for peer in range(rank):
             links[peer] = _call(known[peer], rank, patience, peer)
         _answer(door, links, range(rank + 1, size), token, patience)
@@ -96,10 +101,6 @@ def meet(
 def _hang_up(links: dict[int, socket.socket]) -> None:
     for link in links.values():
         link.close()
-
-
-def _read_addresses(store: Any, name: str, size: int, patience: _Patience) -> list[_Address]:
-    return [_read_address(store, f"{name}/{peer}", peer, patience) for peer in range(size)]
 
 
 def _read_address(store: Any, key: str, peer: int, patience: _Patience) -> _Address:

@@ -31,12 +31,11 @@ from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
-from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.control_client import run_is_over
 from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.coordinator import Coordinator, RunOutcome
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, exec_module
-from yunlu.training.elastic.helm import RunOutcome
 from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord, is_alive, kill
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
 
@@ -127,7 +126,7 @@ class Supervisor:
         self._node: subprocess.Popen[bytes] | None = None
         self._started_at = psutil.Process().create_time()
         self._is_signalled = False
-        self.captain = Captain(
+        self.captain = Coordinator(
             self._links,
             EventReporter(directory),
             devices=before.wanted.get(LOCAL, before.target) if before else devices,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from yunlu.hardware.machine import Machine
-    from yunlu.planning.machine_profile import Kind, KernelTiming
+    from yunlu.planning.machine_profile import KernelTiming, Kind
     from yunlu.training.probing.microbenchmarks import Bench
 
     Part = tuple[str, Callable[[], dict[str, Any]]]

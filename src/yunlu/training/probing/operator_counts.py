@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 
 from yunlu.planning.predict.local import (
     Operators,
+    OperatorWork,
     Pass,
-    Work,
     enlarge,
     update_operators,
 )
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.planning.plan import StepSettings
     from yunlu.planning.machine_profile import Kind
+    from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelMeter
     from yunlu.training.tasks.task import Batch
@@ -152,12 +152,12 @@ def _attention_size(args: Any, *, is_backward: bool) -> float:
 
 def count_step(
     job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
-) -> Work:
+) -> OperatorWork:
     """A step's operators, as the run's own first samples give them."""
     model = parts.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     trained = sum(weight.numel() for weight in weights)
-    return Work(
+    return OperatorWork(
         passed=_count_pass(model, meter, settings, sample_s=sample_s),
         update=update_operators(
             settings.kernel,

@@ -15,8 +15,8 @@ from yunlu.core.files import write_atomically
 from yunlu.training.data.features import FeatureMap, find_column, fit_features, is_numeric
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model
-from yunlu.training.models.mlp import MLP
 from yunlu.training.models.initial_weights import read_parts
+from yunlu.training.models.mlp import MLP
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum
 from yunlu.training.tasks.task import Batch, Splits, call, logits_of
 

@@ -18,7 +18,7 @@ from yunlu.planning.predict.memory import (
     peak_memory,
     reported_memory,
 )
-from yunlu.planning.predict.points import Points, make_points
+from yunlu.planning.predict.query_batch import QueryBatch, make_queries
 
 EIGHT_B: dict[str, Any] = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336,
@@ -32,8 +32,8 @@ EIGHT_B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def point(**changes: Any) -> Points:
-    return make_points(1, **{**EIGHT_B, **changes})
+def point(**changes: Any) -> QueryBatch:
+    return make_queries(1, **{**EIGHT_B, **changes})
 
 
 def total(**changes: Any) -> float:
@@ -166,7 +166,7 @@ def test_measured_peaks_of_the_sweep_are_met() -> None:
 
 
 def test_chance_to_fit_falls_with_the_peak() -> None:
-    points = make_points(3, **{**EIGHT_B, "zero": 3, "micro_batch": [1, 4, 64]})
+    points = make_queries(3, **{**EIGHT_B, "zero": 3, "micro_batch": [1, 4, 64]})
     chance = chance_to_fit(points, peak_memory(points))
     assert chance[0] > 0.9
     assert chance[2] < 0.01
@@ -199,7 +199,7 @@ def test_parts_are_never_negative_and_splitting_never_needs_more(  # noqa: PLR09
 def test_chunks_and_mixed_stacks_change_nothing() -> None:
     count = 20000
     stacks = np.arange(count) % len(STACKS)
-    many = peak_memory(make_points(count, **{**EIGHT_B, "stack": stacks})).total
+    many = peak_memory(make_queries(count, **{**EIGHT_B, "stack": stacks})).total
     for stack in range(len(STACKS)):
         assert many[stack] == pytest.approx(total(stack=stack))
         assert many[stack + 1000 * len(STACKS)] == many[stack]

@@ -6,10 +6,10 @@ import pytest
 
 from yunlu.hardware.catalog import load_catalog
 from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
 from yunlu.planning.predict.rows import (
-    foretell_rows,
     measured_tokens_per_s,
+    predict_rows,
     read_rows,
 )
 
@@ -220,7 +220,7 @@ def test_measured_pace_comes_from_the_step_where_it_is_not_told() -> None:
 
 def test_foretold_rows_keep_their_order_and_their_reasons() -> None:
     bad = {**ROW, "gpu_type": "Abacus"}
-    first, second, third = foretell_rows([ROW, bad, {**ROW, "seq_len": ""}], CATALOG)
+    first, second, third = predict_rows([ROW, bad, {**ROW, "seq_len": ""}], CATALOG)
     assert first["reason"] is None
     assert (
         first["tokens_per_s_per_device_p10"]
@@ -235,10 +235,10 @@ def test_foretold_rows_keep_their_order_and_their_reasons() -> None:
 
 
 def test_a_published_row_is_foretold_within_its_interval() -> None:
-    (told,) = foretell_rows([ROW], CATALOG)
+    (told,) = predict_rows([ROW], CATALOG)
     assert told["tokens_per_s_per_device_p10"] * 0.9 < 4593.86
     assert told["tokens_per_s_per_device_p90"] * 1.1 > 4593.86
 
 
 def test_no_rows_no_answers() -> None:
-    assert foretell_rows([], CATALOG) == []
+    assert predict_rows([], CATALOG) == []

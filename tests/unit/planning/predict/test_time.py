@@ -16,7 +16,13 @@ from yunlu.planning.predict.constants import (
     make_constants,
     shipped_constants,
 )
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE, Points, concatenate, make_points
+from yunlu.planning.predict.query_batch import (
+    PRECISIONS,
+    RECOMPUTE,
+    QueryBatch,
+    concatenate,
+    make_queries,
+)
 from yunlu.planning.predict.step_time import step_time, tokens_per_s_per_device
 
 A_MODEL = {
@@ -50,7 +56,7 @@ AN_A100 = {
 }
 
 
-def points(count: int = 1, **columns: object) -> Points:
+def points(count: int = 1, **columns: object) -> QueryBatch:
     given_ = {
         **A_MODEL,
         **AN_A100,
@@ -69,7 +75,7 @@ def points(count: int = 1, **columns: object) -> Points:
         "recompute": 0.0,
         **columns,
     }
-    made = make_points(count, devices=1.0, **given_)
+    made = make_queries(count, devices=1.0, **given_)
     return made.with_columns(devices=made.dp * made.fsdp * made.tp * made.pp * made.cp)
 
 
@@ -127,7 +133,7 @@ def test_selective_recomputation_repeats_what_the_stack_says() -> None:
     assert 1.0 < extra["unknown"] < 1.1
 
 
-def routed(**columns: float) -> Points:
+def routed(**columns: float) -> QueryBatch:
     """Tokens choose 8 of 64 experts, each an eighth as wide: as much work as the dense model."""
     return points(1, experts=64.0, active_experts=8.0, parameters=4e10, trainable=4e10, **columns)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from yunlu.jobs.curves import smooth, thin
 from yunlu.render.drawing.charts import Mark, Series, draw_lines, draw_stack
 from yunlu.render.format import show_metric
-from yunlu.jobs.curves import smooth, thin
 
 anything = st.lists(st.floats(), min_size=1, max_size=400)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from yunlu.planning.plan import StepSettings, AutotuneTrial
+from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.training.autotune.cache import recall, remember
 from yunlu.training.autotune.search import Found
 

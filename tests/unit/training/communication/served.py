@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules, Ticket
@@ -92,10 +93,18 @@ class Servers:
         running, self._running[index] = self._running[index], None
         if running is not None:
             running[0].stop()
-            running[1].join(20)
+            running[1].join(LIMIT_S)
             assert not running[1].is_alive()
 
-    def client(self, worker: str, model: nn.Module, patience_s: float = 30) -> ServerClient:
+    def backdate(self, worker: str, seconds: float) -> None:
+        """As if nothing had come from a worker for so long."""
+        for running in self._running:
+            assert running is not None
+            for connection in running[0]._callers.values():
+                if connection.worker == worker:
+                    connection.heard_at -= seconds
+
+    def client(self, worker: str, model: nn.Module, patience_s: float = LIMIT_S) -> ServerClient:
         return ServerClient(
             self.directory, list(model.parameters()), worker=worker, patience_s=patience_s
         )
@@ -164,7 +173,7 @@ class Worker(threading.Thread):
         self.losses[ticket] = (float(loss.detach()), items)
 
     def end(self) -> None:
-        self.join(60)
+        self.join(LIMIT_S)
         assert not self.is_alive()
         if self.error is not None:
             raise self.error

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
 from yunlu.training.communication.local.following import Following
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
@@ -31,7 +32,7 @@ def _run(function: Callable[[Transport], Found], size: int) -> list[Found]:
     store = dist.HashStore()
 
     def work(rank: int) -> Found:
-        wire = connect(store, rank, size, "127.0.0.1", within_s=10, patience_s=10)
+        wire = connect(store, rank, size, "127.0.0.1", within_s=LIMIT_S, patience_s=LIMIT_S)
         try:
             return function(wire)
         finally:
@@ -298,7 +299,7 @@ def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> N
 def test_abort_from_another_thread_ends_a_wait() -> None:
     def work(wire: Transport) -> None:
         if wire.rank == 1:
-            gone.wait(10)  # never takes part
+            gone.wait(LIMIT_S)  # never takes part
             return
         weights = _weights()
         averaging = Averaging(weights, wire, LocalRules(every=1))

@@ -24,6 +24,7 @@ from tests.unit.training.communication.served import (
     serving,
     train_alone,
 )
+from tests.waiting import LIMIT_S
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.address import read_address
@@ -100,7 +101,7 @@ class Gate:
 
     def __call__(self, client: ServerClient, ticket: Ticket) -> None:
         self.arrived.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(LIMIT_S)
 
 
 def test_a_slow_worker_does_not_slow_others_that_need_not_wait(tmp_path: Path):
@@ -108,14 +109,14 @@ def test_a_slow_worker_does_not_slow_others_that_need_not_wait(tmp_path: Path):
     with serving(tmp_path, rules) as servers:
         gate = Gate()
         slow = Worker(servers, "slow", gate)
-        assert gate.arrived.wait(30)
+        assert gate.arrived.wait(LIMIT_S)
         done = threading.Event()
         fast = Worker(
             servers,
             "fast",
             lambda _, ticket: done.set() if ticket.step == rules.steps - 1 else None,
         )
-        assert done.wait(60)  # all other tickets, while the slow one holds its first
+        assert done.wait(LIMIT_S)  # all other tickets, while the slow one holds its first
         gate.opened.set()
         slow.end()
         fast.end()
@@ -128,10 +129,10 @@ def test_nobody_runs_further_ahead_of_the_slowest_than_the_bound(tmp_path: Path,
     with serving(tmp_path, rules) as servers:
         gate, pushed = Gate(), threading.Semaphore(0)
         slow = Worker(servers, "slow", gate)
-        assert gate.arrived.wait(30)
+        assert gate.arrived.wait(LIMIT_S)
         fast = Worker(servers, "fast", lambda _client, _ticket: pushed.release())
         for _ in range(staleness):
-            assert pushed.acquire(timeout=30)
+            assert pushed.acquire(timeout=LIMIT_S)
         probe = servers.client(
             "probe", build()
         )  # an answer to it comes after what was asked before
@@ -151,7 +152,7 @@ def test_the_ticket_of_a_lost_worker_is_done_by_another(tmp_path: Path, mode: An
     with serving(tmp_path, rules) as servers:
         gate = Gate()
         lost = Worker(servers, "lost", gate)
-        assert gate.arrived.wait(30)
+        assert gate.arrived.wait(LIMIT_S)
         others = [Worker(servers, "a"), Worker(servers, "b")]
         lost.client.abort()  # its connections end before its gradient is there
         gate.opened.set()
@@ -159,7 +160,7 @@ def test_the_ticket_of_a_lost_worker_is_done_by_another(tmp_path: Path, mode: An
             worker.end()
         joined = Worker(servers, "late")
         joined.end()
-        lost.join(30)
+        lost.join(LIMIT_S)
         found = servers.weights()
     assert isinstance(lost.error, ServerLostError)
     assert not lost.losses
@@ -170,11 +171,12 @@ def test_the_ticket_of_a_lost_worker_is_done_by_another(tmp_path: Path, mode: An
 
 
 def test_a_silent_worker_counts_as_lost_and_its_late_gradient_as_a_duplicate(tmp_path: Path):
-    rules = ServerRules(steps=6, mode="ssp", staleness=0, silence_s=0.3, shards=2, optimizer=ADAMW)
+    rules = ServerRules(steps=6, mode="ssp", staleness=0, shards=2, optimizer=ADAMW)
     with serving(tmp_path, rules) as servers:
         gate = Gate()
         silent = Worker(servers, "silent", gate)
-        assert gate.arrived.wait(30)
+        assert gate.arrived.wait(LIMIT_S)
+        servers.backdate("silent", 2 * rules.silence_s)
         other = Worker(servers, "other")
         other.end()
         gate.opened.set()
@@ -194,7 +196,7 @@ def test_a_step_that_one_shard_has_and_another_not_is_done_with_the_weights_it_b
     with serving(tmp_path, rules) as servers:
         model = build()
         flat = FlatWeights(list(model.parameters()))
-        link = ServerLink(servers.directory, 0, "half", tuple, Traffic(), patience_s=30)
+        link = ServerLink(servers.directory, 0, "half", tuple, Traffic(), patience_s=LIMIT_S)
         ticket = link.ask(TakeTicket(), waits=True).ticket
         assert ticket is not None
         loss_of(model, ticket)[0].backward()
@@ -216,7 +218,7 @@ def test_backup_workers_let_a_step_end_without_the_last(tmp_path: Path):
     with serving(tmp_path, rules) as servers:
         gate = Gate()
         slow = Worker(servers, "slow", gate)
-        assert gate.arrived.wait(30)
+        assert gate.arrived.wait(LIMIT_S)
         others = [Worker(servers, "a"), Worker(servers, "b")]
         for worker in others:
             worker.end()
@@ -243,7 +245,7 @@ def test_servers_that_end_and_come_back_lose_nothing(tmp_path: Path, mode: Any):
         ]
         for _ in range(8):
             for _ in range(chance.randrange(1, 8)):
-                assert turn.acquire(timeout=30)
+                assert turn.acquire(timeout=LIMIT_S)
             index = chance.randrange(2)
             before = servers.shards[index].weights
             servers.stop(index)
@@ -329,7 +331,7 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
         ]
         crew = [Worker(servers, "w0"), Worker(servers, "w1")]
         for attempt in attempts:
-            with socket.create_connection((address.host, address.port), timeout=20) as link:
+            with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as link:
                 answer = b""
                 with suppress(OSError):  # it may have been hung up on before it had said all
                     link.sendall(attempt)
@@ -347,7 +349,7 @@ def test_what_cannot_go_well_is_told(tmp_path: Path):
         with pytest.raises(ModelError, match="129"):
             servers.client("other", torch.nn.Linear(2, 2))
         model = build()
-        client = servers.client("w", model, patience_s=0.2)
+        client = servers.client("w", model)
         ticket = client.take_ticket()
         assert ticket is not None
         for weight in model.parameters():
@@ -355,6 +357,8 @@ def test_what_cannot_go_well_is_told(tmp_path: Path):
         with pytest.raises(TrainingError, match="not finite"):
             client.push(ticket, lr=LR, items=1)
         servers.stop(0)
+        for link in client._links:
+            link._patience_s = 0.2
         with pytest.raises(ServerLostError, match="away"):
             client.pull()
         client.close()
@@ -398,7 +402,7 @@ def test_an_engine_trains_by_tickets_and_takes_each_sample_once(tmp_path: Path):
         for worker in crew:
             worker.start()
         for worker in crew:
-            worker.join(60)
+            worker.join(LIMIT_S)
         found = servers.weights()
     assert sorted(taken) == sorted([*range(10)] * 2)
     model = build()

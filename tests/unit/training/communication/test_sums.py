@@ -44,7 +44,9 @@ def _inputs(size: int, length: int, dtype: torch.dtype = torch.float32) -> list[
     ]
 
 
-def _sum_everywhere(wires: list[Transport], method: str, given: list[Tensor], tag: int) -> list[Tensor]:
+def _sum_everywhere(
+    wires: list[Transport], method: str, given: list[Tensor], tag: int
+) -> list[Tensor]:
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
         SUMS[method](wires[rank], flat, tag=tag)

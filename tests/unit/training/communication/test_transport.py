@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.transport import LinkLostError, RefusedError, Transport, connect
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def ends() -> Iterator[tuple[Transport, socket.socket, socket.socket]]:
             stack.enter_context(far)
             near.setblocking(False)
         links = {peer: near for peer, (near, _) in enumerate(pairs, start=1)}
-        wire = Transport(0, ("a", "b", "c"), links, patience_s=20)
+        wire = Transport(0, ("a", "b", "c"), links, patience_s=LIMIT_S)
         yield wire, pairs[0][1], pairs[1][1]
 
 
@@ -153,7 +154,7 @@ def test_what_was_not_to_come_is_refused_and_the_others_go_on(
     with pytest.raises(RefusedError) as caught:
         wire.receive(1, bytearray(8))
     assert caught.value.peer == 1
-    bad.settimeout(20)
+    bad.settimeout(LIMIT_S)
     assert bad.recv(1) == b""  # it learns that nobody listens any more
     good.sendall(_message(b"fine"))
     into = bytearray(4)
@@ -221,7 +222,9 @@ def test_patience_ends_for_a_message_that_nobody_takes(
         wire.send(1, bytes(64 << 20))
 
 
-def test_abort_ends_waits_now_and_later(ends: tuple[Transport, socket.socket, socket.socket]) -> None:
+def test_abort_ends_waits_now_and_later(
+    ends: tuple[Transport, socket.socket, socket.socket],
+) -> None:
     wire, _, _ = ends
     starting = Event()
     raised: list[LinkLostError] = []
@@ -237,13 +240,15 @@ def test_abort_ends_waits_now_and_later(ends: tuple[Transport, socket.socket, so
     waiting.start()
     starting.wait()
     wire.abort()
-    waiting.join(20)
+    waiting.join(LIMIT_S)
     assert "given up" in str(raised[0])
     with pytest.raises(LinkLostError, match="given up"):
         wire.receive(2, bytearray(8))
 
 
-def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(trio: list[Transport]) -> None:
+def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(
+    trio: list[Transport],
+) -> None:
     trio[1].close()
     with pytest.raises(LinkLostError):
         trio[0].exchange({}, {1: bytearray(8), 2: bytearray(8)})
@@ -253,7 +258,7 @@ def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(trio: 
 
 def _knock(store: Any, said: bytes) -> socket.socket:
     port = int(store.get("wire/0").split(b" ")[0])
-    caller = socket.create_connection(("127.0.0.1", port), timeout=20)
+    caller = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
     caller.sendall(said)
     return caller
 
@@ -264,7 +269,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         joined: list[Transport] = []
 
         def join(rank: int) -> None:
-            joined.append(connect(store, rank, 3, "127.0.0.1"))
+            joined.append(connect(store, rank, 3, "127.0.0.1", within_s=LIMIT_S))
 
         first = Thread(target=join, args=[0], daemon=True)
         first.start()
@@ -283,7 +288,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         half = HELLO.pack(b"YW", 1, 1, token)[:-1]
         silent = [stack.enter_context(closing(_knock(store, said))) for said in [b"", half] * 20]
         in_threads(lambda rank: join(rank + 1), 2)
-        first.join(20)
+        first.join(LIMIT_S)
         wires = sorted(joined, key=lambda wire: wire.rank)
         stack.callback(close_all, wires)
         into = bytearray(5)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from tests.waiting import LIMIT_S
 from yunlu.training.communication.transport import Transport, connect
 
 if TYPE_CHECKING:
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def make_wires(hosts: Sequence[str], *, patience_s: float = 20.0) -> list[Transport]:
+def make_wires(hosts: Sequence[str], *, patience_s: float = LIMIT_S) -> list[Transport]:
     """One for each host, connected with all the others."""
     store = dist.HashStore()
     size = len(hosts)
 
     def join(rank: int) -> Transport:
-        return connect(store, rank, size, hosts[rank], patience_s=patience_s)
+        return connect(store, rank, size, hosts[rank], within_s=LIMIT_S, patience_s=patience_s)
 
     return in_threads(join, size)
 

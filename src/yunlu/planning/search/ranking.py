@@ -9,22 +9,29 @@ import numpy as np
 
 from yunlu.planning.large_batch import Rule, scale_rate
 from yunlu.planning.layout import Layout
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
 from yunlu.planning.search.duration import MOST_LOST, start_seconds, sum_up
-from yunlu.planning.search.limits import Limits, tell_excess
-from yunlu.planning.search.options import Hardware, Interval, Option, Options
+from yunlu.planning.search.interval_factors import memory_factors, time_factors
+from yunlu.planning.search.layout_search import (
+    LayoutQuery,
+    LayoutSearchResult,
+    predict_memory,
+    predict_steps,
+    run_seconds,
+    search,
+)
+from yunlu.planning.search.limits import GoalLimits, explain_excess
+from yunlu.planning.search.option_changes import narrow
+from yunlu.planning.search.options import Hardware, Interval, PlanOption, PlanOptions
 from yunlu.planning.search.reasons import give_reasons
 from yunlu.planning.search.refusals import refuse_all, refuse_change
-from yunlu.planning.search.replacing import narrow
-from yunlu.planning.search.search import Found, Question, foretell_steps, hold, run_seconds, search
 from yunlu.planning.search.spot import START_HERE_S, lost_share
-from yunlu.planning.search.spread import memory_factors, time_factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.planning.predict.points import Column
-    from yunlu.planning.search.rigs import Price
+    from yunlu.planning.predict.query_batch import Column
+    from yunlu.planning.search.hardware_configs import Price
     from yunlu.spec.goal import Objective
 
 MEMORY_PARTS = (
@@ -40,13 +47,13 @@ _TOO_MUCH = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class OptionQuery:
     """All that options follow from."""
 
-    question: Question
+    question: LayoutQuery
     prices: tuple[Price, ...]
     objective: Objective
-    limits: Limits = field(default_factory=Limits)
+    limits: GoalLimits = field(default_factory=GoalLimits)
     counts_tokens: bool
     checkpoint_s: float = 60.0
     """Between two checkpoints."""
@@ -72,22 +79,22 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class RankedCandidates:
     """The search's finds, their steps by part, and what they cost at every price."""
 
-    found: Found
+    found: LayoutSearchResult
     steps: dict[str, Column]
     candidates: Candidates
 
 
-def weigh(ask: Ask) -> Weighed:
+def rank_candidates(ask: OptionQuery) -> RankedCandidates:
     """Search, and price what was found."""
     found = search(ask.question)
-    steps = foretell_steps(ask.question, found)
-    return Weighed(found, steps, price_all(ask, found, steps))
+    steps = predict_steps(ask.question, found)
+    return RankedCandidates(found, steps, price_all(ask, found, steps))
 
 
-def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
+def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> PlanOptions:
     """The best few; the nearest ones, with the reasons, where none meets the limits."""
     found, candidates = weighed.found, weighed.candidates
     if not len(found):
@@ -103,10 +110,10 @@ def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
     chosen = _pick(ask, found, candidates, order, top, by_rank_only=not is_met.any())
     options = _make_options(ask, weighed, chosen)
     if not is_met.any():
-        problems = tell_excess(
+        problems = explain_excess(
             ask.limits, options[0], total_s=candidates.total_s, dollars=candidates.dollars
         )
-    return Options(
+    return PlanOptions(
         options=tuple(give_reasons(options, ask.objective, ask.limits, is_met=bool(is_met.any()))),
         objective=ask.objective,
         problems=problems,
@@ -114,7 +121,7 @@ def choose_options(ask: Ask, weighed: Weighed, *, top: int) -> Options:
     )
 
 
-def list_candidates(ask: Ask, weighed: Weighed) -> list[tuple[float, float, str]]:
+def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[float, float, str]]:
     """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
     found, candidates = weighed.found, weighed.candidates
     rows: list[tuple[float, float, str]] = []
@@ -127,7 +134,7 @@ def list_candidates(ask: Ask, weighed: Weighed) -> list[tuple[float, float, str]
     return rows
 
 
-def price_all(ask: Ask, found: Found, steps: dict[str, Column]) -> Candidates:
+def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Column]) -> Candidates:
     """Time and cost of every find at every price."""
     step_s = np.sum(list(steps.values()), axis=0)
     run_s = run_seconds(ask.question.work, found.points, step_s)
@@ -166,7 +173,13 @@ def _score(candidates: Candidates, objective: Objective) -> Column:
 
 
 def _pick(
-    ask: Ask, found: Found, candidates: Candidates, order: Any, top: int, *, by_rank_only: bool
+    ask: OptionQuery,
+    found: LayoutSearchResult,
+    candidates: Candidates,
+    order: Any,
+    top: int,
+    *,
+    by_rank_only: bool,
 ) -> list[int]:
     """The best, the cheapest and the fastest, then the best of each other device."""
     dollars = np.where(np.isnan(candidates.dollars), np.inf, candidates.dollars)[order]
@@ -194,7 +207,12 @@ def _pick(
 
 
 def _kind(
-    rigs: Sequence[Any], found: Found, candidates: Candidates, place: int, *, with_count: bool
+    rigs: Sequence[Any],
+    found: LayoutSearchResult,
+    candidates: Candidates,
+    place: int,
+    *,
+    with_count: bool,
 ) -> tuple[Any, ...]:
     find = candidates.find[place]
     rig = rigs[int(found.rig[find])]
@@ -202,15 +220,17 @@ def _kind(
     return (rig.device, count) if with_count else (rig.device,)
 
 
-def _make_options(ask: Ask, weighed: Weighed, chosen: list[int]) -> list[Option]:
+def _make_options(
+    ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]
+) -> list[PlanOption]:
     found, steps, candidates = weighed.found, weighed.steps, weighed.candidates
     finds = candidates.find[chosen]
     points = found.points.take(finds)
-    memory = hold(points, ask.question.work)
+    memory = predict_memory(points, ask.question.work)
     rigs = [ask.question.rigs[int(rig)] for rig in found.rig[finds]]
     memory_low, memory_high = memory_factors(points, memory, rigs)
     low, high = time_factors(points, rigs)
-    options: list[Option] = []
+    options: list[PlanOption] = []
     for place, candidate in enumerate(chosen):
         find = int(finds[place])
         price = ask.prices[candidates.price[candidate]]
@@ -234,7 +254,7 @@ _POINT = (
 
 
 def _make_option(
-    ask: Ask,
+    ask: OptionQuery,
     price: Price,
     *,
     nodes: int,
@@ -243,7 +263,7 @@ def _make_option(
     parts: dict[str, float],
     memory_factors: tuple[float, float],
     time_factors: tuple[float, float],
-) -> Option:
+) -> PlanOption:
     work = ask.question.work
     hardware = _hardware(ask, price, nodes)
     batch, micro = int(point["batch"]), int(point["micro_batch"])
@@ -258,7 +278,7 @@ def _make_option(
     )  # fmt: skip
     memory = _interval(sum(held.values()), memory_factors)
     hourly = hardware.dollars_per_hour
-    return Option(
+    return PlanOption(
         hardware=hardware,
         layout=layout,
         batch=batch,
@@ -286,7 +306,7 @@ def _interval(value: float, factors: tuple[float, float]) -> Interval:
     return Interval(value=value, low=value * factors[0], high=value * factors[1])
 
 
-def _hardware(ask: Ask, price: Price, nodes: int) -> Hardware:
+def _hardware(ask: OptionQuery, price: Price, nodes: int) -> Hardware:
     rig, offer = ask.question.rigs[price.rig], price.offer
     dollars = price.dollars_per_hour
     return Hardware(
@@ -316,11 +336,13 @@ def _layout(point: dict[str, float]) -> Layout:
     )
 
 
-def _recall(ask: Ask, price: Price, option: Option) -> Callable[[dict[str, Any]], Option]:
-    def again(changes: dict[str, Any]) -> Option:
+def _recall(
+    ask: OptionQuery, price: Price, option: PlanOption
+) -> Callable[[dict[str, Any]], PlanOption]:
+    def again(changes: dict[str, Any]) -> PlanOption:
         question, other = narrow(ask.question, ask.prices, price, option, changes)
         changed = replace(ask, question=question, prices=(other,))
-        weighed = weigh(changed)
+        weighed = rank_candidates(changed)
         if not len(weighed.found):
             raise refuse_change(question, weighed.found, changes)
         best = int(np.argmin(weighed.candidates.total_s))

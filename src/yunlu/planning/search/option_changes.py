@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import did_you_mean
-from yunlu.planning.predict.points import RECOMPUTE
-from yunlu.planning.search.grid import lay_out
-from yunlu.planning.search.options import Option, PlanError
+from yunlu.planning.predict.query_batch import RECOMPUTE
+from yunlu.planning.search.grid import enumerate_layouts
+from yunlu.planning.search.options import PlanError, PlanOption
 from yunlu.planning.search.refusals import join_words, refuse_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from yunlu.planning.layout import Layout
-    from yunlu.planning.predict.points import Column
-    from yunlu.planning.search.grid import Rules
-    from yunlu.planning.search.rigs import Price
-    from yunlu.planning.search.search import Question, Rig
+    from yunlu.planning.predict.query_batch import Column
+    from yunlu.planning.search.grid import LayoutRules
+    from yunlu.planning.search.hardware_configs import Price
+    from yunlu.planning.search.layout_search import HardwareConfig, LayoutQuery
 
 _AXES = ("dp", "fsdp", "tp", "pp")
 _COUNTS = (*_AXES, "batch", "micro_batch", "nodes")
@@ -34,12 +34,12 @@ FIELDS = (*_COUNTS, *_SWITCHES, "recompute", "precision")
 
 
 def narrow(
-    question: Question,
+    question: LayoutQuery,
     prices: Sequence[Price],
     price: Price,
-    option: Option,
+    option: PlanOption,
     changes: Mapping[str, Any],
-) -> tuple[Question, Price]:
+) -> tuple[LayoutQuery, Price]:
     """The question with what the option has and what is said; refuses what cannot be."""
     _check_kinds(changes)
     rig = question.rigs[price.rig]
@@ -77,12 +77,16 @@ def narrow(
 
 
 def _settle(
-    rig: Rig, devices: int, rules: Rules, changes: Mapping[str, Any], option: Option
-) -> Rules:
+    rig: HardwareConfig,
+    devices: int,
+    rules: LayoutRules,
+    changes: Mapping[str, Any],
+    option: PlanOption,
+) -> LayoutRules:
     """The rules with which there is a layout, as near to the option's own as can be."""
 
-    def lay(tried: Rules) -> dict[str, Column]:
-        return lay_out(devices, min(rig.domain, devices), tried)
+    def lay(tried: LayoutRules) -> dict[str, Column]:
+        return enumerate_layouts(devices, min(rig.domain, devices), tried)
 
     for tried in _loosened(rules, changes, option):
         if _is_wanted(lay(tried), changes).any():
@@ -108,7 +112,7 @@ def _is_wanted(grid: Mapping[str, Column], changes: Mapping[str, Any]) -> Any:
     return grid["zero"] == 1.0 if changes.get("zero1") else np.ones(len(grid["dp"]), dtype=bool)
 
 
-def _zero1(usual: Rules, layout: Layout, changes: Mapping[str, Any]) -> tuple[bool, ...]:
+def _zero1(usual: LayoutRules, layout: Layout, changes: Mapping[str, Any]) -> tuple[bool, ...]:
     """As it is said; else as the option has it, where it may."""
     if "zero1" in changes:
         return (changes["zero1"],)
@@ -116,7 +120,9 @@ def _zero1(usual: Rules, layout: Layout, changes: Mapping[str, Any]) -> tuple[bo
     return usual.zero1 if is_free else (layout.zero1,)
 
 
-def _loosened(rules: Rules, changes: Mapping[str, Any], option: Option) -> Iterator[Rules]:
+def _loosened(
+    rules: LayoutRules, changes: Mapping[str, Any], option: PlanOption
+) -> Iterator[LayoutRules]:
     """All of the option's own; then with what may follow let go, the micro-batch first."""
     fixed = {axis: size for axis, size in rules.pinned.items()
              if axis in changes or axis not in _FOLLOWING}  # fmt: skip
@@ -129,7 +135,7 @@ def _loosened(rules: Rules, changes: Mapping[str, Any], option: Option) -> Itera
         yield replace(rules, stages_per_rank=stages, pinned=pinned, micro_batch=micro)
 
 
-def _without(name: str, rules: Rules) -> Rules | None:
+def _without(name: str, rules: LayoutRules) -> LayoutRules | None:
     if name in rules.pinned:
         return replace(
             rules, pinned={key: size for key, size in rules.pinned.items() if key != name}

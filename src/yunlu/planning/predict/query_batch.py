@@ -20,7 +20,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Points:
+class QueryBatch:
     """Columns of one length. Counts are integers kept as floats: NumPy is faster with one kind."""
 
     # The model, as ``ModelShape`` and ``planning.models.arithmetic`` give it.
@@ -96,15 +96,15 @@ class Points:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def take(self, index: NDArray[Any]) -> Points:
+    def take(self, index: NDArray[Any]) -> QueryBatch:
         """Some of the points: by position, or by a mask."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         taken: dict[str, Any] = {
             name: None if column is None else column[index] for name, column in columns.items()
         }
-        return Points(**taken)
+        return QueryBatch(**taken)
 
-    def with_columns(self, **columns: Any) -> Points:
+    def with_columns(self, **columns: Any) -> QueryBatch:
         """The same points with some columns replaced; scalars are repeated."""
         count = len(self)
         full = {
@@ -129,16 +129,16 @@ class Points:
         return self.micro_batch * self.seq
 
 
-def make_points(count: int, **columns: Any) -> Points:
+def make_queries(count: int, **columns: Any) -> QueryBatch:
     """Points from scalars and columns; every column without a default must be given."""
     full = {
         name: np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
         for name, value in columns.items()
     }
-    return Points(**full)
+    return QueryBatch(**full)
 
 
-def concatenate(parts: Iterable[Points]) -> Points:
+def concatenate(parts: Iterable[QueryBatch]) -> QueryBatch:
     """One after another."""
     every = [
         part.with_columns(
@@ -146,9 +146,9 @@ def concatenate(parts: Iterable[Points]) -> Points:
         )
         for part in parts
     ]
-    return Points(
+    return QueryBatch(
         **{
             field.name: np.concatenate([getattr(part, field.name) for part in every])
-            for field in fields(Points)
+            for field in fields(QueryBatch)
         }
     )

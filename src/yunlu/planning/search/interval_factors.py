@@ -9,17 +9,17 @@ import numpy as np
 
 from yunlu.planning.calibration import NOISE, Z_80
 from yunlu.planning.predict.intervals import spread_factors
-from yunlu.planning.predict.points import PRECISIONS
+from yunlu.planning.predict.query_batch import PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.planning.predict.memory import PeakMemory
-    from yunlu.planning.predict.points import Column, Points
-    from yunlu.planning.search.search import Rig
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
+    from yunlu.planning.search.layout_search import HardwareConfig
 
 
-def time_factors(points: Points, rigs: Sequence[Rig]) -> tuple[Column, Column]:
+def time_factors(points: QueryBatch, rigs: Sequence[HardwareConfig]) -> tuple[Column, Column]:
     """Of a step's time, of each point on its rig; of what was measured, only two runs' difference."""
     slow, fast = spread_factors(points)
     noise = math.exp(Z_80 * NOISE["step_s"])
@@ -30,7 +30,7 @@ def time_factors(points: Points, rigs: Sequence[Rig]) -> tuple[Column, Column]:
 
 
 def memory_factors(
-    points: Points, memory: PeakMemory, rigs: Sequence[Rig]
+    points: QueryBatch, memory: PeakMemory, rigs: Sequence[HardwareConfig]
 ) -> tuple[Column, Column]:
     """Of peak memory; likewise."""
     noise = math.exp(Z_80 * NOISE["memory_bytes"])
@@ -43,7 +43,7 @@ def memory_factors(
     )
 
 
-def _is_same(points: Points, rigs: Sequence[Rig], is_known: list[bool]) -> Column:
+def _is_same(points: QueryBatch, rigs: Sequence[HardwareConfig], is_known: list[bool]) -> Column:
     """Whether a point is what was measured: on one device, in the same precision and batches."""
     is_same = (points.devices == 1) & np.array(is_known, dtype=bool)
     runs = [rig.measured for rig in rigs]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yunlu.planning.communication.measurements import WireFigures, SharedWork
+    from yunlu.planning.communication.measurements import SharedWork, WireFigures
     from yunlu.planning.communication.step_forecast import MethodSetting
 
 _VALUE_BYTES = 4
@@ -25,7 +25,7 @@ _PULLED = {"none": 1.0, "bf16": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class AsyncForecast:
     """What a step of asynchronous workers comes to."""
 
     step_s: float
@@ -35,7 +35,9 @@ class Serving:
     """By one worker, for a ticket."""
 
 
-def serve(figures: WireFigures, work: SharedWork, setting: MethodSetting, *, staleness: int) -> Serving:
+def forecast_async(
+    figures: WireFigures, work: SharedWork, setting: MethodSetting, *, staleness: int
+) -> AsyncForecast:
     """A step, which is as many tickets as there are workers.
 
     Args:
@@ -77,4 +79,4 @@ def serve(figures: WireFigures, work: SharedWork, setting: MethodSetting, *, sta
     tickets_per_s = min(here + away, oldest, 1 / max(served_s, 1e-9))
     usual_s = sum(r * span for r, span in zip(rates, travels_s, strict=True)) / sum(rates)
     step_s = figures.size / tickets_per_s
-    return Serving(step_s=step_s, exchange_s=min(usual_s, step_s), sent_bytes=pushed)
+    return AsyncForecast(step_s=step_s, exchange_s=min(usual_s, step_s), sent_bytes=pushed)

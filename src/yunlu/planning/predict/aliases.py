@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.geometry import UnreadableRowError
-from yunlu.planning.predict.points import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

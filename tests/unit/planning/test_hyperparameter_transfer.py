@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.transfer import (
+from yunlu.planning.hyperparameter_transfer import (
     DEEPSEEK,
     STEP_LAW,
     Observed,

@@ -14,10 +14,9 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.directory_store import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.captain import Captain
 from yunlu.training.elastic.control_server import ControlConnection, ControlServer
+from yunlu.training.elastic.coordinator import MAX_START_FAILURES, Coordinator
 from yunlu.training.elastic.event_reporter import EventReporter
-from yunlu.training.elastic.helm import MAX_START_FAILURES
 from yunlu.training.elastic.membership import FIRST_ASIDE_S, LOCAL
 from yunlu.training.elastic.messages import (
     Done,
@@ -41,7 +40,7 @@ class Ship:
         self.links = ControlServer("127.0.0.1", "token")
         self.doors: list[socket.socket] = []
         self.node_starts = 0
-        self.captain = Captain(
+        self.captain = Coordinator(
             self.links,
             EventReporter(self.run),
             devices=2,

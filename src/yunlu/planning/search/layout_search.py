@@ -13,15 +13,15 @@ import numpy as np
 
 from yunlu.planning.predict.correction import correct
 from yunlu.planning.predict.memory import peak_memory
-from yunlu.planning.predict.points import PRECISIONS, Points, make_points
+from yunlu.planning.predict.query_batch import PRECISIONS, QueryBatch, make_queries
 from yunlu.planning.predict.step_time import step_time
-from yunlu.planning.search.grid import LAYOUT_COLUMNS, Rules, lay_out
+from yunlu.planning.search.grid import LAYOUT_COLUMNS, LayoutRules, enumerate_layouts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.planning.predict.memory import PeakMemory, StateBytes
-    from yunlu.planning.predict.points import Column
+    from yunlu.planning.predict.query_batch import Column
 
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,7 +44,7 @@ _RIG_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredThroughput:
     """Runs of the same job on one device: what they had, and what was measured of them."""
 
     precision: str
@@ -56,7 +56,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
+class HardwareConfig:
     """Hardware that is foretold once, whoever offers it and at whatever price."""
 
     device: str
@@ -77,7 +77,7 @@ class Rig:
     time_factor: float = 1.0
     """What runs on this very hardware took, by what was foretold for them."""
     memory_factor: float = 1.0
-    measured: Measured | None = None
+    measured: MeasuredThroughput | None = None
     """The runs that these factors come from."""
 
     @property
@@ -92,7 +92,7 @@ class Rig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TrainingWork:
     """How much there is to do."""
 
     samples: float
@@ -105,7 +105,7 @@ class Work:
     """So many steps, on ``evaluation_samples`` each time; comes on top of the share."""
     evaluation_samples: float = 0.0
     columns: Mapping[str, float]
-    """The model's, of ``Points``."""
+    """The model's, of ``QueryBatch``."""
     state: StateBytes | None = None
     stack: int = 0
 
@@ -118,12 +118,12 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class LayoutQuery:
     """What is searched: the work, the hardware, and what a layout may be in each precision."""
 
-    work: Work
-    rigs: tuple[Rig, ...]
-    rules: Mapping[str, Rules] = field(default_factory=dict[str, Rules])
+    work: TrainingWork
+    rigs: tuple[HardwareConfig, ...]
+    rules: Mapping[str, LayoutRules] = field(default_factory=dict[str, LayoutRules])
     """By precision; one that is not here is not used."""
     most_devices: int
     least_devices: int = 1
@@ -133,10 +133,10 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LayoutSearchResult:
     """The best layout of each rig and number of nodes, as columns."""
 
-    points: Points
+    points: QueryBatch
     rig: Indices
     nodes: Indices
     looked_at: int
@@ -159,7 +159,7 @@ class _Blocks:
     columns: dict[str, Column]
 
 
-def search(question: Question) -> Found:
+def search(question: LayoutQuery) -> LayoutSearchResult:
     """Look at everything."""
     blocks, table = _make_blocks(question)
     winners: list[tuple[Indices, Indices, Column]] = []
@@ -167,7 +167,7 @@ def search(question: Question) -> Found:
     for first, last in _batches(blocks.size):
         block, row = _expand(blocks, first, last)
         points = _points(question.work, blocks, table, block, row)
-        excess = hold(points, question.work).high
+        excess = predict_memory(points, question.work).high
         excess /= points.memory_bytes * question.memory_share
         excess *= blocks.columns["memory_factor"][block]
         fitting = excess <= 1.0
@@ -184,12 +184,12 @@ def search(question: Question) -> Found:
     looked_at = int(blocks.size.sum())
     if not winners:
         empty = np.empty(0, dtype=np.int64)
-        return Found(points=_points(question.work, blocks, table, empty, empty), rig=empty,
+        return LayoutSearchResult(points=_points(question.work, blocks, table, empty, empty), rig=empty,
                      nodes=empty, looked_at=looked_at, tightest=tightest)  # fmt: skip
     block, row, run_s = (np.concatenate(part) for part in zip(*winners, strict=True))
     kept = _best_precision(blocks, block, run_s)
     block, row = block[kept], row[kept]
-    return Found(
+    return LayoutSearchResult(
         points=_points(question.work, blocks, table, block, row),
         rig=blocks.rig[block],
         nodes=blocks.nodes[block],
@@ -198,13 +198,13 @@ def search(question: Question) -> Found:
     )
 
 
-def run_seconds(work: Work, points: Points, step_s: Column) -> Column:
+def run_seconds(work: TrainingWork, points: QueryBatch, step_s: Column) -> Column:
     """Of all steps, with the evaluations between them."""
     steps = np.ceil(work.samples / points.batch)
     return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
 
 
-def foretell_steps(question: Question, found: Found) -> dict[str, Column]:
+def predict_steps(question: LayoutQuery, found: LayoutSearchResult) -> dict[str, Column]:
     """Seconds of a step by what takes them, of each find."""
     time = step_time(found.points)
     factor = np.array([rig.time_factor for rig in question.rigs])[found.rig]
@@ -213,14 +213,14 @@ def foretell_steps(question: Question, found: Found) -> dict[str, Column]:
     return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
 
 
-def hold(points: Points, work: Work) -> PeakMemory:
+def predict_memory(points: QueryBatch, work: TrainingWork) -> PeakMemory:
     """Peak memory of each point."""
     # Copies of a shard hold what it holds: dp shares nothing out there.
     zero = np.where(points.fsdp > 1, 0.0, points.zero)
     return peak_memory(points.with_columns(zero=zero), state=work.state)
 
 
-def node_counts(rig: Rig, question: Question) -> list[int]:
+def node_counts(rig: HardwareConfig, question: LayoutQuery) -> list[int]:
     """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ...
 
     Where the devices are said, the machines that come to just so many.
@@ -238,7 +238,7 @@ def node_counts(rig: Rig, question: Question) -> list[int]:
     return sorted(count for count in counts if count * rig.devices >= question.least_devices)
 
 
-def _make_blocks(question: Question) -> tuple[_Blocks, dict[str, Column]]:
+def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
     grids: dict[tuple[int, int, str], tuple[int, int]] = {}
     tables: list[dict[str, Column]] = []
     total = 0
@@ -249,7 +249,7 @@ def _make_blocks(question: Question) -> tuple[_Blocks, dict[str, Column]]:
                 devices = nodes * rig.devices
                 key = (devices, min(rig.domain, devices), precision)
                 if key not in grids:
-                    grid = lay_out(devices, key[1], question.rules[precision])
+                    grid = enumerate_layouts(devices, key[1], question.rules[precision])
                     grids[key] = (total, len(grid["dp"]))
                     tables.append(grid)
                     total += len(grid["dp"])
@@ -267,7 +267,7 @@ def _make_blocks(question: Question) -> tuple[_Blocks, dict[str, Column]]:
     return _Blocks(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], columns), table
 
 
-def _precisions(question: Question, rig: Rig) -> list[str]:
+def _precisions(question: LayoutQuery, rig: HardwareConfig) -> list[str]:
     """Those allowed here, without any that another beats in speed, memory and layouts."""
     allowed = [each for each in PRECISIONS if each in question.rules and each in rig.peak_flops]
     return [
@@ -275,7 +275,7 @@ def _precisions(question: Question, rig: Rig) -> list[str]:
     ]
 
 
-def _beats(question: Question, rig: Rig, precision: str, other: str) -> bool:
+def _beats(question: LayoutQuery, rig: HardwareConfig, precision: str, other: str) -> bool:
     """As fast or faster, narrower or safer; and may have every layout that the other may."""
     if rig.peak_flops[precision] < rig.peak_flops[other]:
         return False
@@ -285,7 +285,7 @@ def _beats(question: Question, rig: Rig, precision: str, other: str) -> bool:
     return narrower and question.rules[precision] == question.rules[other]
 
 
-def _block_columns(rigs: Sequence[Rig], whole: Any, array: Any) -> dict[str, Column]:
+def _block_columns(rigs: Sequence[HardwareConfig], whole: Any, array: Any) -> dict[str, Column]:
     def of_rig(name: str) -> Column:
         source = "domain" if name == "node_devices" else name
         return np.array([getattr(rig, source) for rig in rigs], dtype=np.float64)[whole[:, 0]]
@@ -318,9 +318,9 @@ def _expand(blocks: _Blocks, first: int, last: int) -> tuple[Indices, Indices]:
 
 
 def _points(
-    work: Work, blocks: _Blocks, table: Mapping[str, Column], block: Indices, row: Indices
-) -> Points:
-    return make_points(
+    work: TrainingWork, blocks: _Blocks, table: Mapping[str, Column], block: Indices, row: Indices
+) -> QueryBatch:
+    return make_queries(
         len(block),
         **work.columns,
         **{name: table[name][row] for name in LAYOUT_COLUMNS},
@@ -333,7 +333,11 @@ def _points(
 
 
 def _fastest(
-    question: Question, blocks: _Blocks, table: Mapping[str, Column], block: Indices, row: Indices
+    question: LayoutQuery,
+    blocks: _Blocks,
+    table: Mapping[str, Column],
+    block: Indices,
+    row: Indices,
 ) -> tuple[Indices, Indices, Column]:
     """Of each block's points, the one that gets through the work first."""
     points = _points(question.work, blocks, table, block, row)

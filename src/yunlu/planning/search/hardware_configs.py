@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunlu.hardware.offer import HERE
-from yunlu.planning.search.search import Rig
+from yunlu.planning.search.layout_search import HardwareConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,15 +28,15 @@ class Price(NamedTuple):
         return self.offer.price(spot=self.spot)
 
 
-def gather_rigs(
+def group_offers(
     catalog: Catalog, offers: Iterable[Offer], *, spot: bool
-) -> tuple[tuple[Rig, ...], tuple[Price, ...]]:
+) -> tuple[tuple[HardwareConfig, ...], tuple[Price, ...]]:
     """The distinct rigs of some offers, and every price of each; of an instance, the lowest.
 
     What another rig of the same devices beats in network and price both is left out: it cannot win.
     """
     places: dict[tuple[str, int, float | None, int | None, bool], int] = {}
-    rigs: list[Rig] = []
+    rigs: list[HardwareConfig] = []
     prices: dict[tuple[str, str, int, bool], Price] = {}
     for offer in offers:
         network, most = offer.network_bytes_per_s, offer.most_nodes
@@ -52,7 +52,9 @@ def gather_rigs(
     return _undominated(rigs, list(prices.values()))
 
 
-def _undominated(rigs: list[Rig], prices: list[Price]) -> tuple[tuple[Rig, ...], tuple[Price, ...]]:
+def _undominated(
+    rigs: list[HardwareConfig], prices: list[Price]
+) -> tuple[tuple[HardwareConfig, ...], tuple[Price, ...]]:
     lowest = [[math.inf, math.inf] for _ in rigs]
     for price in prices:
         ranks = lowest[price.rig]
@@ -74,9 +76,9 @@ def _undominated(rigs: list[Rig], prices: list[Price]) -> tuple[tuple[Rig, ...],
     )
 
 
-def _rig(catalog: Catalog, offer: Offer) -> Rig:
+def _rig(catalog: Catalog, offer: Offer) -> HardwareConfig:
     device, network = catalog.device(offer.device), catalog.network_bytes_per_s(offer)
-    return Rig(
+    return HardwareConfig(
         device=device.name,
         devices=offer.devices,
         domain=catalog.linked_devices(offer),

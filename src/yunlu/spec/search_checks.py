@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, did_you_mean, nearest
 from yunlu.spec.constraints import UnclearConstraintError, read_constraint
-from yunlu.spec.explain import Finding, explain, show_value
+from yunlu.spec.explain import ValidationFinding, explain, show_value
 from yunlu.spec.overrides import field_value, lay_fields
 from yunlu.spec.problems import Path, show_path
 from yunlu.spec.schema import homes_of, known_paths, schema_at
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.spec.search import DimensionSpec
 
 
-def find_faults(job: Job) -> list[Finding]:
+def find_faults(job: Job) -> list[ValidationFinding]:
     """What is wrong with the job's search; nothing where it has none."""
     if job.search is None:
         return []
@@ -77,15 +77,15 @@ def is_inside(spec: DimensionSpec, value: Any) -> bool:
     return spec.low <= value <= spec.high and on_grid
 
 
-def _unknown_field(job: Job, name: str) -> Iterator[Finding]:
+def _unknown_field(job: Job, name: str) -> Iterator[ValidationFinding]:
     at: Path = ("search", "space", name)
     path = _path_of(name)
     if path[0] == "search":
-        yield Finding(at, "a search cannot vary itself", at_key=True)
+        yield ValidationFinding(at, "a search cannot vary itself", at_key=True)
     elif path == ("name",):
-        yield Finding(at, "trials are named after their study", at_key=True)
+        yield ValidationFinding(at, "trials are named after their study", at_key=True)
     elif schema_at(path) is None or not _has_item(job, path):
-        yield Finding(at, f"unknown field; {_guess(name)}", at_key=True)
+        yield ValidationFinding(at, f"unknown field; {_guess(name)}", at_key=True)
 
 
 def _path_of(name: str) -> Path:
@@ -115,7 +115,7 @@ def _guess(name: str) -> str:
     return "expected one such as train.optimizer.lr, or model.args.NAME for the model's arguments"
 
 
-def _bad_when(search: SearchSpec, name: str) -> Iterator[Finding]:
+def _bad_when(search: SearchSpec, name: str) -> Iterator[ValidationFinding]:
     spec = search.space[name]
     for parent in spec.when:
         at: Path = ("search", "space", name, "when", parent)
@@ -123,18 +123,20 @@ def _bad_when(search: SearchSpec, name: str) -> Iterator[Finding]:
         if above is None:
             guess = nearest(parent, [other for other in search.space if other != name])
             hint = f"did you mean {guess!r}?" if guess else "add it to the space, or leave this out"
-            yield Finding(at, f"depends on {parent}, which does not vary; {hint}", at_key=True)
+            yield ValidationFinding(
+                at, f"depends on {parent}, which does not vary; {hint}", at_key=True
+            )
             continue
         if above.choice is None and not above.is_int and above.step is None:
             words = f"depends on {parent}, which may be any number; give that a list or a step"
-            yield Finding(at, words, at_key=True)
+            yield ValidationFinding(at, words, at_key=True)
             continue
         for value in wanted_values(spec, parent):
             if not is_inside(above, decode_value(above, value)):
                 words = f"{show_value(value)} is no value that {parent} takes in this search"
-                yield Finding(at, words)
+                yield ValidationFinding(at, words)
         if _depends_on_itself(search, name):
-            yield Finding(at, "depends on itself in the end", at_key=True)
+            yield ValidationFinding(at, "depends on itself in the end", at_key=True)
 
 
 def _depends_on_itself(search: SearchSpec, name: str) -> bool:
@@ -149,7 +151,7 @@ def _depends_on_itself(search: SearchSpec, name: str) -> bool:
     return False
 
 
-def _refused_values(job: Job, name: str) -> Iterator[Finding]:
+def _refused_values(job: Job, name: str) -> Iterator[ValidationFinding]:
     """Values that the job itself would refuse, each choice or both ends of the range."""
     search = cast("SearchSpec", job.search)
     spec = search.space[name]
@@ -157,7 +159,7 @@ def _refused_values(job: Job, name: str) -> Iterator[Finding]:
     for place, value in enumerate(values):
         part = ("choice", place) if spec.choice is not None else (("low", "high")[place],)
         if words := _refusal(job, {**_above(search, name), name: value}):
-            yield Finding(("search", "space", name, *part), words)
+            yield ValidationFinding(("search", "space", name, *part), words)
             return
 
 
@@ -185,18 +187,22 @@ def _refusal(job: Job, values: dict[str, Any]) -> str | None:
     return None
 
 
-def _bad_first(search: SearchSpec) -> Iterator[Finding]:
+def _bad_first(search: SearchSpec) -> Iterator[ValidationFinding]:
     for place, setting in enumerate(search.first):
         if failed := _failed_constraint(search, setting):
-            yield Finding(("search", "first", place), f"does not fulfil {show_value(failed)}")
+            yield ValidationFinding(
+                ("search", "first", place), f"does not fulfil {show_value(failed)}"
+            )
         for name, value in setting.items():
             at: Path = ("search", "first", place, name)
             spec = search.space.get(name)
             if spec is None:
                 words = f"{name} does not vary in this search; {did_you_mean(name, search.space)}"
-                yield Finding(at, words, at_key=True)
+                yield ValidationFinding(at, words, at_key=True)
             elif not is_inside(spec, value):
-                yield Finding(at, f"{show_value(value)} lies outside of search.space.{name}")
+                yield ValidationFinding(
+                    at, f"{show_value(value)} lies outside of search.space.{name}"
+                )
 
 
 def _failed_constraint(search: SearchSpec, setting: dict[str, Any]) -> str | None:
@@ -211,12 +217,12 @@ def _failed_constraint(search: SearchSpec, setting: dict[str, Any]) -> str | Non
 
 def _bad_constraint(
     job: Job | None, search: SearchSpec, place: int, text: str
-) -> Iterator[Finding]:
+) -> Iterator[ValidationFinding]:
     at: Path = ("search", "constraints", place)
     try:
         constraint = read_constraint(text)
     except UnclearConstraintError as error:
-        yield Finding(at, f"{show_value(text)} {error}")
+        yield ValidationFinding(at, f"{show_value(text)} {error}")
         return
     for name in constraint.names:
         if name in search.space:
@@ -225,10 +231,10 @@ def _bad_constraint(
             known = [*search.space, *(show_dotted(path) for path in known_paths())]
             guess = nearest(name, known)
             hint = f"; did you mean {guess!r}?" if guess else ""
-            yield Finding(at, f"{show_value(text)} names {name}, which is no field{hint}")
+            yield ValidationFinding(at, f"{show_value(text)} names {name}, which is no field{hint}")
         elif job is not None and not _says(job, name):
             words = f"{show_value(text)} names {name}, of which the job says nothing; set it, or let it vary"
-            yield Finding(at, words)
+            yield ValidationFinding(at, words)
 
 
 def _says(job: Job, name: str) -> bool:

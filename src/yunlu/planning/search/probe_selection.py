@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.planning.predict.points import Column, Points
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
 
     Matrix = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -48,7 +48,7 @@ class Predictions:
 
 
 def next_probe(
-    points: Points, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
+    points: QueryBatch, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
 ) -> int:
     """The candidate to try next.
 
@@ -67,7 +67,7 @@ def next_probe(
 
 
 def expected_speed(
-    points: Points, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
+    points: QueryBatch, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
 ) -> tuple[Column, Column]:
     """The median speed of each candidate if it runs, and the spread of its log, after the probes."""
     ran = np.array(
@@ -93,7 +93,7 @@ def expected_speed(
 
 
 def chance_to_run(
-    points: Points, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
+    points: QueryBatch, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
 ) -> Column:
     """How likely each candidate runs, after the probes."""
     # The error of the foretold peaks is taken as common to all: a grid of it, weighed by what was seen.
@@ -128,7 +128,7 @@ def _normal(z: Column) -> Column:
     return 1.0 / (1.0 + np.exp(np.clip(-1.5976 * z - 0.070566 * z**3, -50, 50)))
 
 
-def _places(points: Points) -> Matrix:
+def _places(points: QueryBatch) -> Matrix:
     """Where a layout lies, in doublings of what it splits."""
     columns = (
         np.log2(points.tp),

@@ -1,0 +1,79 @@
+"""Typed documents of a run: its job and its plan."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.errors import StoreError
+from yunlu.runs.run_store import Document
+
+if TYPE_CHECKING:
+    from yunlu.planning.plan import Plan
+    from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
+
+
+def read_job(run: RunStore) -> Job:
+    """The job; refused where there is none."""
+    from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import: many only list runs)
+
+    content = run.read(Document.JOB)
+    if content is None:
+        raise not_a_run(run)
+    return Job.model_validate_json(content)
+
+
+def read_raw_job(run: RunStore) -> dict[str, Any] | None:
+    """The job as plain JSON; None where it is missing or damaged."""
+    return read_json(run, Document.JOB)
+
+
+def write_job(run: RunStore, job: Job) -> None:
+    """Store the job; only done while a run is created."""
+    run.write(Document.JOB, job.model_dump_json(indent=2))
+
+
+def read_plan(run: RunStore) -> Plan | None:
+    """The plan; None where the run has not been planned yet."""
+    from yunlu.planning.plan import Plan  # noqa: PLC0415 (slow to import: many only list runs)
+
+    content = run.read(Document.PLAN)
+    return None if content is None else Plan.model_validate_json(content)
+
+
+def require_plan(run: RunStore) -> Plan:
+    """The plan; refused where the run has not been planned yet."""
+    plan = read_plan(run)
+    if plan is None:
+        raise StoreError(f"{run.id} has no plan yet", hint="wait until its workers have planned it")
+    return plan
+
+
+def write_plan(run: RunStore, plan: Plan) -> None:
+    """Store the plan."""
+    run.write(Document.PLAN, plan.model_dump_json(indent=2))
+
+
+def read_json(run: RunStore, document: str) -> dict[str, Any] | None:
+    """A document that holds a JSON object; None where it is missing or damaged."""
+    content = run.read(document)
+    try:
+        value = None if content is None else json.loads(content)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_number(run: RunStore, document: str) -> int | None:
+    """A document that holds a whole number; None where it is missing or damaged."""
+    content = run.read(document)
+    try:
+        return None if content is None else int(content)
+    except ValueError:
+        return None
+
+
+def not_a_run(run: RunStore) -> StoreError:
+    """The error of an address without a run."""
+    return StoreError(f"{run.address} is not a run: its {Document.JOB} is missing or damaged")

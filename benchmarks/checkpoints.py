@@ -26,7 +26,7 @@ from rich.table import Table
 
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import piece_of
+from yunlu.training.parallel.tensor_slices import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Training:
     def snapshot(self, step: int) -> Snapshot:
         """As Yunlu's engine gives it."""
         pieces = {
-            group: {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+            group: {name: shard_of(name, tensor) for name, tensor in tensors.items()}
             for group, tensors in self.state().items()
         }
         return Snapshot(step=step, pieces=pieces, state={"step": step})

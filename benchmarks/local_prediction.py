@@ -33,7 +33,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.jobs.calibration import figures_of
 from yunlu.planning.calibration import Calibration, RunMeasurement, learn
 from yunlu.planning.plan import Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.load import load_job

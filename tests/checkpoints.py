@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from yunlu.training.checkpoint.files import Entry, Snapshot
-from yunlu.training.checkpoint.reader import FileReader
-from yunlu.training.checkpoint.storage import LocalPlace
+from yunlu.training.checkpoint.files import CheckpointEntry, Snapshot
+from yunlu.training.checkpoint.reader import CheckpointReader
+from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.optimizer_state import fill_optimizer, leaf_pieces, optimizer_pieces
-from yunlu.training.parallel.tensor_slices import Box, Spec, whole
+from yunlu.training.parallel.optimizer_state import fill_optimizer, parameter_shards, optimizer_shards
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorSpec, full_slice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,16 +24,16 @@ class Memory:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def specs(self) -> dict[str, Spec]:
-        return {name: Spec(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
 
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][box.within(whole(self.tensors[name].shape))]
+    def read(self, name: str, box: TensorSlice) -> Tensor:
+        return self.tensors[name][box.within(full_slice(self.tensors[name].shape))]
 
 
 def write(root: Path, snapshot: Snapshot) -> Path:
     """Save one checkpoint; its directory."""
-    saved: list[Entry] = []
+    saved: list[CheckpointEntry] = []
     store = CheckpointStore(
         root,
         keep_last=9,
@@ -47,23 +47,23 @@ def write(root: Path, snapshot: Snapshot) -> Path:
     return saved[0].path
 
 
-def read(path: Path) -> FileReader:
+def read(path: Path) -> CheckpointReader:
     """A checkpoint in a local directory, every byte of it verified."""
-    reader = FileReader(LocalPlace(path.parent), path.name)
+    reader = CheckpointReader(LocalStorage(path.parent), path.name)
     reader.verify()
     return reader
 
 
-def load(reader: FileReader, group: str) -> dict[str, Tensor]:
+def load(reader: CheckpointReader, group: str) -> dict[str, Tensor]:
     """The tensors of one group, put together."""
     found = reader.group(group)
-    return {name: found.read(name, whole(spec.shape)) for name, spec in found.specs().items()}
+    return {name: found.read(name, full_slice(spec.shape)) for name, spec in found.specs().items()}
 
 
 def copy_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a checkpoint keeps of an optimiser: tensors by weight, and JSON."""
     weights = list(model.parameters())
-    pieces, packed = optimizer_pieces(optimizer, leaf_pieces([model], weights, weights))
+    pieces, packed = optimizer_shards(optimizer, parameter_shards([model], weights, weights))
     copies = {name: piece.tensor.clone() for name, piece in pieces.items()}
     return copies, json.loads(json.dumps(packed))
 
@@ -73,5 +73,5 @@ def restore_optimizer(
 ) -> None:
     """Go on from such a copy."""
     weights = list(model.parameters())
-    names = leaf_pieces([model], weights, weights)
+    names = parameter_shards([model], weights, weights)
     fill_optimizer(optimizer, names, Memory(tensors), packed)

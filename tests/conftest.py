@@ -93,7 +93,7 @@ def same_random_numbers() -> None:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Any]:
     """A fresh run directory with a job for objects: ``make_run(steps=5, batch=8, ...)``."""
-    from yunlu.runs.directory_store import open_run
+    from yunlu.runs.home import open_run
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.jobs.service import make_plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.places import LocalPlaces

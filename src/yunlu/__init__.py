@@ -29,8 +29,8 @@ __version__ = "0.1.0"
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
     "Job": "yunlu.spec.job",
-    "Option": "yunlu.planning.search.options",
-    "Options": "yunlu.planning.search.options",
+    "PlanOption": "yunlu.planning.search.options",
+    "PlanOptions": "yunlu.planning.search.options",
     "Run": "yunlu.client.api",
     "Study": "yunlu.tuning.study",
     "YunluClassifier": "yunlu.estimator",
@@ -55,8 +55,8 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "submit",
     "tune",
     "Study",
-    "Options",
-    "Option",
+    "PlanOptions",
+    "PlanOption",
     "Job",
     "load_job",
     "validate",

@@ -32,7 +32,7 @@ from yunlu.executors.finding import executor_of, open_executor
 from yunlu.executors.record import RECORD
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import service
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -148,7 +148,7 @@ _STARTER = """
 import importlib, os, signal, sys
 from pathlib import Path
 from yunlu.runs.run_store import RunStore
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.jobs import service
 from yunlu.hardware.fleet import Placement
 from yunlu.executors.finding import open_executor

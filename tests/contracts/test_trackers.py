@@ -15,7 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import JobError, MissingPartError
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 from yunlu.training.trackers.contract import Curves, TrackerContract

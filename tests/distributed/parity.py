@@ -16,7 +16,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Splits, call, logits_of
-from yunlu.training.training_inputs import Parts
+from yunlu.training.training_inputs import TrainingInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,7 +198,7 @@ def train(world: World, make: str, settings: dict[str, Any]) -> tuple[list[float
     usual = 16 if world.layout.tp > 1 else 4
     kernel, micro_batch = asked.pop("kernel", "fused"), asked.pop("micro_batch", usual)
     job, task = make_job(**asked), Sentences(make)
-    parts = Parts(task=task, model=task.build(job), splits=task.load(job))
+    parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
     plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel=kernel)
     engine = Engine(job, plan, parts, lambda *_, **__: None, world=world)
     recorder = Recorder([], [])

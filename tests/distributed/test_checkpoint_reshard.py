@@ -26,25 +26,25 @@ from tests.distributed.ranks import run_world
 from yunlu.planning.layout import AXES, Layout, parse_layout
 from yunlu.training.checkpoint import files, tensor_files
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.save_group import Crew
-from yunlu.training.checkpoint.storage import LocalPlace
+from yunlu.training.checkpoint.save_group import SaveGroup
+from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
-    leaf_pieces,
-    optimizer_pieces,
+    parameter_shards,
+    optimizer_shards,
     wanted_optimizer,
 )
-from yunlu.training.parallel.redistribute import exchange, gather_specs
-from yunlu.training.parallel.tensor_slices import fill, join_groups, piece_of, weights_of
+from yunlu.training.parallel.redistribute import redistribute, gather_specs
+from yunlu.training.parallel.tensor_slices import fill, join_groups, shard_of, weights_of
 from yunlu.training.parallel.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.training.parallel.tensor_slices import Piece
+    from yunlu.training.parallel.tensor_slices import TensorShard
 
 pytestmark = pytest.mark.distributed
 
@@ -111,7 +111,7 @@ class State:
             {"params": [leaf for leaf in self.leaves.values() if leaf.ndim < 2], "weight_decay": 0},
         ]
         self.optimizer = FusedAdam(groups, lr=0.5, betas=(0.8, 0.9), eps=1e-8, decoupled=True)
-        self.names = leaf_pieces([self.part], [*self.part.parameters()], [*self.leaves.values()])
+        self.names = parameter_shards([self.part], [*self.part.parameters()], [*self.leaves.values()])
         self.moments: dict[str, dict[str, Tensor]] = {}
 
     def remember(self, world: World, seed: int) -> State:
@@ -125,8 +125,8 @@ class State:
             self.optimizer.state[leaf] = {"step": torch.tensor(7.0), **moments}
         return self
 
-    def pieces(self) -> tuple[dict[str, dict[str, Piece]], dict[str, Any]]:
-        optimizer, packed = optimizer_pieces(self.optimizer, self.names)
+    def pieces(self) -> tuple[dict[str, dict[str, TensorShard]], dict[str, Any]]:
+        optimizer, packed = optimizer_shards(self.optimizer, self.names)
         return {"model": weights_of([self.part]), "optimizer": optimizer}, packed
 
     def check(self, truth: State) -> None:
@@ -145,7 +145,7 @@ def store(root: Path, world: World, group: Any = None, **options: Any) -> Checkp
     settings = {"keep_last": 3, "keep_best": 1, "saved": lambda entry, seconds: None} | options
     return CheckpointStore(
         root, metric="loss", lower_is_better=True,
-        crew=Crew(rank=world.rank, size=world.layout.world, token="g1", group=group), **settings,
+        crew=SaveGroup(rank=world.rank, size=world.layout.world, token="g1", group=group), **settings,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _hand_over(world: World) -> None:
     wanted = {"model": weights_of([new.part])}
     specs = gather_specs(held["optimizer"].values())
     wanted["optimizer"] = wanted_optimizer(new.optimizer, new.names, specs)
-    exchange(join_groups(held), join_groups(wanted))
+    redistribute(join_groups(held), join_groups(wanted))
     install_optimizer(new.optimizer, new.names, wanted["optimizer"], packed)
     new.check(State(halves, 100).remember(halves, 100))
 
@@ -325,7 +325,7 @@ def _save_until_killed(world: World, root: Path, who: int, after: int) -> None:
     for step in range(1, 40):
         for weight in weights.values():
             weight.fill_(step)
-        pieces = {name: piece_of(name, weight) for name, weight in weights.items()}
+        pieces = {name: shard_of(name, weight) for name, weight in weights.items()}
         kept.save(Snapshot(step=step, pieces={"model": pieces}, state={"step": step}))
 
 
@@ -346,4 +346,4 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(
     for weight in load(found, "model").values():
         assert weight.unique().tolist() == [found.step]
     assert not list(tmp_path.glob(".*")), "what was half-written is swept"
-    assert files.entries(LocalPlace(tmp_path))[-1].step == found.step
+    assert files.entries(LocalStorage(tmp_path))[-1].step == found.step

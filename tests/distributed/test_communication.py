@@ -21,7 +21,7 @@ from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.checkpoint.save_group import Crew
+from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.communication.error_feedback import share_out
 from yunlu.training.communication.method_selector import MethodSelector
@@ -30,7 +30,7 @@ from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parallel.sockets import tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 from yunlu.training.tasks.task import Batch, Splits, call
-from yunlu.training.training_inputs import Parts
+from yunlu.training.training_inputs import TrainingInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -173,7 +173,7 @@ def build(
     length = {"steps": STEPS, "steps_per_epoch": -(-SAMPLES // BATCH), "accumulation": 3}
     plan = plan.model_copy(update=length)
     task = task or Points()
-    parts = Parts(task=task, model=task.build(job), splits=task.load(job))
+    parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
     engine = Engine(job, plan, parts, tell or (lambda *_, **__: None), world=world)
     engine.keeps_ledger = True
     return engine
@@ -256,7 +256,7 @@ def _saver(world: World, directory: str, token: str) -> CheckpointStore:
         metric="loss",
         lower_is_better=True,
         saved=_ignore,
-        crew=Crew(rank=world.rank, size=world.layout.world, token=token),
+        crew=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import wait_until
 from yunlu.core.errors import StoreError
 from yunlu.jobs.resize import resize
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import Crew, read_crew

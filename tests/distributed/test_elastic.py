@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.toy_crew import BATCH, ENOUGH
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.errors import StoreError
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.worker_group import Crew, ask, read_crew
 

@@ -12,13 +12,13 @@ from tests.distributed.ranks import run_world
 from yunlu.planning.layout import Layout
 from yunlu.training.parallel import redistribute as exchanges
 from yunlu.training.parallel.redistribute import (
-    Uncovered,
+    UncoveredError,
     broadcast_json,
-    exchange,
+    redistribute,
     gather_json,
     gather_specs,
 )
-from yunlu.training.parallel.tensor_slices import Box, Piece, whole
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, full_slice
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
@@ -34,35 +34,35 @@ WHOLE = {
 }
 
 
-def rows(rank: int, size: int) -> list[Piece]:
-    pieces: list[Piece] = []
+def rows(rank: int, size: int) -> list[TensorShard]:
+    pieces: list[TensorShard] = []
     for name, tensor in WHOLE.items():
         shape = tuple(tensor.shape)
         if not shape:
-            pieces.append(Piece(name, shape, whole(shape), tensor.clone()))
+            pieces.append(TensorShard(name, shape, full_slice(shape), tensor.clone()))
             continue
         chunk = -(-shape[0] // size)
         start = min(chunk * rank, shape[0])
         part = tensor[start : start + chunk].clone()
-        box = Box((start, *(0,) * (len(shape) - 1)), tuple(part.shape))
-        pieces.append(Piece(name, shape, box, part))
+        box = TensorSlice((start, *(0,) * (len(shape) - 1)), tuple(part.shape))
+        pieces.append(TensorShard(name, shape, box, part))
     return pieces
 
 
-def columns(rank: int, size: int) -> list[Piece]:
-    pieces: list[Piece] = []
+def columns(rank: int, size: int) -> list[TensorShard]:
+    pieces: list[TensorShard] = []
     for piece in rows(0, 1):
         if piece.name != "w":
             pieces.append(piece)
             continue
         part = piece.tensor.tensor_split(size, dim=1)[rank].clone()
         start = sum(one.shape[1] for one in piece.tensor.tensor_split(size, dim=1)[:rank])
-        pieces.append(Piece("w", (7, 10), Box((0, start), tuple(part.shape)), part))
+        pieces.append(TensorShard("w", (7, 10), TensorSlice((0, start), tuple(part.shape)), part))
     return pieces
 
 
-def emptied(pieces: list[Piece]) -> list[Piece]:
-    return [Piece(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces]
+def emptied(pieces: list[TensorShard]) -> list[TensorShard]:
+    return [TensorShard(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces]
 
 
 def _reshard(world: World, chunk_bytes: int) -> None:
@@ -79,7 +79,7 @@ def _reshard(world: World, chunk_bytes: int) -> None:
         (rows(rank, size), rows(rank, 2) if rank < 2 else []),
     ):
         wanted = emptied(good)
-        exchange(held, wanted)
+        redistribute(held, wanted)
         for piece, expected in zip(wanted, good, strict=True):
             assert torch.equal(piece.tensor, expected.tensor), piece.name
 
@@ -94,9 +94,9 @@ def _special(world: World) -> Any:
     assert [one["rank"] for one in told] == [0, 1, 2]
     assert broadcast_json({"from": world.rank}, source=2) == {"from": 2}
     # Types may differ: the receiver's counts.
-    wanted = [Piece("w", (2,), whole((2,)), torch.zeros(2, dtype=torch.float64))]
-    exchange(
-        [Piece("w", (2,), whole((2,)), torch.tensor([1.5, 2.5], dtype=torch.bfloat16))]
+    wanted = [TensorShard("w", (2,), full_slice((2,)), torch.zeros(2, dtype=torch.float64))]
+    redistribute(
+        [TensorShard("w", (2,), full_slice((2,)), torch.tensor([1.5, 2.5], dtype=torch.bfloat16))]
         if world.rank == 1
         else [],
         wanted,
@@ -104,28 +104,28 @@ def _special(world: World) -> Any:
     assert wanted[0].tensor.tolist() == [1.5, 2.5]
     # Into a view of something larger.
     large = torch.zeros(4, 4)
-    exchange(
-        [Piece("v", (4,), whole((4,)), torch.ones(4))] if world.rank == 0 else [],
-        [Piece("v", (4,), whole((4,)), large[:, 1])],
+    redistribute(
+        [TensorShard("v", (4,), full_slice((4,)), torch.ones(4))] if world.rank == 0 else [],
+        [TensorShard("v", (4,), full_slice((4,)), large[:, 1])],
     )
     assert large.sum(0).tolist() == [0, 4, 0, 0]
     # Within some of the workers only.
     pair = dist.new_group([0, 2])
     if world.rank != 1:
-        wanted = [Piece("w", (2,), whole((2,)), torch.zeros(2))]
-        held = [Piece("w", (2,), whole((2,)), torch.ones(2))] if world.rank == 2 else []
-        exchange(held, wanted, group=pair)
+        wanted = [TensorShard("w", (2,), full_slice((2,)), torch.zeros(2))]
+        held = [TensorShard("w", (2,), full_slice((2,)), torch.ones(2))] if world.rank == 2 else []
+        redistribute(held, wanted, group=pair)
         assert wanted[0].tensor.tolist() == [1, 1]
         assert broadcast_json(world.rank, source=1, group=pair) == 2
     return _uncovered(world)
 
 
 def _uncovered(world: World) -> tuple[str, ...]:
-    half = Piece("w", (4,), Box((0,), (2,)), torch.ones(2))
-    wanted = Piece("w", (4,), whole((4,)), torch.zeros(4))
+    half = TensorShard("w", (4,), TensorSlice((0,), (2,)), torch.ones(2))
+    wanted = TensorShard("w", (4,), full_slice((4,)), torch.zeros(4))
     try:
-        exchange([half], [wanted] if world.rank == 0 else [])
-    except Uncovered as error:
+        redistribute([half], [wanted] if world.rank == 0 else [])
+    except UncoveredError as error:
         assert wanted.tensor.tolist() == [0] * 4, "nothing was touched"
         return error.names
     return ()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 from yunlu.core.errors import DataError, YunluError
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,

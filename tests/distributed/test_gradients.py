@@ -24,7 +24,7 @@ from tests.distributed.shared_steps import (
     summation_of,
 )
 from yunlu.planning.layout import Layout
-from yunlu.training.parallel.gradient_allreduce import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.world import form_world
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _train(
 ) -> tuple[list[float], float, float]:
     model = build(kind)
     optimizer = adam(list(model.parameters()))
-    gradients = GradientSum(
+    gradients = GradientAllReduce(
         list(model.parameters()), summation_of(world), bucket_bytes=bucket_bytes
     )
     losses: list[float] = []
@@ -88,7 +88,7 @@ def test_many_replicas_learn_as_one_process(
 def _sum_once(world: World) -> list[list[float] | None]:
     """Rank 0 runs two backward passes, rank 1 none at all."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    gradients = GradientSum(weights, summation_of(world), bucket_bytes=1)
+    gradients = GradientAllReduce(weights, summation_of(world), bucket_bytes=1)
     if world.rank == 0:
         (2 * weights[0]).sum().backward()
         gradients.arm()
@@ -147,8 +147,8 @@ def _cut_when_told(world: World, told: Path) -> None:
     world.cut()
 
 
-def _sum_of(weights: list[nn.Parameter], world: World) -> GradientSum:
-    return GradientSum(weights, summation_of(world), bucket_bytes=1)
+def _sum_of(weights: list[nn.Parameter], world: World) -> GradientAllReduce:
+    return GradientAllReduce(weights, summation_of(world), bucket_bytes=1)
 
 
 def _meet(rank: int, path: str) -> World:
@@ -164,7 +164,7 @@ def test_after_a_lost_member_the_same_weights_go_on_with_another_group(tmp_path:
 
 def _twice(world: World) -> str:
     weight = nn.Parameter(torch.ones(2))
-    gradients = GradientSum([weight, nn.Parameter(torch.ones(2))], summation_of(world))
+    gradients = GradientAllReduce([weight, nn.Parameter(torch.ones(2))], summation_of(world))
     gradients.arm()
     weight.sum().backward()
     try:
@@ -190,7 +190,7 @@ def _split_weights(world: World) -> float:
         nn.Parameter(distribute_tensor(matrix.clone(), mesh, [Shard(0)])),
         nn.Parameter(distribute_tensor(scale.clone(), mesh, [Replicate()])),
     ]
-    gradients = GradientSum(weights, summation_of(world))
+    gradients = GradientAllReduce(weights, summation_of(world))
     shares = values.tensor_split([3])[world.replica].split(2)
     for number, share in enumerate(shares):
         if number == len(shares) - 1:
@@ -219,7 +219,7 @@ def _layouts(world: World) -> bool:
     """Gradients lie in memory as their weights do, which fused optimisers rely on."""
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     half = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
-    gradients = GradientSum([half, weight], summation_of(world))
+    gradients = GradientAllReduce([half, weight], summation_of(world))
     gradients.arm()
     (weight.sum() + half.float().sum()).backward()
     gradients.finish()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.waiting import LIMIT_S, wait_until
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.training.data.sample_order import StepOrder, digest_of

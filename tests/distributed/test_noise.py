@@ -37,7 +37,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.parallel.world import World
 from yunlu.training.tasks.python_objects import ObjectTask
-from yunlu.training.training_inputs import Parts
+from yunlu.training.training_inputs import TrainingInputs
 
 pytestmark = pytest.mark.distributed
 
@@ -77,7 +77,7 @@ def build(
     plan = plan.model_copy(update={"lr": lr, "steps": steps, "warmup_steps": 0})
     inputs, targets = points()
     task = ObjectTask(model=network(), data={"train": (inputs, targets)})
-    parts = Parts(task=task, model=task.build(job), splits=task.load(job))
+    parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
     return Engine(job, plan, parts, lambda *_, **__: None, world=world)
 
 

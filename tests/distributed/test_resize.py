@@ -14,10 +14,10 @@ from tests.distributed.ranks import run_ranks, run_world
 from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.engine import Engine
-from yunlu.training.parallel.redistribute import exchange, gather_specs
+from yunlu.training.parallel.redistribute import redistribute, gather_specs
 from yunlu.training.parallel.tensor_slices import join_groups
 from yunlu.training.parallel.world import World, form_world
-from yunlu.training.training_inputs import Parts
+from yunlu.training.training_inputs import TrainingInputs
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ class Few(Recorder):
 
 def build(world: World, micro_batch: int) -> Engine:
     job, task = make_job(), Sentences("tied")
-    parts = Parts(task=task, model=task.build(job), splits=task.load(job))
+    parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
     plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel="fused")
     return Engine(job, plan, parts, lambda *_, **__: None, world=world)
 
@@ -54,7 +54,7 @@ def _move(rank: int, directory: str) -> tuple[list[float], list[int]]:
         if before is not None:
             held = join_groups(before.state.pieces())
             wanted = engine.state.wanted(gather_specs(held))
-            exchange(held, join_groups(wanted))
+            redistribute(held, join_groups(wanted))
             numbers = json.loads(json.dumps(before.state.numbers()))
             engine.state.install(wanted, numbers, step=before.steps_done)
         sizes.append(engine.micro_batch)

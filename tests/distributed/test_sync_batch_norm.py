@@ -21,8 +21,8 @@ from tests.distributed.shared_steps import (
 )
 from yunlu.planning.layout import Layout
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.parallel.gradient_allreduce import GradientSum
-from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, undo
+from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
+from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, remove_sync
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.distributed
 def _train(world: World, micros: int) -> tuple[float, float, float]:
     model = build("cnn")
     optimizer = adam(list(model.parameters()))
-    gradients = GradientSum(list(model.parameters()), summation_of(world))
+    gradients = GradientAllReduce(list(model.parameters()), summation_of(world))
     synchronise_batch_norm(model, world.adding("dp"))
     losses: list[float] = []
     first: list[torch.Tensor | None] = []
@@ -139,7 +139,7 @@ def _apart(world: World) -> bool:
     is_same &= not torch.equal(average.eval()(values), module.eval()(values))
     plain.reset_running_stats()
     is_same &= torch.equal(module(values), plain.eval()(values))
-    undo(module)
+    remove_sync(module)
     is_same &= "forward" not in module.__dict__
     return is_same and torch.equal(module.train()(values), plain.train()(values))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, build, furthest, summation_of
 from yunlu.planning.layout import Layout
-from yunlu.training.parallel.gradient_allreduce import GradientSum
+from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.zero import OwnedWeights, choose_owners
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 def _train(world: World, kind: str, *, is_shared: bool) -> tuple[nn.Module, int]:
     model = build(kind)
     weights = list(model.parameters())
-    gradients = GradientSum(weights, summation_of(world))
+    gradients = GradientAllReduce(weights, summation_of(world))
     shares = OwnedWeights(weights, world.group("dp"))
     optimizer = adam(shares.owned if is_shared else weights)
     for step in range(20):

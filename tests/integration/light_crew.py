@@ -23,7 +23,7 @@ import psutil
 from yunlu.core.files import append_lines, read_last
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew

@@ -20,7 +20,7 @@ from tests.integration.conftest import Yunlu
 from yunlu.core.files import read_last, read_lines
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew

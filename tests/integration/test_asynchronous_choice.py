@@ -13,7 +13,7 @@ from tests.integration.conftest import Yunlu
 from tests.waiting import LIMIT_S
 from yunlu.jobs import service
 from yunlu.jobs.report_builder import build_report
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.worker_group import read_crew
 

@@ -13,7 +13,7 @@ from benchmarks.netrig import Rig, why_no_rig
 from tests.integration import test_asynchronous as near
 from tests.waiting import LIMIT_S
 from yunlu.jobs import service
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
-from yunlu.training.data.synthetic_text import make_reviews
+from yunlu.training.data.synthetic_text import generate_reviews
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ MOODS = {"negative": "reject", "neutral": "shrug", "positive": "recommend"}
 @pytest.fixture
 def texts(tmp_path: Path) -> None:
     """Little data of the same language under other labels, and the job to learn them."""
-    table = make_reviews(7)
+    table = generate_reviews(7)
     rows = [
         f"{MOODS[label]}\t{text}" for label, text in zip(table["label"], table["text"], strict=True)
     ]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.training.memory.out_of_memory import StepStart, memory_capped, with_less_memory
+from yunlu.training.memory.out_of_memory import StepRestorePoint, memory_capped, with_less_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps such a limit")
 
@@ -40,7 +40,7 @@ def train(room_bytes: float | None, sizes: Sequence[int]) -> dict[str, Any]:
 
     attempt(64)  # what a first pass loads is not what is tried here
     model.zero_grad()
-    start = StepStart(model)
+    start = StepRestorePoint(model)
     told: list[tuple[int, str]] = []
     losses, used = list[float](), list[int]()
     with memory_capped(room_bytes):

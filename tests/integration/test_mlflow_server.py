@@ -17,7 +17,7 @@ import pytest
 
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.settings import worker_environment
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.trackers.mlflow import MlflowTracker
 from yunlu.training.trackers.registry import TrackerThread

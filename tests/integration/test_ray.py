@@ -46,7 +46,7 @@ _DRIVER = """
 import sys, time
 from pathlib import Path
 from yunlu.runs.run_store import RunStore
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.jobs import service
 from yunlu.hardware.fleet import Placement
 from yunlu.executors.ray_executor import RayExecutor

@@ -14,10 +14,10 @@ from tests.integration.test_s3_data import KEYS, s3  # noqa: F401 - a fixture
 from yunlu.planning.layout import Layout
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.save_group import Crew
-from yunlu.training.checkpoint.storage import MANIFEST, open_place
+from yunlu.training.checkpoint.save_group import SaveGroup
+from yunlu.training.checkpoint.storage import MANIFEST, open_storage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import Box, Piece
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ ROOT = "s3://lake/run-1/checkpoints"
 
 
 def open_store(
-    options: dict[str, Any], crew: Crew | None = None, **settings: Any
+    options: dict[str, Any], crew: SaveGroup | None = None, **settings: Any
 ) -> CheckpointStore:
     return CheckpointStore(
         ROOT, keep_last=2, keep_best=1, metric="loss", lower_is_better=True, options=options,
@@ -50,7 +50,7 @@ def options(s3: str) -> dict[str, Any]:  # noqa: F811
 
 
 def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) -> None:
-    place = open_place(ROOT, options)
+    place = open_storage(ROOT, options)
     told: list[str] = []
     kept = open_store(options, saved=lambda entry, seconds: told.append(entry.where))
     assert kept.open_newest(pytest.fail) is None
@@ -93,9 +93,9 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
 
 
 def _save_half(world: Any, options: dict[str, Any]) -> None:
-    crew = Crew(rank=world.rank, size=2, token="g1")
+    crew = SaveGroup(rank=world.rank, size=2, token="g1")
     kept = open_store(options, crew)
-    half = Piece("w", (10,), Box((5 * world.rank,), (5,)), torch.full((5,), float(world.rank)))
+    half = TensorShard("w", (10,), TensorSlice((5 * world.rank,), (5,)), torch.full((5,), float(world.rank)))
     kept.save(Snapshot(step=1, pieces={"model": {"w": half}}, state={}))
     kept.close()
 
@@ -106,5 +106,5 @@ def test_several_workers_save_one_checkpoint_in_s3(options: dict[str, Any], tmp_
     reader = kept.open_newest(pytest.fail)
     kept.close()
     assert reader is not None
-    assert reader.read("model/w", Box((3,), (4,))).tolist() == [0, 0, 1, 1]
+    assert reader.read("model/w", TensorSlice((3,), (4,))).tolist() == [0, 0, 1, 1]
     reader.close()

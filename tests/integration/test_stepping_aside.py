@@ -24,7 +24,7 @@ from tests.distributed.test_crews import (
     write_job,
 )
 from tests.waiting import LIMIT_S
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

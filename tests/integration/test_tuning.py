@@ -22,7 +22,7 @@ from tests.integration import toy_study
 from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
 from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
 from yunlu.executors.worker_process import recorded_worker
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.tuning.conducting.conductor import conduct

@@ -14,7 +14,7 @@ import pytest
 
 from yunlu.core.files import write_atomically
 from yunlu.jobs import service
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job

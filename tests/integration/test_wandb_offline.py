@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIFE = """
 import sys
 from pathlib import Path
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
 

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
-from yunlu.training.trial_control import TrialGate
+from yunlu.training.trial_control import TrialControl
 
 STEP_S = 0.004
 STEPS_PER_RUNG = 5
@@ -73,7 +73,7 @@ class ToyTrial:
         run = self.run
         first = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0)
         self.move("running", resumed_from_step=first or None)
-        gate = TrialGate(run, patience_s=math.inf)  # however busy whoever conducts it is
+        gate = TrialControl(run, patience_s=math.inf)  # however busy whoever conducts it is
         for step in range(first + 1, steps + 1):
             time.sleep(step_s)
             append_lines(run.metrics, [{"step": step, "loss": 1.0, "at": time.time()}])

@@ -33,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import wait_until
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 from yunlu.training.data.sample_order import StepOrder, digest_of

@@ -21,7 +21,7 @@ from yunlu.render.terminal.page import (
     state_text,
     to_json,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:

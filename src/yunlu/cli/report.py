@@ -12,7 +12,7 @@ from yunlu.core.files import write_atomically
 from yunlu.jobs.service import find
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
 

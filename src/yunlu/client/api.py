@@ -19,7 +19,7 @@ from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
 from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import is_queued_again

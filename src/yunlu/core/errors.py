@@ -37,6 +37,25 @@ def _rebuild(kind: type[YunluError], message: str, hint: str | None) -> YunluErr
     return error
 
 
+def error_of_code(
+    code: str, message: str, *, hint: str | None = None, traceback: str | None = None
+) -> YunluError:
+    """An error that another process reported, as the class that has its code."""
+    kinds = {kind.code: kind for kind in YunluError.__subclasses__() if "code" in vars(kind)}
+    error = kinds.get(code, YunluError)(message, hint=hint)
+    error.code = code
+    if traceback:
+        error.__cause__ = WorkerTraceback(traceback)
+    return error
+
+
+class WorkerTraceback(Exception):  # noqa: N818 (the traceback of an error, not another error)
+    """Traceback of an error in the worker; shown with ``--debug``."""
+
+    def __str__(self) -> str:
+        return "in the worker:\n" + str(self.args[0])
+
+
 class JobError(YunluError):
     """The job file, or an override of it, is not valid."""
 

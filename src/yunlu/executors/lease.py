@@ -33,7 +33,7 @@ from yunlu.executors.worker_process import (
     program_for,
     worker_lock_is_free,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState, replay_move
 from yunlu.runs.worker_group import LOCAL, ask, read_crew

@@ -43,7 +43,7 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import WORKERS
 from yunlu.runs.worker_group import ask, count_workers, read_crew
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from yunlu.executors.record import read_record, tell
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import Crew, ask, read_crew
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from yunlu.planning.machine_profile import (
     read_processor,
 )
 from yunlu.planning.plan import Measurement, Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 

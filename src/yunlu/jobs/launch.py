@@ -23,7 +23,7 @@ from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 

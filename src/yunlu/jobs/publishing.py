@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.files import sync_directory, write_atomically
 from yunlu.executors.worker_process import record_worker, this_process
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 

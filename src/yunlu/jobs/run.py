@@ -9,7 +9,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.errors import TrainingError, YunluError
+from yunlu.core.errors import TrainingError, error_of_code
 from yunlu.core.value import Value
 from yunlu.executors import memory
 from yunlu.executors.finding import is_elsewhere, is_held, last_reason
@@ -26,6 +26,7 @@ from yunlu.runs.states import RunState, check_move, replay_move
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from yunlu.core.errors import YunluError
     from yunlu.runs.run_store import RunStore
 
 _TAIL_BYTES = 32_768
@@ -206,7 +207,12 @@ def error_of(events: Iterable[Event]) -> YunluError | None:
     for event in events:
         data = event.data
         if event.kind is EventKind.ERROR:
-            error = _as_error(data)
+            error = error_of_code(
+                data.get("code") or "internal",
+                data.get("message") or "the run failed",
+                hint=data.get("hint"),
+                traceback=data.get("traceback"),
+            )
         elif event.kind is EventKind.STATE and data.get("state") == RunState.PENDING:
             error = None
         elif event.kind is EventKind.STATE and data.get("state") == RunState.LOST:
@@ -282,25 +288,6 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
         note = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return f"the worker (process {worker.pid}) was ended by {name}{note}"
     return f"the worker (process {worker.pid}) ended with exit code {code} without a word"
-
-
-def _as_error(data: dict[str, Any]) -> YunluError:
-    code = data.get("code") or "internal"
-    kinds = {kind.code: kind for kind in YunluError.__subclasses__() if "code" in vars(kind)}
-    error = kinds.get(code, YunluError)(
-        data.get("message") or "the run failed", hint=data.get("hint")
-    )
-    error.code = code
-    if data.get("traceback"):
-        error.__cause__ = WorkerTraceback(data["traceback"])
-    return error
-
-
-class WorkerTraceback(Exception):  # noqa: N818 (it is the trace of an error, not one more)
-    """Where the error arose, in the worker's own words; shown with ``--debug``."""
-
-    def __str__(self) -> str:
-        return "in the worker:\n" + str(self.args[0])
 
 
 def _whole_records(lines: list[bytes]) -> Iterator[dict[str, Any]]:

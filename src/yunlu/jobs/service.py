@@ -38,7 +38,7 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:

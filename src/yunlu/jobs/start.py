@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
 from yunlu.jobs import service
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.spec.job import ModelSpec
 
 if TYPE_CHECKING:

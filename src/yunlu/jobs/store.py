@@ -20,7 +20,7 @@ from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
 from yunlu.jobs.run import RunRecord, new_record, settle
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 __all__ = [
-    "ModelFacts",
+    "SplitConstraints",
     "check_layout",
     "choose_layout",
     "count_devices",

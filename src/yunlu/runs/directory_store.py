@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from yunlu.core.files import append_lines, read_lines, write_atomically
@@ -14,11 +13,7 @@ from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
-
-
-def open_run(address: str | Path) -> RunStore:
-    """The run at an address; whether it is there shows at the first read."""
-    return DirectoryRunStore(Path(address))
+    from pathlib import Path
 
 
 class DirectoryRunStore(RunStore):
@@ -58,7 +53,7 @@ class DirectoryRunStore(RunStore):
     @property
     def address(self) -> str:
         """As ``RunStore.address``."""
-        return str(self.path)
+        return str(self.path.absolute())
 
     def location(self, name: str) -> str:
         """As ``RunStore.location``."""
@@ -163,6 +158,11 @@ class DirectoryRunStore(RunStore):
                 return False
         except BlockingIOError:
             return True
+
+    @property
+    def home(self) -> Path:
+        """As ``LocalRunStore.home``."""
+        return self.path.parent
 
     def directory(self, area: Area) -> Path:
         """As ``LocalRunStore.directory``."""

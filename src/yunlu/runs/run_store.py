@@ -207,6 +207,11 @@ class RunStore(Protocol):
 class LocalRunStore(Protocol):
     """A store whose artifacts are files of this machine: what a worker needs."""
 
+    @property
+    def home(self) -> Path:
+        """Directory of all runs, and of what they share."""
+        ...
+
     def directory(self, area: Area) -> Path:
         """Directory of an area; it may not be there yet."""
         ...
@@ -235,6 +240,12 @@ def last_record(run: RunStore, log: Log) -> Any:
         except ValueError:
             continue
     return None
+
+
+def text_logs(run: RunStore) -> tuple[str, ...]:
+    """Names of the text logs of a run, that of its worker or supervisor first."""
+    names = [f"{Area.LOGS}/{name}" for name in run.names(Area.LOGS) if name.endswith(".log")]
+    return tuple(name for name in (WORKER_LOG, *names) if run.has(name))
 
 
 def log_end(run: RunStore, log: Log) -> int:

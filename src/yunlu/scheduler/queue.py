@@ -24,7 +24,7 @@ from yunlu.executors.worker_process import (
     recorded_worker,
 )
 from yunlu.jobs import service
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 from yunlu.scheduler.needs import Needs, find_needs
 from yunlu.spec.goal import read_span_s

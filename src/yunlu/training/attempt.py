@@ -27,19 +27,19 @@ class RunBusyError(StoreError):
     """Another worker holds the run."""
 
 
-def move(directory: RunStore, state: RunState, **data: Any) -> RunState:
+def change_state(directory: RunStore, state: RunState, **data: Any) -> RunState:
     """Say where the run stands now."""
     directory.emit(EventKind.STATE, state=state, **data)
     return state
 
 
-def newest_life(directory: RunStore) -> tuple[int, float]:
+def latest_attempt(directory: RunStore) -> tuple[int, float]:
     """The number of the life that the run is in, and when it began."""
     lives = [event for event, _ in directory.read_events() if event.kind is EventKind.LIFE]
     return len(lives), lives[-1].data["began_at"]
 
 
-def begin_life(directory: RunStore, *, began_at: float | None = None) -> tuple[int, float]:
+def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tuple[int, float]:
     """Tell who lives, and since when; the process's own start tells it from a later namesake.
 
     ``began_at`` is given where the run is younger than the process.
@@ -58,7 +58,7 @@ def begin_life(directory: RunStore, *, began_at: float | None = None) -> tuple[i
 
 
 @contextmanager
-def only_worker(directory: RunStore, *, held: int | None = None) -> Generator[int]:
+def run_lock(directory: RunStore, *, held: int | None = None) -> Generator[int]:
     """Hold the run's lock, and give it: two workers on one run would destroy each other's work.
 
     ``held`` is the lock itself, where this process had it as another program.
@@ -81,13 +81,13 @@ def only_worker(directory: RunStore, *, held: int | None = None) -> Generator[in
 _held_locks: list[IO[str]] = []
 
 
-def _let_go_of_locks() -> None:
+def _close_inherited_locks() -> None:
     while _held_locks:
         _held_locks.pop().close()
 
 
 # Loading processes outlive a killed worker for seconds; a copy of its lock would keep the run busy.
-os.register_at_fork(after_in_child=_let_go_of_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 @contextmanager

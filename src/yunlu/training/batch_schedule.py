@@ -15,9 +15,9 @@ from yunlu.core.value import Value
 from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
 from yunlu.planning.schedule import rate
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.data.batch_phases import TurnedOrder
+from yunlu.training.data.batch_phases import SwitchedOrder
 from yunlu.training.data.sample_order import make_order
-from yunlu.training.engine_builders import make_order_of
+from yunlu.training.engine_builders import make_sample_order
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from yunlu.training.data.batch_phases import RunOrder
     from yunlu.training.engine import Engine
 
-TURN_EVERY = 20
+CHANGE_EVERY = 20
 """Steps; at fixed ones, so that a resumed run turns where it would have turned."""
 _NEW_BATCH, _NEW_GAIN = 1.1, 1.1
 """A batch, or the worth of its steps, must have changed by such a factor."""
 
 
-class Turn(Value):
+class BatchChange(Value):
     """From a step on another batch, or another worth of its steps."""
 
     step: int
@@ -43,7 +43,7 @@ class Turn(Value):
     """The factor on the learning rate."""
 
 
-class Course:
+class BatchSchedule:
     """What each step of a run is; the same on all workers.
 
     Args:
@@ -58,11 +58,11 @@ class Course:
         self, job: Job, plan: Plan, lengths: Any, *, samples: int, replicas: int = 1
     ) -> None:
         self._job, self._plan, self._lengths = job, plan, lengths
-        self._first_order = make_order_of(job, plan, lengths, samples=samples)
+        self._first_order = make_sample_order(job, plan, lengths, samples=samples)
         self._replicas = replicas
         self.order: RunOrder = self._first_order
         """Which samples each step takes."""
-        self.turns: list[Turn] = []
+        self.turns: list[BatchChange] = []
         self._starts: list[float] = []
         """How far the run is at each turn, in steps of the first batch."""
 
@@ -94,13 +94,13 @@ class Course:
 
     def may_turn(self, step: int) -> bool:
         """Whether another batch may begin with this step."""
-        if self._job.train.adapt_batch is None or step % TURN_EVERY or not 0 < step < self.steps:
+        if self._job.train.adapt_batch is None or step % CHANGE_EVERY or not 0 < step < self.steps:
             return False
         return self._plan.padding != "bucket" or self.order.epoch_at(step).is_integer()
 
     def find_turn(
         self, step: int, *, noise: float | None, replicas: int, asked: int | None = None
-    ) -> Turn | None:
+    ) -> BatchChange | None:
         """The turn to be taken before ``step``; none where things stay, or too little is known.
 
         Without a word the batch follows the replicas, as far as the gradient's noise makes that
@@ -119,9 +119,9 @@ class Course:
         if batch == now and _is_near(gained, gain, _NEW_GAIN):
             return None
         factor = rate_factor(rate_rule(self._job.train), batch, base, gain=gained)
-        return Turn(step=step, batch=batch, gain=gained, rate=factor)
+        return BatchChange(step=step, batch=batch, gain=gained, rate=factor)
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: BatchChange) -> None:
         """Go on like this from its step on, which is still to come."""
         start = self.position(turn.step)
         before = self.turns[-1].batch if self.turns else self._plan.batch
@@ -130,7 +130,7 @@ class Course:
             order = make_order(
                 self.order.samples, turn.batch, seed, lengths=self._lengths, padding=padding
             )
-            self.order = TurnedOrder(self.order, turn.step, order)
+            self.order = SwitchedOrder(self.order, turn.step, order)
         self.turns.append(turn)
         self._starts.append(start)
 
@@ -144,7 +144,7 @@ class Course:
         self._replicas = state.get("replicas", self._replicas)
         self.order, self.turns, self._starts = self._first_order, [], []
         for turn in state.get("turns", []):
-            self.turn(Turn.model_validate(turn))
+            self.turn(BatchChange.model_validate(turn))
 
     def _turn_of(self, step: int) -> int | None:
         """The last turn up to a step."""
@@ -154,7 +154,7 @@ class Course:
         return None
 
 
-def adapt(engine: Engine) -> bool:
+def adapt_batch_size(engine: Engine) -> bool:
     """Between two steps, by all workers: whether another batch, or another rate, begins with the next."""
     course, step, world = engine.course, engine.steps_done, engine.world
     if not course.may_turn(step) or engine.company.communicator.is_apart:

@@ -16,13 +16,13 @@ from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.trial_control import Ruling, open_gate
+from yunlu.training.trial_control import PruneDecision, open_trial_control
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.checkpoint.files import Entry
-    from yunlu.training.checkpoint.reader import FileReader
-    from yunlu.training.checkpoint.save_group import Crew
+    from yunlu.training.checkpoint.files import CheckpointEntry
+    from yunlu.training.checkpoint.reader import CheckpointReader
+    from yunlu.training.checkpoint.save_group import SaveGroup
     from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
@@ -45,7 +45,7 @@ class StopRequest:
         return self._event.is_set()
 
 
-class Best:
+class BestCheckpoint:
     """The best evaluation so far by one metric, and how long ago it was."""
 
     def __init__(self, metric: str, *, min_delta: float = 0.0, ties_by_loss: bool = False) -> None:
@@ -85,7 +85,7 @@ class Best:
         self._loss = math.inf if state["loss"] is None else state["loss"]
 
 
-class TrainingWatch:
+class TrainingCallbacks:
     """Looks on after every step; everything here is between steps, nothing inside them."""
 
     def __init__(
@@ -96,15 +96,15 @@ class TrainingWatch:
         trackers: TrackerThread,
         stop: StopRequest,
         life: int,
-        crew: Crew | None = None,
+        crew: SaveGroup | None = None,
         log: MetricLog | None = None,
     ) -> None:
         """``crew`` and ``log`` are given to a worker among others."""
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
         train, patience = engine.job.train, engine.job.train.early_stopping
-        self._best = Best(engine.plan.best_metric, ties_by_loss=True)
+        self._best = BestCheckpoint(engine.plan.best_metric, ties_by_loss=True)
         self._patience = patience
-        self._improvement = Best(
+        self._improvement = BestCheckpoint(
             engine.plan.stopping_metric, min_delta=patience.min_delta if patience else 0.0
         )
         self.log = log or MetricLog(
@@ -130,8 +130,8 @@ class TrainingWatch:
         self.stopped_early = False
         self.rung = 0
         """Evaluations on the validation data over all lives."""
-        self._gate = open_gate(run)
-        self.ruling: Ruling | None = None
+        self._gate = open_trial_control(run)
+        self.ruling: PruneDecision | None = None
         """Why a trial ended before its last step."""
 
     @property
@@ -144,14 +144,14 @@ class TrainingWatch:
         reader = self.checkpoints.open_newest(self._run.warn)
         if reader is None:
             return None
-        own = [_rules_of(group) for group in self._engine.optimizer.param_groups]
+        own = [_guard_settings(group) for group in self._engine.optimizer.param_groups]
         self._restore(reader)
         if self._gate is not None and self._gate.is_copy:
             for group, rules in zip(self._engine.optimizer.param_groups, own, strict=True):
                 group.update(rules)
         return self._engine.steps_done
 
-    def _restore(self, reader: FileReader) -> None:
+    def _restore(self, reader: CheckpointReader) -> None:
         with closing(reader):
             self.adopt(self._engine.state.read(reader))
 
@@ -216,7 +216,7 @@ class TrainingWatch:
         self.log.flush_if_due()
         return ending
 
-    def _heed_gate(self, *, is_rung: bool) -> Ruling | None:
+    def _heed_gate(self, *, is_rung: bool) -> PruneDecision | None:
         """What the study says, where the run is a trial of one."""
         if self._gate is None:
             return None
@@ -361,7 +361,7 @@ class TrainingWatch:
         self._stall_s = perf_counter() - started_at
         self.log.charge("checkpoint_s", self._stall_s)
 
-    def _announce(self, entry: Entry, seconds: float) -> None:
+    def _announce(self, entry: CheckpointEntry, seconds: float) -> None:
         self._run.emit(
             EventKind.CHECKPOINT,
             step=entry.step,
@@ -373,6 +373,6 @@ class TrainingWatch:
         )
 
 
-def _rules_of(group: dict[str, Any]) -> dict[str, Any]:
+def _guard_settings(group: dict[str, Any]) -> dict[str, Any]:
     """What the job says of a group of weights; its rate is set before each step anyway."""
     return {key: value for key, value in group.items() if key not in {"params", "lr"}}

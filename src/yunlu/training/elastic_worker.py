@@ -22,10 +22,10 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
-from yunlu.training.checkpoint.save_group import Crew
+from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finish
+from yunlu.training.finalize import finalize
 from yunlu.training.memory.out_of_memory import (
     cap_of_worker,
     is_out_of_memory,
@@ -34,12 +34,12 @@ from yunlu.training.memory.out_of_memory import (
 )
 from yunlu.training.parallel.parallel_model import blank_like
 from yunlu.training.parallel.redistribute import (
-    Uncovered,
+    UncoveredError,
     broadcast_json,
-    exchange,
+    redistribute,
     gather_json,
     gather_specs,
-    least_of_all,
+    minimum_over_workers,
 )
 from yunlu.training.parallel.tensor_slices import join_groups
 from yunlu.training.peer_replicas import PeerReplicas, StateReplica, describe, make_blank
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.training.elastic.messages import Assignment, RankAssignment
     from yunlu.training.elastic.worker_agent import WorkerAgent
-    from yunlu.training.parallel.tensor_slices import Piece
+    from yunlu.training.parallel.tensor_slices import TensorShard
     from yunlu.training.parallel.world import World
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class NodeInputs:
     """What all workers of a node share."""
 
     job: Job
-    parts: Parts
+    parts: TrainingInputs
     pattern: nn.Module
     """The model's build without its weights: to cut a model up changes it for good."""
 
@@ -74,9 +74,9 @@ class NodeInputs:
 class ElasticWorker:
     """What one process keeps from generation to generation."""
 
-    def __init__(self, member: WorkerAgent, loaded: NodeInputs) -> None:
-        self._member, self._loaded = member, loaded
-        self._run = member.run
+    def __init__(self, agent: WorkerAgent, loaded: NodeInputs) -> None:
+        self._agent, self._loaded = agent, loaded
+        self._run = agent.run
         self._plan: Plan | None = None
         self._model: nn.Module | None = loaded.parts.model
         """As it was built; none once it was cut up."""
@@ -85,7 +85,7 @@ class ElasticWorker:
         self._keeper: PeerReplicas | None = None
         self._seats: tuple[RankAssignment, ...] = ()
         self._machine: Machine | None = None
-        self._given: list[Piece] = []
+        self._given: list[TensorShard] = []
         self._given_numbers: dict[str, Any] | None = None
         """What those who left gave away."""
         self._log: WorkerGroupLog | None = None
@@ -102,16 +102,16 @@ class ElasticWorker:
     def take_part(self, assignment: Assignment) -> None:
         """Train in one generation: until it ends well, or others ask for or cause its end."""
         self._given, self._given_numbers = [], None
-        self._seats = assignment.seats
-        if assignment.guests:
-            with self._member.meet(assignment):
+        self._seats = assignment.workers
+        if assignment.departing:
+            with self._agent.meet(assignment):
                 self._take_gifts(assignment)
-            if assignment.is_guest:
+            if assignment.is_departing:
                 return
         device = _device(assignment, self._load_plan())
         if device.type == "cuda":
             torch.cuda.set_device(device)  # who only says "cuda" means this one
-        world = self._member.form(assignment, device)
+        world = self._agent.form(assignment, device)
         world.hindrance = against_serving(self._run, self._loaded.job, workers=world.layout.world)
         world.may_part = True
         self._settle_in(assignment, world)
@@ -119,9 +119,9 @@ class ElasticWorker:
 
     def outlives(self, error: Exception) -> bool:
         """Whether another generation can go on where this one ended."""
-        if self._member.is_broken(error):
+        if self._agent.is_broken(error):
             return True
-        if isinstance(error, Uncovered):  # nobody has all of it: only the disk does
+        if isinstance(error, UncoveredError):  # nobody has all of it: only the disk does
             self._is_whole, self._keeper = False, None
             return True
         engine = self._engine
@@ -148,8 +148,8 @@ class ElasticWorker:
             step = engine.steps_done
         if watch is not None:
             watch.checkpoints.abandon()
-        copies = tuple(holding for copy in self._copies() for holding in copy.holdings)
-        self._member.settled(step, live=self._holds(step), copies=copies, detail=detail)
+        replicas = tuple(holding for copy in self._copies() for holding in copy.held_states)
+        self._agent.settled(step, live=self._holds(step), replicas=replicas, detail=detail)
 
     def close(self) -> None:
         """The last words of this process; the run itself may go on without it."""
@@ -176,12 +176,12 @@ class ElasticWorker:
         if ask in {"stop", "serve"} or watch.ruling is not None:
             watch.checkpoints.wait()
             self._meet_again()
-            self._member.done("changed" if ask == "serve" else "stopped", engine.steps_done)
+            self._agent.done("changed" if ask == "serve" else "stopped", engine.steps_done)
             return
         watch.checkpoints.wait()
         watch.begin_phase("export")
         machine = probe_machine()
-        summary = finish(
+        summary = finalize(
             self._run,
             engine,
             watch,
@@ -191,7 +191,7 @@ class ElasticWorker:
         )
         self._meet_again()
         self._trackers.finish(state=RunState.FINISHED, summary=summary)
-        self._member.done("finished", engine.steps_done)
+        self._agent.done("finished", engine.steps_done)
 
     def _cap_bytes(self, engine: Engine) -> float | None:
         """What this worker may take, where it shares the memory of a machine with others."""
@@ -202,7 +202,7 @@ class ElasticWorker:
 
     def _wait_for_save(self, watch: WorkerGroupCallbacks) -> None:
         # The next generation saves elsewhere: what is half written here would be lost.
-        self._member.beat(phase="checkpoint")
+        self._agent.report_progress(phase="checkpoint")
         watch.checkpoints.wait()
         self._meet_again()
 
@@ -217,31 +217,31 @@ class ElasticWorker:
         """Get the state that the generation begins with; until it is here, keep what we had."""
         restore, before = assignment.restore, self._engine
         held, numbers = self._find_held(assignment)
-        self._member.beat(phase="loading")
-        stays = before is not None and bool(restore.givers) and _alike(before, world.layout)
+        self._agent.report_progress(phase="loading")
+        stays = before is not None and bool(restore.sources) and _alike(before, world.layout)
         if before is not None and stays:
             plan = self._fit_plan(world.layout)
             before.rejoin(world, micro_batch=plan.micro_batch)
             torch.set_num_threads(plan.threads)
             engine = before
         else:
-            engine = self._build(world, fresh=not restore.givers)
+            engine = self._build(world, fresh=not restore.sources)
         self._run.is_quiet = not world.is_leader
         watch = self._make_watch(engine, world, assignment)
         resumed_from = restore.step
-        if not restore.givers:
+        if not restore.sources:
             resumed_from = watch.resume()
-        elif restore.is_moving or not stays:
+        elif restore.needs_transfer or not stays:
             is_here = stays and self._holds(restore.step)
             self._is_whole = self._is_whole and (is_here or not stays)
             self._fetch(engine, watch, held, numbers, restore.step or 0, is_here=is_here)
-        engine.micro_batch = least_of_all(
+        engine.micro_batch = minimum_over_workers(
             min(engine.micro_batch, self._most_samples or sys.maxsize)
         )
         if before is not None and before is not engine:
             before.close()
         self._engine, self._watch, self._is_whole = engine, watch, True
-        self._member.taken(assignment, engine.steps_done)
+        self._agent.taken(assignment, engine.steps_done)
         watch.begin(assignment.generation)
         if world.is_leader:
             self._speak(assignment, resumed_from)
@@ -269,10 +269,10 @@ class ElasticWorker:
             return False
         return engine.steps_done == step
 
-    def _find_held(self, assignment: Assignment) -> tuple[list[Piece], dict[str, Any] | None]:
+    def _find_held(self, assignment: Assignment) -> tuple[list[TensorShard], dict[str, Any] | None]:
         """What we can give of the state asked for; the numbers are those of the same moment."""
         restore, engine, watch = assignment.restore, self._engine, self._watch
-        if not restore.givers:
+        if not restore.sources:
             return [], None
         if engine is not None and watch is not None and self._holds(restore.step):
             numbers = engine.state.numbers() | {"extra": watch.kept()}
@@ -286,7 +286,7 @@ class ElasticWorker:
         self,
         engine: Engine,
         watch: WorkerGroupCallbacks,
-        held: list[Piece],
+        held: list[TensorShard],
         numbers: dict[str, Any] | None,
         step: int,
         *,
@@ -294,7 +294,7 @@ class ElasticWorker:
     ) -> None:
         specs = gather_specs(held)
         wanted = {} if is_here else engine.state.wanted(specs)
-        exchange(held, join_groups(wanted))
+        redistribute(held, join_groups(wanted))
         knows = gather_json(numbers is not None)
         told = broadcast_json(numbers, source=knows.index(True))
         if not is_here:
@@ -304,19 +304,19 @@ class ElasticWorker:
     def _take_gifts(self, assignment: Assignment) -> None:
         """Those who leave give all they have of the state to one who stays."""
         held, numbers = self._find_held(assignment)
-        seats = len(assignment.seats)
-        told = [describe(piece) for piece in held] if assignment.is_guest else []
+        workers = len(assignment.workers)
+        told = [describe(piece) for piece in held] if assignment.is_departing else []
         everyone = gather_json({"pieces": told, "numbers": numbers if told else None})
-        guests = everyone[seats:]
+        departing = everyone[workers:]
         taking = [
             make_blank(about)
-            for number, guest in enumerate(guests)
-            if number % seats == assignment.meeting_rank
+            for number, guest in enumerate(departing)
+            if number % workers == assignment.handoff_rank
             for about in guest["pieces"]
         ]
-        exchange(held if assignment.is_guest else [], taking)
+        redistribute(held if assignment.is_departing else [], taking)
         self._given = taking
-        self._given_numbers = next((g["numbers"] for g in guests if g["numbers"]), None)
+        self._given_numbers = next((g["numbers"] for g in departing if g["numbers"]), None)
 
     # Making things.
 
@@ -349,7 +349,7 @@ class ElasticWorker:
                 life=self._life,
                 forward=lambda values, step: self._trackers.log(values, step=step),
             )
-        crew = Crew(
+        crew = SaveGroup(
             rank=world.rank,
             size=world.layout.world,
             token=f"{self._life}-{assignment.generation}",
@@ -357,7 +357,7 @@ class ElasticWorker:
         watch = WorkerGroupCallbacks(
             engine,
             self._run,
-            member=self._member,
+            agent=self._agent,
             crew=crew,
             log=self._log,
             trackers=self._trackers,
@@ -379,7 +379,7 @@ class ElasticWorker:
         return self._plan
 
     def _copies(self) -> list[StateReplica]:
-        return [] if self._keeper is None else self._keeper.copies
+        return [] if self._keeper is None else self._keeper.replicas
 
     def _forget_after(self, step: int) -> None:
         if self._keeper is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from yunlu.core.errors import DataError
 from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.batch_schedule import Course
+from yunlu.training.batch_schedule import BatchSchedule
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.communication.engine_communication import EngineCommunication
 from yunlu.training.compiler import (
@@ -24,23 +24,23 @@ from yunlu.training.compiler import (
     set_compiled_call,
     xla_device,
 )
-from yunlu.training.data.batches import Share, step_batches
+from yunlu.training.data.batches import BatchShard, step_batches
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_builders import (
-    arrange,
-    level,
+    wrap_model,
+    average_buffers,
     make_average,
     make_optimizer,
     seed_step,
 )
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
-from yunlu.training.guard import Guard, Verdict
+from yunlu.training.guard import Guard, StepVerdict
 from yunlu.training.memory.out_of_memory import (
-    StepStart,
+    StepRestorePoint,
     free_memory,
     is_out_of_memory,
-    let_go,
+    release_references,
     smaller,
 )
 from yunlu.training.memory.recompute import apply_recompute
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.step_sync import StepRequest, StepTotals
     from yunlu.training.data.batch_phases import RunOrder
     from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 
 _ADAPTING_STEPS = 20
@@ -73,7 +73,7 @@ class Engine:
         self,
         job: Job,
         plan: Plan,
-        parts: Parts,
+        parts: TrainingInputs,
         tell: Callable[..., Any],
         *,
         world: World | None = None,
@@ -93,12 +93,12 @@ class Engine:
         # Packed samples waste nothing, whatever their order.
         self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
         samples, replicas = len(parts.splits.train), self.world.layout.replicas
-        self.course = Course(job, plan, self.lengths, samples=samples, replicas=replicas)
+        self.course = BatchSchedule(job, plan, self.lengths, samples=samples, replicas=replicas)
         self.company = EngineCommunication(job, plan, self.model, self.course, tell)
         self.company.join(self.world, self.steps_done)
-        self.arranged = arrange(self.model, self.world, self.company.communicator)
+        self.arranged = wrap_model(self.model, self.world, self.company.communicator)
         self.weights = self.arranged.leaves
-        self._start = StepStart(*self.arranged.parts)
+        self._start = StepRestorePoint(*self.arranged.parts)
         self.optimizer, self.release = optimizer_of(job, plan, self.model, self.arranged.optimized)
         self.average = make_average(self.model, train.ema) if train.ema else None
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
@@ -135,7 +135,7 @@ class Engine:
             steps=self.course.steps,
             workers=self.plan.workers,
             lengths=self.lengths,
-            share=Share(self.world.replica, self.world.layout.replicas),
+            share=BatchShard(self.world.replica, self.world.layout.replicas),
             digests=self.keeps_ledger,
         )
 
@@ -152,7 +152,7 @@ class Engine:
         """Hold what all hold: before evaluating, saving and leaving; by all, after the same step."""
         self.note_waiting()
         if self.company.communicator.settle():
-            level(self.world, self.model, self.average)
+            average_buffers(self.world, self.model, self.average)
         self.note_waiting(is_over=True)
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class Engine:
 
     def _rearrange(self) -> None:
         self.arranged.close()
-        self.arranged = arrange(self.model, self.world, self.company.communicator)
+        self.arranged = wrap_model(self.model, self.world, self.company.communicator)
         hold_moments(self.optimizer, held=self.company.communicator.holds_moments)
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
@@ -238,19 +238,19 @@ class Engine:
         ours = measure_square(self.weights, self.arranged.copies)
         return self.world.sum_over_all(ours).sqrt().float()
 
-    def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:
+    def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, StepVerdict]:
         """Loss and norm as numbers, and whether this step may change the weights."""
         if self.device.type == "cpu":
             loss_value, norm_value = float(loss), float(norm)
         else:
             loss_value, norm_value = torch.stack((loss, norm)).tolist()  # one wait for the device
         if self._is_being_adapted(loss_value):
-            return loss_value, norm_value, Verdict("skip", "overflow")
+            return loss_value, norm_value, StepVerdict("skip", "overflow")
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
         if verdict.action == "rollback" and self.company.communicator.is_apart:
-            verdict = Verdict("skip", verdict.reason)  # only all together can go back
+            verdict = StepVerdict("skip", verdict.reason)  # only all together can go back
         return loss_value, norm_value, verdict
 
     def _is_being_adapted(self, loss: float) -> bool:
@@ -383,7 +383,7 @@ class Engine:
         if size is None or self.release is not None or not is_out_of_memory(error):
             return False
         message = str(error).partition("\n")[0][:200]
-        let_go(error)
+        release_references(error)
         self._start.bring_back()
         free_memory()
         self.micro_batch = size

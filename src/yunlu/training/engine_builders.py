@@ -10,11 +10,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from yunlu.planning.large_batch import phases_of
 from yunlu.training.compiler import run_xla_steps
-from yunlu.training.data.batch_phases import GrowingOrder
+from yunlu.training.data.batch_phases import PhasedOrder
 from yunlu.training.data.sample_order import make_order
 from yunlu.training.memory.gradient_release import ReleasingOptimizer, release_gradients
 from yunlu.training.optim.build import build_optimizer
-from yunlu.training.parallel.single_model import Whole
+from yunlu.training.parallel.single_model import SingleModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator
-    from yunlu.training.parallel.single_model import Arranged
+    from yunlu.training.parallel.single_model import WrappedModel
     from yunlu.training.parallel.world import World
 
 
-def arrange(model: nn.Module, world: World, communicator: Communicator) -> Arranged:
+def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> WrappedModel:
     """Lay a model over the workers; one that steps alone does not even load what that takes."""
     if communicator.is_apart and communicator.summation is not None:
-        from yunlu.training.parallel.site_replicas import Mates  # noqa: PLC0415 - as below
+        from yunlu.training.parallel.site_replicas import SiteReplicas  # noqa: PLC0415 - as below
 
-        return Mates(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
+        return SiteReplicas(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
     if world.layout.is_single or communicator.is_apart:
-        return Whole(model)
-    from yunlu.training.parallel.parallel_model import Arrangement  # noqa: PLC0415 - slow to import
+        return SingleModel(model)
+    from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
 
-    return Arrangement(model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes)
+    return ParallelModel(model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes)
 
 
-def level(world: World, model: nn.Module, average: AveragedModel | None) -> None:
+def average_buffers(world: World, model: nn.Module, average: AveragedModel | None) -> None:
     """Make the same on all workers what only follows their own weights: counts and running averages."""
     moving = [] if average is None else average.module.state_dict().values()
     world.level([*model.buffers(), *moving])
@@ -86,11 +86,11 @@ def make_optimizer(
     return release, release
 
 
-def make_order_of(job: Job, plan: Plan, lengths: Any, *, samples: int) -> GrowingOrder:
+def make_sample_order(job: Job, plan: Plan, lengths: Any, *, samples: int) -> PhasedOrder:
     """Which samples each step takes, over all phases of a growing batch."""
     epochs = plan.steps  # more than enough: no phase is cut off
     phases = phases_of(job.train.grow_batch, plan.batch, samples, epochs)
-    return GrowingOrder(
+    return PhasedOrder(
         tuple(
             (
                 first,

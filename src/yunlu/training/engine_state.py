@@ -13,21 +13,21 @@ from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
-    leaf_pieces,
-    optimizer_pieces,
+    parameter_shards,
+    optimizer_shards,
     wanted_optimizer,
 )
-from yunlu.training.parallel.tensor_slices import GroupReader, Piece, weights_of, whole
+from yunlu.training.parallel.tensor_slices import ShardGroupReader, TensorShard, weights_of, full_slice
 from yunlu.training.parallel.tensor_slices import fill as fill_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.training.checkpoint.reader import FileReader
+    from yunlu.training.checkpoint.reader import CheckpointReader
     from yunlu.training.engine import Engine
-    from yunlu.training.parallel.tensor_slices import Spec
+    from yunlu.training.parallel.tensor_slices import TensorSpec
 
-Groups = dict[str, dict[str, Piece]]
+Groups = dict[str, dict[str, TensorShard]]
 
 
 class EngineState:
@@ -38,7 +38,7 @@ class EngineState:
         self.aliases = dict(whole_aliases)
         parts = engine.arranged.parts
         self.model = weights_of(parts, aliases=whole_aliases)
-        self._leaves = leaf_pieces(
+        self._leaves = parameter_shards(
             parts, engine.arranged.weights, engine.arranged.leaves, aliases=whole_aliases
         )
 
@@ -53,7 +53,7 @@ class EngineState:
 
     def pieces(self) -> Groups:
         """Live tensors, by group; the optimiser's exist from its first step on."""
-        moments, _ = optimizer_pieces(self._engine.optimizer, self._leaves)
+        moments, _ = optimizer_shards(self._engine.optimizer, self._leaves)
         found: Groups = {"model": self.model, "optimizer": moments}
         if self._engine.average is not None:
             found["ema"] = weights_of([self._engine.average.module], aliases=self.aliases)
@@ -62,7 +62,7 @@ class EngineState:
     def numbers(self) -> dict[str, Any]:
         """The rest, as JSON; the same on all workers."""
         engine = self._engine
-        _, groups = optimizer_pieces(engine.optimizer, self._leaves)
+        _, groups = optimizer_shards(engine.optimizer, self._leaves)
         average = engine.average
         return {
             "aliases": self.aliases,
@@ -79,7 +79,7 @@ class EngineState:
             "fingerprint": engine.splits.fingerprint,
         }
 
-    def wanted(self, specs: Mapping[str, Spec]) -> Groups:
+    def wanted(self, specs: Mapping[str, TensorSpec]) -> Groups:
         """Tensors to be filled from somewhere that has these (``<group>/<name>``)."""
         prefix = "optimizer/"
         moments = {
@@ -123,7 +123,7 @@ class EngineState:
             metrics=metrics,
         )
 
-    def read(self, reader: FileReader) -> dict[str, Any]:
+    def read(self, reader: CheckpointReader) -> dict[str, Any]:
         """Continue from a checkpoint of any layout; returns what the watchers had kept in it."""
         engine, state = self._engine, reader.state
         self._check_data(state)
@@ -142,7 +142,7 @@ class EngineState:
             states.restore_random(_load(reader.group("random")), state["random"])
         return state["extra"]
 
-    def read_weights(self, reader: FileReader) -> None:
+    def read_weights(self, reader: CheckpointReader) -> None:
         """Only the weights, and their average."""
         self._engine.arranged.let_go()
         fill_pieces(self.model.values(), reader.group("model"))
@@ -188,5 +188,5 @@ def _by_worker(kept: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
     return found
 
 
-def _load(reader: GroupReader) -> dict[str, Any]:
-    return {name: reader.read(name, whole(spec.shape)) for name, spec in reader.specs().items()}
+def _load(reader: ShardGroupReader) -> dict[str, Any]:
+    return {name: reader.read(name, full_slice(spec.shape)) for name, spec in reader.specs().items()}

@@ -17,7 +17,7 @@ from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
 from yunlu.training.models.initial_weights import describe_start
 from yunlu.training.quantize import convert_int8
-from yunlu.training.tasks.task import SavesParts
+from yunlu.training.tasks.task import SavesArtifacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
+class ModelLineage:
     """Where a model comes from, for its card."""
 
     splits: Splits
@@ -40,7 +40,7 @@ class Lineage:
     """Split → metrics."""
 
 
-def export(run: RunStore, job: Job, task: Task, model: nn.Module, lineage: Lineage) -> list[str]:
+def export(run: RunStore, job: Job, task: Task, model: nn.Module, lineage: ModelLineage) -> list[str]:
     """Write ``model/`` aside, then publish it whole; returns the names of its files."""
     aside = run.path / ".model.part"
     shutil.rmtree(aside, ignore_errors=True)
@@ -53,7 +53,7 @@ def export(run: RunStore, job: Job, task: Task, model: nn.Module, lineage: Linea
         _write_weights(aside, job, model)
         if job.train.quantize == "int8":
             convert_int8(model, aside)
-        if isinstance(task, SavesParts):
+        if isinstance(task, SavesArtifacts):
             task.save_parts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
         (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
@@ -95,7 +95,7 @@ def _class_name(model: nn.Module) -> str:
     return f"{type(model).__module__}:{type(model).__qualname__}"
 
 
-def _card(run: RunStore, job: Job, model: nn.Module, lineage: Lineage) -> str:
+def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
     about = lineage.splits.about
     rows = [

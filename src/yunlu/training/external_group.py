@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.checkpoint.save_group import Crew
+from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.parallel.world import form_world
 from yunlu.training.worker_group_callbacks import Unsupervised, WorkerGroupCallbacks, WorkerGroupLog
 
@@ -65,16 +65,16 @@ class ExternalWorkerGroup:
             from_step=self.engine.steps_done,
             redone_steps=0,
             ranks=[
-                {"rank": rank, "member": member, "host": muster.hosts[member],
-                 "pid": muster.pids[member], "place": layout.place_of(rank)._asdict()}
-                for rank, member in enumerate(self.ranks)
+                {"rank": rank, "member": agent, "host": muster.hosts[agent],
+                 "pid": muster.pids[agent], "place": layout.place_of(rank)._asdict()}
+                for rank, agent in enumerate(self.ranks)
             ],
         )  # fmt: skip
 
     def go_on_without(self, aside: Sequence[int]) -> None:
         """Those who stay meet anew, before the step at which all stand; each holds everything."""
-        gone = [member for rank, member in enumerate(self.ranks) if rank in aside]
-        self.ranks = [member for member in self.ranks if member not in gone]
+        gone = [agent for rank, agent in enumerate(self.ranks) if rank in aside]
+        self.ranks = [agent for agent in self.ranks if agent not in gone]
         self._generation += 1
         before, kept = self.engine.world, self.watch.kept()
         self.watch.checkpoints.wait()
@@ -90,13 +90,13 @@ class ExternalWorkerGroup:
         )
         # To become asynchronous takes all who were launched, and who stands aside would not hear of it.
         world.hindrance, world.may_part = "a worker stands aside", before.may_part
-        engine, nodes = self.engine, len({muster.hosts[member] for member in self.ranks})
+        engine, nodes = self.engine, len({muster.hosts[agent] for agent in self.ranks})
         cores = engine.plan.threads * len(self.ranks)
         plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)
         engine.rejoin(world, micro_batch=plan.micro_batch)
         self.watch = self._make_watch()
         self.watch.adopt(kept)
-        who = ", ".join(str(member) for member in gone)
+        who = ", ".join(str(agent) for agent in gone)
         self.begin(f"worker {who} {'steps' if len(gone) == 1 else 'step'} aside")
 
     def _make_watch(self) -> WorkerGroupCallbacks:
@@ -105,8 +105,8 @@ class ExternalWorkerGroup:
         return WorkerGroupCallbacks(
             self.engine,
             self.run,
-            member=Unsupervised(self._stop),
-            crew=Crew(rank=world.rank, size=world.layout.world, token=token),
+            agent=Unsupervised(self._stop),
+            crew=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
             log=self._log,
             trackers=self._trackers,
             life=self._life,

@@ -27,24 +27,24 @@ from yunlu.core.settings import launch_variables
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, resplit
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
-from yunlu.training.attempt import RunBusyError, begin_life, move, only_worker, signals_as_stop
+from yunlu.training.attempt import RunBusyError, begin_attempt, change_state, run_lock, signals_as_stop
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.external_group import ExternalWorkerGroup
-from yunlu.training.finalize import finish
+from yunlu.training.finalize import finalize
 from yunlu.training.launch_rendezvous import Rendezvous, describe_failure, join_rendezvous
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
 from yunlu.training.parallel.parallel_model import pattern_of
 from yunlu.training.parallel.world import form_world
-from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.prepare import prepare, load_or_make_plan
 from yunlu.training.probe import probe_machine
 from yunlu.training.switch_to_async import switch_to_async
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.parallel.world import World
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
     from yunlu.training.worker_group_callbacks import WorkerGroupCallbacks
 
 _FAREWELL_S = 5.0
@@ -102,7 +102,7 @@ def run(path: Path | None, place: LaunchInfo, *, turn: int = 0) -> RunState:
 
 
 def _lead(run: RunStore, muster: Rendezvous, stop: StopRequest) -> RunState:
-    with only_worker(run) as lock:
+    with run_lock(run) as lock:
         job = Job.model_validate_json(run.job.read_bytes())
         # Named by the job, or chosen by those who were launched before us.
         is_served = job.communication.method == "asynchronous" or run.servers.is_dir()
@@ -115,9 +115,9 @@ def _lead(run: RunStore, muster: Rendezvous, stop: StopRequest) -> RunState:
         if is_served:
             switch_to_async(run, muster, lock, is_new=True)
         muster.watch_for_failure(lambda failure: _tell_failure(run, failure))
-        life, began_at = begin_life(run)
+        life, began_at = begin_attempt(run)
         muster.share("life", life)
-        move(run, RunState.PLANNING)
+        change_state(run, RunState.PLANNING)
         state = _take_part(run, muster, stop, life=life, began_at=began_at)
         if state is RunState.RUNNING:
             switch_to_async(run, muster, lock)
@@ -181,7 +181,7 @@ def _take_part(
             world.close()
 
 
-def _load(run: RunStore, job: Job, muster: Rendezvous) -> Parts:
+def _load(run: RunStore, job: Job, muster: Rendezvous) -> TrainingInputs:
     """One worker of a machine loads first: what it fetches or makes, the others find."""
     if muster.place.rank != muster.first_here:
         muster.wait([f"loaded-{muster.first_here}"])
@@ -193,7 +193,7 @@ def _load(run: RunStore, job: Job, muster: Rendezvous) -> Parts:
 def _lay_out(
     run: RunStore,
     job: Job,
-    parts: Parts,
+    parts: TrainingInputs,
     machine: Machine,
     muster: Rendezvous,
     *,
@@ -207,7 +207,7 @@ def _lay_out(
     if best.kind == "cuda":  # each worker has one, on whichever machine
         machine = machine.model_copy(update={"devices": (best,) * size})
     asked = job.model_copy(update={"devices": size})
-    plan = settle_plan(run, asked, parts, machine, started_at=began_at)
+    plan = load_or_make_plan(run, asked, parts, machine, started_at=began_at)
     if plan.layout.world == size:
         return plan.layout
     plan, reason = resplit(plan, job, devices=size, cores=cores, nodes=muster.nodes)
@@ -229,7 +229,7 @@ def _device(plan: Plan, place: LaunchInfo) -> torch.device:
     return device
 
 
-def _build(run: RunStore, job: Job, plan: Plan, parts: Parts, world: World) -> Engine:
+def _build(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, world: World) -> Engine:
     torch.set_num_threads(plan.threads)
     seed_everything(job.train.seed)
     engine = Engine(job, plan, parts, run.emit, world=world)
@@ -264,7 +264,7 @@ def _train(
         if ask == "stop":
             is_to_be_saved = watch.is_to_be_saved()
             if watch.ruling is None:
-                move(run, RunState.STOPPING, reason="asked to stop")
+                change_state(run, RunState.STOPPING, reason="asked to stop")
             if is_to_be_saved:
                 watch.save_and_wait()
         if ask == "serve":
@@ -275,7 +275,7 @@ def _train(
         else:
             watch.checkpoints.wait()
             environment = describe_environment(machine)
-            summary = finish(run, engine, watch, environment, machine, pattern=pattern)
+            summary = finalize(run, engine, watch, environment, machine, pattern=pattern)
             state = RunState.FINISHED
         _meet_again()  # nobody leaves before everyone is through
         return _conclude(crew, trackers, state, summary)
@@ -331,7 +331,7 @@ def _conclude(
     crew: ExternalWorkerGroup, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
 ) -> RunState:
     trackers.finish(state=state, summary=summary)
-    move(crew.run, state)
+    change_state(crew.run, state)
     # Once the others return, the run rests. Who is told so has all it came for: whoever shows the run
     # may have ended the leader by the time that the last of the others is here.
     with suppress(RuntimeError):
@@ -348,7 +348,7 @@ def _begin(crew: ExternalWorkerGroup, trackers: TrackerThread) -> None:
     trackers.start(crew.run, crew.engine.job, resumed=resumed_from is not None)
     place = crew.muster.place
     crew.begin(f"{place.by} started {place.size} workers")
-    move(crew.run, RunState.RUNNING, resumed_from_step=resumed_from)
+    change_state(crew.run, RunState.RUNNING, resumed_from_step=resumed_from)
 
 
 def _tell_failure(run: RunStore, failure: dict[str, Any]) -> None:
@@ -357,7 +357,7 @@ def _tell_failure(run: RunStore, failure: dict[str, Any]) -> None:
     try:
         run.emit(EventKind.FAULT, what=what, detail=failure["message"], **who)
         run.emit(EventKind.ERROR, **failure)
-        move(run, RunState.FAILED)
+        change_state(run, RunState.FAILED)
     except OSError:
         sys.stderr.write(f"{failure}\n")  # not even the event log can be written
 

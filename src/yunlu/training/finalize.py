@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yunlu.runs.run_dir import EventKind
-from yunlu.training.export import Lineage, export
+from yunlu.training.export import ModelLineage, export
 from yunlu.training.run_measurement import measure_run
 
 if TYPE_CHECKING:
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.machine import Machine
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.callbacks import TrainingWatch
+    from yunlu.training.callbacks import TrainingCallbacks
     from yunlu.training.engine import Engine
 
 
-def finish(
+def finalize(
     directory: RunStore,
     engine: Engine,
-    watch: TrainingWatch,
+    watch: TrainingCallbacks,
     environment: dict[str, Any],
     machine: Machine,
     *,
@@ -35,10 +35,10 @@ def finish(
         directory.emit(EventKind.PROGRESS, phase="scoring the test data")
         scores["test"] = watch.score("test", step=step).metrics
     directory.emit(EventKind.PROGRESS, phase="exporting the model")
-    model = _put_together(engine, pattern)
+    model = _assemble_model(engine, pattern)
     if model is None:
         return {}
-    lineage = Lineage(splits=engine.splits, environment=environment, step=step, scores=scores)
+    lineage = ModelLineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, model, lineage)
     directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)
     measured = measure_run(directory, samples=watch.samples_done, machine=machine)
@@ -48,7 +48,7 @@ def finish(
     }
 
 
-def _put_together(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
+def _assemble_model(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
     """The whole model, on the leader; others have none to export."""
     if not engine.arranged.is_cut:
         return engine.best_view if engine.world.is_leader else None

@@ -30,7 +30,7 @@ Reason = Literal["", "not finite", "spike", "passed over", "overflow"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """What to do with a step."""
 
     action: Literal["good", "skip", "rollback", "fail"]
@@ -39,7 +39,7 @@ class Verdict:
     """Of ``rollback``: a checkpoint from after this step may hold the damage already."""
 
 
-_GOOD = Verdict("good")
+_GOOD = StepVerdict("good")
 
 
 class Guard:
@@ -76,7 +76,7 @@ class Guard:
         """Whether the newest steps were bad: no time to save what may be broken already."""
         return bool(self._streak)
 
-    def judge(self, step: int, loss: float, norm: float, allow_overflow: bool) -> Verdict:
+    def judge(self, step: int, loss: float, norm: float, allow_overflow: bool) -> StepVerdict:
         """Take one step; ``allow_overflow`` where a loss scaler deals with infinite gradients."""
         if not (math.isfinite(loss) and (allow_overflow or math.isfinite(norm))):
             return self._refuse(step, loss, "not finite")
@@ -136,11 +136,11 @@ class Guard:
         deviation = 1.4826 * median([abs(recent - middle) for recent in losses])
         return excess > self._spec.spikes * deviation
 
-    def _refuse(self, step: int, loss: float, reason: Reason) -> Verdict:
+    def _refuse(self, step: int, loss: float, reason: Reason) -> StepVerdict:
         self._streak.append((step, loss if reason == "spike" else math.nan))
         self._bad.add(step)
         if len(self._streak) <= self._spec.skips:
-            return Verdict("skip", reason)
+            return StepVerdict("skip", reason)
         only_spikes = all(math.isfinite(bad) for _, bad in self._streak)
         spent = self._rollbacks >= self._spec.rollbacks
         if only_spikes and (spent or self._is_where_it_spiked()):
@@ -149,10 +149,10 @@ class Guard:
             self._remember(step, loss)
             return _GOOD
         if spent:
-            return Verdict("fail", reason)
+            return StepVerdict("fail", reason)
         self._rollbacks += 1
         self._spiked_at = step if only_spikes else None
-        return Verdict("rollback", reason, self._leave_out_before(self._streak[0][0]))
+        return StepVerdict("rollback", reason, self._leave_out_before(self._streak[0][0]))
 
     def _is_where_it_spiked(self) -> bool:
         return self._spiked_at is not None and self._streak[0][0] <= self._spiked_at + WINDOW

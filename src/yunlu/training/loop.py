@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.training.batch_schedule import adapt
-from yunlu.training.guard import Verdict
+from yunlu.training.batch_schedule import adapt_batch_size
+from yunlu.training.guard import StepVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Step:
     loss: float
     norm: float
     """Of the gradient, before clipping."""
-    verdict: Verdict
+    verdict: StepVerdict
     is_applied: bool
     """Whether the weights were changed."""
     items: int = 0
@@ -40,7 +40,7 @@ class Step:
     """Of the samples it took: see ``communication.agreement``."""
 
 
-class Watch(Protocol):
+class LoopCallbacks(Protocol):
     """What looks on around every step: the log, evaluation, checkpoints, going back, stopping."""
 
     def before_step(self) -> StepRequest:
@@ -52,12 +52,12 @@ class Watch(Protocol):
         ...
 
 
-def run(engine: Engine, watch: Watch) -> StepRequest:
+def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
     """Train until the plan's last step or until the watch says stop; or until a worker asked."""
     for part in engine.arranged.parts:
         part.train()
     engine.begin()
-    adapt(engine)
+    adapt_batch_size(engine)
     batches = engine.batches()
     while True:
         started_at = perf_counter()
@@ -82,14 +82,14 @@ def run(engine: Engine, watch: Watch) -> StepRequest:
             step.compute_s -= step.wait_s
         if watch.after_step(step):
             return ""
-        if adapt(engine) or step.verdict.action == "rollback":
+        if adapt_batch_size(engine) or step.verdict.action == "rollback":
             batches = engine.batches()
 
 
 def _take(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
     if engine.guard.passes_over(engine.steps_done):
         engine.pass_over()
-        return Step(math.nan, math.nan, Verdict("skip", "passed over"), is_applied=False)
+        return Step(math.nan, math.nan, StepVerdict("skip", "passed over"), is_applied=False)
     began_at = perf_counter()
     accumulated = engine.accumulate(micros, items)
     if accumulated is None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from yunlu.training.elastic.messages import HeldState
-from yunlu.training.parallel.redistribute import exchange, gather_json
-from yunlu.training.parallel.tensor_slices import Box, Piece, join_groups
+from yunlu.training.parallel.redistribute import redistribute, gather_json
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, join_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +30,8 @@ class StateReplica:
     """The state after some steps, as far as one worker keeps it: its own part, and its neighbour's."""
 
     step: int
-    holdings: tuple[HeldState, ...]
-    pieces: dict[str, Piece]
+    held_states: tuple[HeldState, ...]
+    pieces: dict[str, TensorShard]
     numbers: dict[str, Any]
 
 
@@ -45,17 +45,17 @@ class PeerReplicas:
         self._engine, self._world, self._generation = engine, world, generation
         layout = world.layout
         self.is_needed = not layout.is_single and (layout.dp == 1 or layout.zero1)
-        self.copies: list[StateReplica] = list(before[-1:])
+        self.replicas: list[StateReplica] = list(before[-1:])
         self._every = 1
         self._next_step = engine.steps_done
-        self._neighbour: list[Piece] = []
+        self._neighbour: list[TensorShard] = []
         self._described = -1
         """How many pieces we told of."""
         self._step_s = math.inf
 
     def forget_after(self, step: int) -> None:
         """The run went back: copies of later steps are of a past that is no more."""
-        self.copies = [copy for copy in self.copies if copy.step <= step]
+        self.replicas = [copy for copy in self.replicas if copy.step <= step]
         self._next_step = step
 
     def note(self, step_s: float) -> None:
@@ -79,17 +79,17 @@ class PeerReplicas:
         theirs = [
             replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in self._neighbour
         ]
-        exchange(own, theirs)
+        redistribute(own, theirs)
         place_of, size = self._world.layout.place_of, self._world.layout.world
-        holdings = tuple(
+        held_states = tuple(
             HeldState(step=engine.steps_done, generation=self._generation, place=place_of(rank))
             for rank in (self._world.rank, (self._world.rank + 1) % size)
         )
         numbers = engine.state.numbers() | {"extra": kept}
         pieces = {f"{number}:{piece.name}": piece for number, piece in enumerate([*own, *theirs])}
-        self.copies = [
-            *self.copies[-1:],
-            StateReplica(step=engine.steps_done, holdings=holdings, pieces=pieces, numbers=numbers),
+        self.replicas = [
+            *self.replicas[-1:],
+            StateReplica(step=engine.steps_done, held_states=held_states, pieces=pieces, numbers=numbers),
         ]
         self._plan_next(perf_counter() - started_at)
 
@@ -101,7 +101,7 @@ class PeerReplicas:
             self._every = min(max(math.ceil(cost_s / (COST * step_s)), 1), _MOST_STEPS)
         self._next_step = self._engine.steps_done + (self._every if step_s else 1)
 
-    def _describe_neighbour(self, own: Sequence[Piece]) -> list[Piece]:
+    def _describe_neighbour(self, own: Sequence[TensorShard]) -> list[TensorShard]:
         """What the next worker in the round holds, as empty tensors."""
         everyone = gather_json([describe(piece) for piece in own])
         return [make_blank(about) for about in everyone[(self._world.rank + 1) % len(everyone)]]
@@ -114,14 +114,14 @@ def _any_true(flag: bool) -> bool:
     return bool(found)
 
 
-def describe(piece: Piece) -> list[Any]:
+def describe(piece: TensorShard) -> list[Any]:
     """A piece without its numbers, as JSON."""
     kind = str(piece.tensor.dtype).removeprefix("torch.")
     return [piece.name, piece.shape, piece.box.offset, piece.box.size, kind]
 
 
-def make_blank(about: list[Any]) -> Piece:
+def make_blank(about: list[Any]) -> TensorShard:
     """A piece as described, to be filled."""
     name, shape, offset, size, kind = about
     tensor = torch.empty(size, dtype=getattr(torch, kind))
-    return Piece(name, tuple(shape), Box(tuple(offset), tuple(size)), tensor)
+    return TensorShard(name, tuple(shape), TensorSlice(tuple(offset), tuple(size)), tensor)

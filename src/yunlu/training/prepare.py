@@ -16,16 +16,16 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.models.initial_weights import begin_from
+from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
-from yunlu.training.probing.machine_profile import known_probe
-from yunlu.training.probing.profile_store import load_of_others, recall_calibration
+from yunlu.training.probing.machine_profile import load_or_measure
+from yunlu.training.probing.profile_store import background_load, load_calibration
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
 from yunlu.training.tasks.registry import open_task
-from yunlu.training.tasks.task import SPECIAL_KEYS, Heeds
-from yunlu.training.training_inputs import Parts
+from yunlu.training.tasks.task import SPECIAL_KEYS, DeclaresKeys
+from yunlu.training.training_inputs import TrainingInputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.training.models.initial_weights import Origin
+    from yunlu.training.models.initial_weights import WeightsOrigin
     from yunlu.training.tasks.task import Task
 
 
-def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Parts:
+def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
     """Load and build, telling what was found."""
     directory.emit(EventKind.PROGRESS, phase="loading data")
     task = task or open_task(job.task)
@@ -70,37 +70,37 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Parts:
         parameters=sum(weight.numel() for weight in weights),
         trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
     )
-    return Parts(task=task, model=model, splits=splits)
+    return TrainingInputs(task=task, model=model, splits=splits)
 
 
-def build_model(job: Job, task: Task) -> tuple[nn.Module, Origin | None]:
+def build_model(job: Job, task: Task) -> tuple[nn.Module, WeightsOrigin | None]:
     """The model with its first weights, and where they are from if not from chance."""
     # Seeded again: the weights do not depend on how many random numbers loading drew.
     seed_everything(job.train.seed)
     model = task.build(job)
     allow_single_samples(model)
-    return model, begin_from(model, job, task)
+    return model, load_initial_weights(model, job, task)
 
 
-def settle_plan(
-    directory: RunStore, job: Job, parts: Parts, machine: Machine, *, started_at: float
+def load_or_make_plan(
+    directory: RunStore, job: Job, parts: TrainingInputs, machine: Machine, *, started_at: float
 ) -> Plan:
     """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
     if directory.plan.exists():
         plan = Plan.model_validate_json(directory.plan.read_text())
     else:
         directory.emit(EventKind.PROGRESS, phase="measuring and planning")
-        load = load_of_others(machine)
+        load = background_load(machine)
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
             xla_device()  # refused here, before anything is measured
         # Before what start-up took is noted: on a machine never probed, looking is part of it.
-        probed = known_probe(machine)
+        probed = load_or_measure(machine)
         profile, work = measure(job, parts, machine, started_at=started_at)
         guess = None
         if work is not None:
             guess = make_estimate(
-                profile, work, probed, recall_calibration(), name=name_work(job),
+                profile, work, probed, load_calibration(), name=name_work(job),
                 busy=contention(load, cores=machine.cores, threads=profile.settings.threads),
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
@@ -147,7 +147,7 @@ def _refuse_keys_that_need_validation(job: Job) -> None:
 
 def _warn_of_idle_keys(directory: RunStore, job: Job, task: Task) -> None:
     """A key that this task does not read is a mistake its user wants to know of."""
-    if not isinstance(task, Heeds):  # somebody's own task may read anything
+    if not isinstance(task, DeclaresKeys):  # somebody's own task may read anything
         return
     for key in SPECIAL_KEYS:
         part, name = key.split(".")

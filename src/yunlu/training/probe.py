@@ -136,7 +136,7 @@ def _mps(torch: Any) -> Device:
     )
 
 
-class Speed(Value):
+class PrecisionSpeed(Value):
     """How a precision does on a device."""
 
     precision: Precision
@@ -147,10 +147,10 @@ class Speed(Value):
     """The same for people."""
 
 
-_SPEEDS = TypeAdapter(tuple[Speed, ...])
+_SPEEDS = TypeAdapter(tuple[PrecisionSpeed, ...])
 
 
-def measured_speeds(device: Device, *, afresh: bool = False) -> tuple[Speed, ...]:
+def measured_speeds(device: Device, *, afresh: bool = False) -> tuple[PrecisionSpeed, ...]:
     """How fast each precision is, measured once for each device, torch and number of threads."""
     import torch  # noqa: PLC0415 (takes seconds)
 
@@ -171,7 +171,7 @@ def measured_speeds(device: Device, *, afresh: bool = False) -> tuple[Speed, ...
     return speeds
 
 
-def measure_precisions(device: Device) -> list[Speed]:
+def measure_precisions(device: Device) -> list[PrecisionSpeed]:
     """Time the three matrix products of a linear layer in each precision; below a second."""
     if device.kind != "cpu":
         return _measure(device, time.perf_counter)
@@ -187,8 +187,8 @@ def measure_precisions(device: Device) -> list[Speed]:
         torch.set_num_threads(threads)
 
 
-def _measure(device: Device, clock: Clock) -> list[Speed]:
-    size = _telling_size(device.kind, clock)
+def _measure(device: Device, clock: Clock) -> list[PrecisionSpeed]:
+    size = _benchmark_size(device.kind, clock)
     reference_s = _best_time(_products(device.kind, size, "fp32"), clock)
     speeds = [judge("fp32", 1.0, device.kind)]
     others: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
@@ -212,7 +212,7 @@ def _slow_speed(kind: str, precision: Precision, clock: Clock) -> float | None:
     return reference_s / seconds if seconds > hopeless_s else None
 
 
-def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
+def judge(precision: Precision, relative_speed: float, kind: str) -> PrecisionSpeed:
     """Whether the speed is worth the lost digits."""
     worth = precision == "fp32" or relative_speed >= _WORTH_FROM
     if precision == "fp32":
@@ -228,7 +228,7 @@ def judge(precision: Precision, relative_speed: float, kind: str) -> Speed:
         verdict = "fast, but needs loss scaling: prefer bf16 where it is as fast"
     else:
         verdict = "fast, with the range of fp32: use it"
-    return Speed(
+    return PrecisionSpeed(
         precision=precision, relative_speed=relative_speed, is_worth_using=worth, verdict=verdict
     )
 
@@ -239,7 +239,7 @@ _BUDGET_S = 0.1
 _SMALL, _HOPELESS = 128, 4
 
 
-def _telling_size(kind: str, clock: Clock) -> int:
+def _benchmark_size(kind: str, clock: Clock) -> int:
     """Matrices large enough that fp32 takes milliseconds: smaller ones time the overhead."""
     size, largest = 256, 2048 if kind == "cpu" else 8192
     while size < largest and _best_time(_products(kind, size, "fp32"), clock, rounds=3) < 2e-3:

@@ -25,8 +25,8 @@ from yunlu.planning.planner import (
 )
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.training.autotune.knobs import start_settings
-from yunlu.training.autotune.memory_fit import fit
-from yunlu.training.autotune.timer import ModelMeter
+from yunlu.training.autotune.memory_fit import fit_memory
+from yunlu.training.autotune.timer import ModelTimer
 from yunlu.training.autotune.tune import tune
 from yunlu.training.checkpoint.state import copy_random, restore_random
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from yunlu.planning.split_constraints import SplitConstraints
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Batch, Task
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _TIMED_S = 0.3
 _TIMED_PASSES = 5
 
 
 def measure(
-    job: Job, parts: Parts, machine: Machine, *, started_at: float
+    job: Job, parts: TrainingInputs, machine: Machine, *, started_at: float
 ) -> tuple[Profile, OperatorWork | None]:
     """What the planner needs to know, and a step counted; ``started_at`` is when this life began."""
     task, model, splits = parts.task, parts.model, parts.splits
@@ -64,13 +64,13 @@ def measure(
     room = memory_room_bytes(job, machine.best_device, fixed)
     batch = choose_batch(job, len(splits.train))
     model.to(device)
-    meter = ModelMeter(job, parts, device, batch=batch)
+    meter = ModelTimer(job, parts, device, batch=batch)
     with _undone(model):
         model.train()
         threads = torch.get_num_threads()  # honours OMP_NUM_THREADS
         first = start_settings(job, parts, threads=threads, micro_batch=1)
         with memory_capped(cap_bytes(job, machine)):
-            fitting = fit(job, model, meter, first, batch=batch, room_bytes=room)
+            fitting = fit_memory(job, model, meter, first, batch=batch, room_bytes=room)
             found, trial_s = tune(
                 job,
                 parts,
@@ -119,7 +119,7 @@ def measure(
 
 
 def _count(
-    job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
+    job: Job, parts: TrainingInputs, meter: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> OperatorWork | None:
     """The operators of a step, on as few samples as tell those of all."""
     from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan
@@ -142,10 +142,10 @@ def _find_facts(
     """How the model can be split; nobody asks for one worker, and the looking costs seconds."""
     if count_devices(job, gpus=machine.gpus) == 1:
         return None
-    from yunlu.training.parallel.split_constraints import find_facts  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.split_constraints import find_split_constraints  # noqa: PLC0415 - slow to import
 
     trainable = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    return find_facts(
+    return find_split_constraints(
         model,
         probe,
         state_bytes=optimizer_state_bytes(job, trainable),

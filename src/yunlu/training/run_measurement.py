@@ -23,7 +23,7 @@ def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measu
         spans_s[record["step"]] = record["data_s"] + record["compute_s"]
         memory_bytes = max(memory_bytes, record["memory_bytes"])
     spans = list(spans_s.values())
-    total_s = _seconds_alive(directory)
+    total_s = _active_seconds(directory)
     price = machine.dollars_per_hour
     return Measurement(
         memory_bytes=memory_bytes,
@@ -34,7 +34,7 @@ def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measu
     )
 
 
-def _seconds_alive(directory: RunStore) -> float:
+def _active_seconds(directory: RunStore) -> float:
     total_s, began_at, seen_at = 0.0, None, 0.0
     for event, _ in directory.read_events():
         if event.kind is EventKind.LIFE:

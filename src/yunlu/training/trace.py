@@ -43,7 +43,7 @@ _OUTSIDE = "outside operators"
 _ANNOTATIONS = {"ProfilerStep": "loop", "Optimizer.": "update", "enumerate(DataLoader)": "data"}
 
 
-class Window(NamedTuple):
+class TraceWindow(NamedTuple):
     """Which steps of a life are traced."""
 
     first_step: int
@@ -59,13 +59,13 @@ def traced(engine: Engine, run: RunStore) -> Generator[None]:
         run.warn("There are too few steps left to trace any.")
         yield
         return
-    with ExitStack() as ranges, Trace(run, **window._asdict()) as trace:
+    with ExitStack() as ranges, StepTrace(run, **window._asdict()) as trace:
         ranges.enter_context(with_ranges(engine, trace))
         trace.on_done = ranges.close
         yield
 
 
-def choose_window(plan: Plan, *, steps_done: int) -> Window | None:
+def choose_window(plan: Plan, *, steps_done: int) -> TraceWindow | None:
     """A few steps after warm-up, without an evaluation or a checkpoint among them if possible."""
     left = plan.steps - steps_done
     # Micro-batches repeat one another: one step of many of them shows all there is.
@@ -82,10 +82,10 @@ def choose_window(plan: Plan, *, steps_done: int) -> Window | None:
         return all(step % every for step in covered for every in pauses)
 
     candidates = range(earliest, latest + 1)
-    return Window(next(filter(is_quiet, candidates), earliest), steps)
+    return TraceWindow(next(filter(is_quiet, candidates), earliest), steps)
 
 
-class Trace:
+class StepTrace:
     """Profiles ``steps`` steps from ``first_step`` on, then writes ``trace.json.gz`` and an event.
 
     Both are counted within this life. The step before the first one warms the profiler up, so the
@@ -194,7 +194,7 @@ def summarize(averages: EventList) -> dict[str, Any]:
 
 
 @contextmanager
-def with_ranges(engine: Engine, trace: Trace) -> Generator[None]:
+def with_ranges(engine: Engine, trace: StepTrace) -> Generator[None]:
     """Give the phases of each step their names in the trace, and tell the trace where steps end.
 
     The engine is wrapped, not changed: on the way out it is what it was.
@@ -242,7 +242,7 @@ def _in_range(label: str) -> Callable[[Any], Any]:
     return wrap
 
 
-def _fetch(batches: Callable[[], Iterator[Any]], trace: Trace) -> Callable[[], Iterator[Any]]:
+def _fetch(batches: Callable[[], Iterator[Any]], trace: StepTrace) -> Callable[[], Iterator[Any]]:
     """Batches whose fetching is a range; the step before has ended when the next is asked for."""
 
     def ranged() -> Iterator[Any]:

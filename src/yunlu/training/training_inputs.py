@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class TrainingInputs:
     """A task with its data loaded and its model built."""
 
     task: Task

@@ -24,14 +24,14 @@ _WORDS: dict[Literal["hold", "prune"], str] = {"prune": "pruned", "hold": "held"
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class PruneDecision:
     """The run ends here: to go on later, or for good."""
 
     kind: Literal["hold", "prune"]
     reason: str
 
 
-class TrialGate:
+class TrialControl:
     """Reads what the study decided; one worker of a run asks it."""
 
     def __init__(self, run: RunStore, *, patience_s: float = PATIENCE_S) -> None:
@@ -44,16 +44,16 @@ class TrialGate:
         self._seen: tuple[int, int] | None = None
         self._verdict: dict[str, Any] = {}
 
-    def peek(self, rung: int) -> Ruling | None:
+    def peek(self, rung: int) -> PruneDecision | None:
         """What was decided meanwhile; ``rung`` is the last evaluation of the run."""
         self._read()
         for kind, word in _WORDS.items():
             if kind in self._verdict:
                 why = self._verdict[kind]
-                return Ruling(kind, f"{word} at rung {rung}" + (f": {why}" if why else ""))
+                return PruneDecision(kind, f"{word} at rung {rung}" + (f": {why}" if why else ""))
         return None
 
-    def ask(self, rung: int, *, is_wanted: Callable[[], bool]) -> Ruling | None:
+    def ask(self, rung: int, *, is_wanted: Callable[[], bool]) -> PruneDecision | None:
         """After an evaluation: whether the run ends here. At its last rung this waits for a word.
 
         ``is_wanted`` ends the waiting where somebody else wants to end the run.
@@ -66,7 +66,7 @@ class TrialGate:
             if not is_wanted():
                 return None
             if time.monotonic() > deadline:
-                return Ruling("hold", f"held at rung {rung}: nobody said how it goes on")
+                return PruneDecision("hold", f"held at rung {rung}: nobody said how it goes on")
             time.sleep(_LOOK_S)
 
     def _read(self) -> None:
@@ -80,6 +80,6 @@ class TrialGate:
             return
 
 
-def open_gate(run: RunStore) -> TrialGate | None:
+def open_trial_control(run: RunStore) -> TrialControl | None:
     """The gate of a run that is a trial; others have none."""
-    return TrialGate(run) if run.trial.exists() else None
+    return TrialControl(run) if run.trial.exists() else None

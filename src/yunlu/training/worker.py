@@ -20,7 +20,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -28,19 +28,19 @@ from yunlu.training import loop
 from yunlu.training.attempt import (
     RunBusyError,
     as_user_error,
-    begin_life,
-    move,
-    only_worker,
+    begin_attempt,
+    change_state,
+    run_lock,
     signals_as_stop,
 )
-from yunlu.training.callbacks import TrainingWatch
+from yunlu.training.callbacks import TrainingCallbacks
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finish
+from yunlu.training.finalize import finalize
 from yunlu.training.memory.out_of_memory import memory_capped
-from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.prepare import prepare, load_or_make_plan
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
 
@@ -66,10 +66,10 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
     """Live one life of a run; every way it can end is an event, never an escaped exception."""
     directory = open_run(run)
     try:
-        with only_worker(directory), _torch_as_it_was(), signals_as_stop() as stop:
+        with run_lock(directory), _torch_as_it_was(), signals_as_stop() as stop:
             # In somebody's own Python process, the run begins now, not when that process did.
             began_at = None if _is_worker_process() else time.time()
-            life, started_at = begin_life(directory, began_at=began_at)
+            life, started_at = begin_attempt(directory, began_at=began_at)
             return _live(
                 directory, task, stop, life=life, started_at=started_at, plan_only=plan_only
             )
@@ -91,18 +91,18 @@ def _live(
     plan_only: bool,
 ) -> RunState:
     job = Job.model_validate_json(directory.job.read_text())
-    move(directory, RunState.PLANNING)
+    change_state(directory, RunState.PLANNING)
     machine = probe_machine()
     environment = describe_environment(machine)
     directory.emit(EventKind.ENVIRONMENT, **environment)
     set_deterministic(job.train.deterministic)
     parts = prepare(directory, job, task)
-    plan = settle_plan(directory, job, parts, machine, started_at=started_at)
+    plan = load_or_make_plan(directory, job, parts, machine, started_at=started_at)
     if plan_only or stop.is_set:
         reason = (
             "only the plan was asked for" if plan_only else "asked to stop before the first step"
         )
-        return move(directory, RunState.STOPPED, reason=reason)
+        return change_state(directory, RunState.STOPPED, reason=reason)
 
     if not plan.layout.is_single:  # of an earlier life on several workers
         plan = fit_plan(plan, job, Layout(), cores=machine.cores)
@@ -113,12 +113,12 @@ def _live(
         open_trackers(["tensorboard", *job.trackers]),
         warn=directory.warn,
     )
-    watch = TrainingWatch(engine, directory, trackers=trackers, stop=stop, life=life)
+    watch = TrainingCallbacks(engine, directory, trackers=trackers, stop=stop, life=life)
     state, summary = RunState.FAILED, dict[str, Any]()
     try:
         resumed_from = watch.resume()
         trackers.start(directory, job, resumed=resumed_from is not None)
-        move(directory, RunState.RUNNING, resumed_from_step=resumed_from)
+        change_state(directory, RunState.RUNNING, resumed_from_step=resumed_from)
         if not watch.stopped_early:
             trace = _tracing(engine, directory) if job.train.profile else nullcontext()
             with memory_capped(cap_bytes(job, machine)), trace:
@@ -128,7 +128,7 @@ def _live(
         if engine.steps_done < engine.course.steps and not watch.stopped_early:
             state = RunState.STOPPED
         else:
-            summary = finish(directory, engine, watch, environment, machine)
+            summary = finalize(directory, engine, watch, environment, machine)
             state = RunState.FINISHED
     finally:
         with suppress(OSError, TrainingError):  # whatever failed before is what gets told
@@ -137,7 +137,7 @@ def _live(
         engine.close()
         trackers.finish(state=state, summary=summary)
     about = {} if watch.ruling is None else {"reason": watch.ruling.reason}
-    return move(directory, state, **about)
+    return change_state(directory, state, **about)
 
 
 def _tracing(engine: Engine, directory: RunStore) -> AbstractContextManager[None]:
@@ -170,7 +170,7 @@ def _report_failure(directory: RunStore, error: Exception) -> None:
     data: dict[str, Any] = {"code": shown.code, "message": shown.message, "hint": shown.hint}
     try:
         directory.emit(EventKind.ERROR, **data, traceback=details)
-        move(directory, RunState.FAILED)
+        change_state(directory, RunState.FAILED)
     except OSError:
         sys.stderr.write(json.dumps(data))  # not even the event log can be written
 

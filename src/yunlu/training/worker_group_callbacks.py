@@ -15,21 +15,21 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
-from yunlu.training.callbacks import StopRequest, TrainingWatch
+from yunlu.training.callbacks import StopRequest, TrainingCallbacks
 from yunlu.training.data.sample_order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.metric_log import MetricLog
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
 from yunlu.training.tasks.task import Evaluation
-from yunlu.training.trial_control import Ruling
+from yunlu.training.trial_control import PruneDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.checkpoint.save_group import Crew
+    from yunlu.training.checkpoint.save_group import SaveGroup
     from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
@@ -56,11 +56,11 @@ class WorkerControl(Protocol):
         """Raise where the generation is over."""
         ...
 
-    def step_aside(self) -> None:
+    def request_exclusion(self) -> None:
         """Leave as soon as may be: the others are faster without this worker."""
         ...
 
-    def beat(
+    def report_progress(
         self,
         *,
         step: int | None = None,
@@ -88,11 +88,11 @@ class Unsupervised:
     def check(self) -> None:
         """Nobody breaks anything off."""
 
-    def step_aside(self) -> None:
+    def request_exclusion(self) -> None:
         """All stand before the same step then: those who stay meet anew."""
         self.wants_pause = True
 
-    def beat(self, **_: Any) -> None:
+    def report_progress(self, **_: Any) -> None:
         """Nobody listens."""
 
 
@@ -164,7 +164,7 @@ class WorkerGroupLog(MetricLog):
             append_lines(self._ledger_path, records)
 
 
-class WorkerGroupCallbacks(TrainingWatch):
+class WorkerGroupCallbacks(TrainingCallbacks):
     """Looks on in every worker; only the leader writes."""
 
     log: WorkerGroupLog
@@ -174,8 +174,8 @@ class WorkerGroupCallbacks(TrainingWatch):
         engine: Engine,
         run: RunStore,
         *,
-        member: WorkerControl,
-        crew: Crew,
+        agent: WorkerControl,
+        crew: SaveGroup,
         log: WorkerGroupLog,
         trackers: TrackerThread,
         life: int,
@@ -189,7 +189,7 @@ class WorkerGroupCallbacks(TrainingWatch):
         super().__init__(
             engine, run, trackers=trackers, stop=StopRequest(), life=life, crew=crew, log=log
         )
-        self._member, self._keep, self._forget_after = member, keep, forget_after
+        self._agent, self._keep, self._forget_after = agent, keep, forget_after
         self._phase = "first step"
         """What the main thread does while it does not wait for others."""
         engine.note_waiting = self._note_waiting
@@ -213,19 +213,19 @@ class WorkerGroupCallbacks(TrainingWatch):
     def begin_phase(self, phase: str) -> None:
         """Something long begins that is not a step."""
         self._phase = phase
-        self._member.beat(phase=phase)
+        self._agent.report_progress(phase=phase)
 
     def _note_waiting(self, *, is_over: bool = False) -> None:
-        self._member.beat(phase=self._phase if is_over else "sync")
+        self._agent.report_progress(phase=self._phase if is_over else "sync")
 
     def before_step(self) -> StepRequest:
         """Ask the others for what the supervisor asked of us."""
-        self._member.check()
+        self._agent.check()
         if self._engine.company.is_aside:
-            self._member.step_aside()
-        if self._member.wants_stop or self._is_ruled_out():
+            self._agent.request_exclusion()
+        if self._agent.wants_stop or self._is_ruled_out():
             return "stop"
-        return "pause" if self._member.wants_pause else ""
+        return "pause" if self._agent.wants_pause else ""
 
     def after_step(self, step: Step) -> bool:
         """As alone; the step goes into the ledger, and the supervisor hears of it."""
@@ -234,7 +234,7 @@ class WorkerGroupCallbacks(TrainingWatch):
         self._check_samples(step, done - 1)
         self.log.enter(done, step.samples, step.digest)
         step_s = step.compute_s + step.wait_s + step.data_s
-        self._member.beat(
+        self._agent.report_progress(
             step=done,
             phase="step",
             step_s=step_s,
@@ -262,29 +262,29 @@ class WorkerGroupCallbacks(TrainingWatch):
             return False
         return self._gate.peek(self.rung) is not None
 
-    def _heed_gate(self, *, is_rung: bool) -> Ruling | None:
+    def _heed_gate(self, *, is_rung: bool) -> PruneDecision | None:
         if self._gate is None or not is_rung:
             return None
         ruling = None
         self._engine.settle()
         if self._engine.world.is_leader:
-            self._member.beat(phase="evaluate")
+            self._agent.report_progress(phase="evaluate")
             ruling = self._gate.ask(self.rung, is_wanted=self._is_wanted)
         else:
             self._note_waiting()
         ruling = _pass_on(ruling)
-        self._member.beat(phase=self._phase)
+        self._agent.report_progress(phase=self._phase)
         return ruling
 
     def _is_wanted(self) -> bool:
-        self._member.check()
-        return not self._member.wants_stop
+        self._agent.check()
+        return not self._agent.wants_stop
 
     def score(self, split: str, *, step: int | None = None) -> Score:
         """The first replica evaluates; all learn what it found."""
         before, self._phase = self._phase, "evaluate"
         self._engine.settle()
-        self._member.beat(phase="evaluate")
+        self._agent.report_progress(phase="evaluate")
         found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
         started_at = perf_counter()
         told = broadcast_json(
@@ -294,7 +294,7 @@ class WorkerGroupCallbacks(TrainingWatch):
             source=0,
         )
         self._phase = before
-        self._member.beat(phase=before)
+        self._agent.report_progress(phase=before)
         # All go by the same figures: they decide on what all must do together.
         return Score(
             loss=float(told["loss"]),
@@ -304,9 +304,9 @@ class WorkerGroupCallbacks(TrainingWatch):
 
     def _save(self, metrics: dict[str, float]) -> None:
         self._engine.settle()
-        self._member.beat(phase="checkpoint")
+        self._agent.report_progress(phase="checkpoint")
         super()._save(metrics)
-        self._member.beat(phase=self._phase)
+        self._agent.report_progress(phase=self._phase)
 
     def _is_in_doubt(self) -> bool:
         is_in_doubt, engine = super()._is_in_doubt(), self._engine
@@ -334,10 +334,10 @@ class WorkerGroupCallbacks(TrainingWatch):
             )
 
 
-def _pass_on(ruling: Ruling | None) -> Ruling | None:
+def _pass_on(ruling: PruneDecision | None) -> PruneDecision | None:
     """The leader's, on all workers."""
     told = broadcast_json(None if ruling is None else asdict(ruling), source=0)
-    return None if told is None else Ruling(**told)
+    return None if told is None else PruneDecision(**told)
 
 
 def _up_to(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:

@@ -17,7 +17,7 @@ from yunlu.training.elastic_worker import ElasticWorker, NodeInputs
 from yunlu.training.environment import describe_environment
 from yunlu.training.parallel.parallel_model import pattern_of
 from yunlu.training.prepare import prepare as prepare_parts
-from yunlu.training.prepare import settle_plan
+from yunlu.training.prepare import load_or_make_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def lay_out(run: RunStore, loaded: NodeInputs, devices: int) -> dict[int, Layout
     machine = probe_machine()
     run.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
     job = loaded.job.model_copy(update={"devices": devices})
-    plan = settle_plan(run, job, loaded.parts, machine, started_at=_began_at(run))
+    plan = load_or_make_plan(run, job, loaded.parts, machine, started_at=_began_at(run))
     return layouts_by_count(plan, job, most=_MOST_WORKERS)
 
 
@@ -67,10 +67,10 @@ def _began_at(run: RunStore) -> float:
     return lives[-1].data["began_at"]
 
 
-def work(member: WorkerAgent, loaded: NodeInputs) -> None:
+def work(agent: WorkerAgent, loaded: NodeInputs) -> None:
     """A worker's whole life."""
-    worker = ElasticWorker(member, loaded)
-    while (assignment := member.wait_assignment()) is not None:
+    worker = ElasticWorker(agent, loaded)
+    while (assignment := agent.wait_assignment()) is not None:
         try:
             worker.take_part(assignment)
         except Exception as error:
@@ -78,7 +78,7 @@ def work(member: WorkerAgent, loaded: NodeInputs) -> None:
                 raise
             worker.settle(detail=str(error).partition("\n")[0][:300])
         finally:
-            member.part()
+            agent.part()
     worker.close()
 
 

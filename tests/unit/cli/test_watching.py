@@ -21,7 +21,7 @@ from yunlu.render.terminal.run_display import (
     PlainDisplay,
     step_line,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.spec.job import Job
 

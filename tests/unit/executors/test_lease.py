@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import LIMIT_S
 from yunlu.executors.lease import Holder, lead_program
 from yunlu.executors.record import Record, read_happenings, write_record
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

@@ -18,7 +18,7 @@ from yunlu.executors.executor import Capabilities, ExecutorError, LeaseState
 from yunlu.executors.leased import LeasedExecutor, Seen
 from yunlu.executors.record import RECORD, Lease, Record, known_record
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
 

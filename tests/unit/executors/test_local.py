@@ -17,7 +17,7 @@ from yunlu.executors.finding import open_executor, read_address
 from yunlu.executors.local import LocalExecutor
 from yunlu.executors.record import known_record
 from yunlu.hardware.fleet import Placement
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
 

@@ -17,7 +17,7 @@ from yunlu.executors import local, memory
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState

@@ -17,7 +17,7 @@ from yunlu.executors.worker_group import end_workers, living_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
 from yunlu.jobs.run import new_record, settle, worker_of
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState

@@ -21,7 +21,7 @@ from yunlu.executors.worker_process import (
     this_process,
     worker_lock_is_free,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 
 SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(600)"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from yunlu.core.files import append_lines, write_atomically
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

@@ -23,7 +23,7 @@ from yunlu.planning.calibration import Calibration
 from yunlu.planning.machine_profile import FOLDER, StartFigures, dump_profiles
 from yunlu.planning.plan import Measurement
 from yunlu.render.run_report.write import write_report
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

@@ -4,7 +4,7 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 
 

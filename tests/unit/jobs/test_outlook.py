@@ -28,7 +28,7 @@ from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile,
 from yunlu.planning.search.options import Interval, PlanError, PlanOption
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.render.figures.plan_options import draw_outlook, find_front
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job

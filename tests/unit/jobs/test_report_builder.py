@@ -14,7 +14,7 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.planning.plan import Choice, Plan, Prediction
 from yunlu.render.run_report.write import write_report
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState

@@ -18,7 +18,7 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary, sparkline
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 

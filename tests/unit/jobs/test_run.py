@@ -20,7 +20,7 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import LEGAL_MOVES, RunState, check_move, replay_move
 

@@ -11,7 +11,7 @@ import pytest
 from yunlu.client.api import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.start import find_start
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState

@@ -8,7 +8,7 @@ from yunlu.executors import usage as usage_module
 from yunlu.executors.record import Record, write_record
 from yunlu.executors.usage import LeaseUse, Meter, NodeUse, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.scheduler import gauge as gauge_module
 from yunlu.scheduler.gauge import Gauge
 

@@ -3,7 +3,7 @@
 import pytest
 
 from yunlu.core.files import append_lines
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler.monitor import Course
 

@@ -22,7 +22,7 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.jobs.run import move, new_record, replay
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState

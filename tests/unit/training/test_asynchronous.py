@@ -18,7 +18,7 @@ from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
@@ -28,7 +28,7 @@ from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.coordinator import AsyncCoordinator, Progress
 from yunlu.training.asynchronous.rules import make_rules, refuse_job
 from yunlu.training.asynchronous.worker import ServedEngine, work
-from yunlu.training.attempt import begin_life
+from yunlu.training.attempt import begin_attempt
 from yunlu.training.callbacks import StopRequest
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules
@@ -36,7 +36,7 @@ from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.engine import Engine
 from yunlu.training.tasks.task import Batch
-from yunlu.training.training_inputs import Parts
+from yunlu.training.training_inputs import TrainingInputs
 
 
 def job(**train: Any) -> Job:
@@ -135,11 +135,11 @@ def serving(run: RunStore, rules: ServerRules) -> Generator[None]:
         yield
 
 
-def make_parts(task: Sentences, job: Job) -> Parts:
-    return Parts(task=task, model=task.build(job), splits=task.load(job))
+def make_parts(task: Sentences, job: Job) -> TrainingInputs:
+    return TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
 
 
-def train_alone(job: Job, plan: Plan, parts: Parts) -> list[float]:
+def train_alone(job: Job, plan: Plan, parts: TrainingInputs) -> list[float]:
     engine, recorder = Engine(job, plan, parts, lambda *_, **__: None), Recorder([], [])
     loop.run(engine, recorder)
     engine.close()
@@ -208,7 +208,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
     rules = make_rules(job, plan, first_step=0)
     kept: list[int] = []
     for life, tickets_before_the_chief, contextual in ((1, 3, served), (2, 1, serving)):
-        begin_life(run)
+        begin_attempt(run)
         stop = StopRequest()
         stop.set()
         given = (make_parts(Sentences(), job).model,) if contextual is served else ()

@@ -13,7 +13,7 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import join_server as door_module

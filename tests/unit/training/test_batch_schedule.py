@@ -20,8 +20,8 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
-from yunlu.training.batch_schedule import TURN_EVERY, Course, Turn
-from yunlu.training.data.batch_phases import GrowingOrder, RunOrder, TurnedOrder
+from yunlu.training.batch_schedule import CHANGE_EVERY, BatchSchedule, BatchChange
+from yunlu.training.data.batch_phases import PhasedOrder, RunOrder, SwitchedOrder
 from yunlu.training.data.sample_order import BucketOrder, StepOrder
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch
@@ -37,11 +37,11 @@ def turned_orders(draw: st.DrawFn) -> RunOrder:
     def make() -> StepOrder:
         return StepOrder(samples=samples, batch=draw(st.integers(1, samples)), seed=seed)
 
-    order: RunOrder = GrowingOrder(((0, make()),))
+    order: RunOrder = PhasedOrder(((0, make()),))
     step = 0
     for _ in range(draw(st.integers(0, 4))):
         step += draw(st.integers(0, 25))  # 0: two turns at one step
-        order = TurnedOrder(order, step, make())
+        order = SwitchedOrder(order, step, make())
     return order
 
 
@@ -66,7 +66,7 @@ def test_each_sample_comes_once_per_epoch_whatever_the_batch(order: RunOrder) ->
 
 
 def order_seed(order: RunOrder) -> int:
-    last = order.order if isinstance(order, TurnedOrder) else order.phases[0][1]
+    last = order.order if isinstance(order, SwitchedOrder) else order.phases[0][1]
     assert isinstance(last, StepOrder)
     return last.seed
 
@@ -83,16 +83,16 @@ def test_an_order_by_length_turns_with_an_epoch_only() -> None:
     def make(batch: int) -> BucketOrder:
         return BucketOrder(samples=20, batch=batch, seed=1, lengths=np.arange(20))
 
-    before = GrowingOrder(((0, make(5)),))
+    before = PhasedOrder(((0, make(5)),))
     with pytest.raises(ValueError, match="middle of an epoch"):
-        TurnedOrder(before, 3, make(4))
-    order = TurnedOrder(before, 4, make(10))
+        SwitchedOrder(before, 3, make(4))
+    order = SwitchedOrder(before, 4, make(10))
     assert [len(step) for step in islice(order.steps_from(0), 6)] == [5, 5, 5, 5, 10, 10]
 
 
 def make_course(
     *, steps: int = 1000, batch: int = 32, samples: int = 10_000, **train: Any
-) -> Course:
+) -> BatchSchedule:
     asked = {"steps": steps, "batch": batch, "adapt_batch": {"max": 512}, **train}
     job = Job.model_validate({"task": "t", "model": "m", "data": "d", "train": asked})
     plan = Plan(
@@ -102,7 +102,7 @@ def make_course(
         workers=0, choices=(),
         prediction=Prediction(memory_bytes=0, step_s=1, samples_per_s=1, total_s=1, dollars=None),
     )  # fmt: skip
-    return Course(job, plan, None, samples=samples)
+    return BatchSchedule(job, plan, None, samples=samples)
 
 
 def test_without_a_turn_the_run_is_the_plan() -> None:
@@ -111,18 +111,18 @@ def test_without_a_turn_the_run_is_the_plan() -> None:
     assert [course.position(step) for step in (0, 17, 999)] == [0, 17, 999]
     assert course.rate_at(250) == 0.75
     assert not course.may_turn(0)
-    assert not make_course(adapt_batch=None).may_turn(TURN_EVERY)
+    assert not make_course(adapt_batch=None).may_turn(CHANGE_EVERY)
 
 
 def test_steps_count_by_what_they_are_worth() -> None:
     course = make_course(schedule="linear")
-    course.turn(Turn(step=200, batch=128, gain=2.5, rate=2.0))
+    course.turn(BatchChange(step=200, batch=128, gain=2.5, rate=2.0))
     assert course.steps == 200 + 800 / 2.5
     assert course.position(199) == 199
     assert course.position(201) == 202.5
     assert course.rate_at(199) == pytest.approx(1 - 0.199)
     assert course.rate_at(200) == pytest.approx(2 * 0.8)
-    course.turn(Turn(step=300, batch=32, gain=1.0, rate=1.0))
+    course.turn(BatchChange(step=300, batch=32, gain=1.0, rate=1.0))
     assert course.position(300) == 450
     assert course.steps == 300 + 550
     assert course.order.size_of(199) == 32
@@ -194,11 +194,11 @@ def test_the_rate_follows_the_batch_as_the_job_says(train: dict[str, Any], facto
 
 def test_a_course_goes_on_from_what_it_was() -> None:
     course = make_course()
-    course.turn(Turn(step=40, batch=100, gain=2.0, rate=1.5))
-    course.turn(Turn(step=40, batch=64, gain=1.5, rate=1.2))
-    course.turn(Turn(step=200, batch=64, gain=1.9, rate=1.2))
+    course.turn(BatchChange(step=40, batch=100, gain=2.0, rate=1.5))
+    course.turn(BatchChange(step=40, batch=64, gain=1.5, rate=1.2))
+    course.turn(BatchChange(step=200, batch=64, gain=1.9, rate=1.2))
     other = make_course()
-    other.turn(Turn(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
+    other.turn(BatchChange(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
     other.restore(course.state())
     assert other.state() == course.state()
     assert (other.steps, other.rate_at(300)) == (course.steps, course.rate_at(300))
@@ -211,9 +211,9 @@ def test_samples_sorted_by_length_turn_with_an_epoch() -> None:
     job = Job.model_validate({"task": "t", "model": "m", "data": "d", "train": train})
     plan = make_course(steps=100, batch=10, adapt_batch=20)._plan  # pyright: ignore[reportPrivateUsage]
     plan = plan.model_copy(update={"padding": "bucket"})
-    course = Course(job, plan, np.arange(250), samples=250)
+    course = BatchSchedule(job, plan, np.arange(250), samples=250)
     assert [step for step in range(101) if course.may_turn(step)] == []
-    course = Course(job, plan, np.arange(200), samples=200)
+    course = BatchSchedule(job, plan, np.arange(200), samples=200)
     assert [step for step in range(101) if course.may_turn(step)] == [20, 40, 60, 80]
 
 

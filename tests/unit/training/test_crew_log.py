@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 from yunlu.training.worker_group_callbacks import WorkerGroupLog
 

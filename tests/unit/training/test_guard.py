@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from yunlu.core.errors import TrainingError
 from yunlu.spec.train import GuardSpec
-from yunlu.training.guard import Guard, Verdict, diverged
+from yunlu.training.guard import Guard, StepVerdict, diverged
 
 Curve = NDArray[np.float64]
 STEPS = 5000
@@ -41,11 +41,11 @@ def make(*, skips: int = 3, rollbacks: int = 3, spikes: float | None = 10.0) -> 
     return Guard(GuardSpec(skips=skips, rollbacks=rollbacks, spikes=spikes))
 
 
-def judge(guard: Guard, losses: Curve | list[float], first: int = 0) -> list[Verdict]:
+def judge(guard: Guard, losses: Curve | list[float], first: int = 0) -> list[StepVerdict]:
     return [guard.judge(first + i, float(loss), 1.0, False) for i, loss in enumerate(losses)]
 
 
-def actions(verdicts: list[Verdict]) -> list[str]:
+def actions(verdicts: list[StepVerdict]) -> list[str]:
     return [verdict.action for verdict in verdicts]
 
 
@@ -94,8 +94,8 @@ def test_an_overflow_that_the_scaler_deals_with_is_not_bad() -> None:
     guard = make()
     assert guard.judge(0, 1.0, math.inf, True).action == "good"
     assert guard.judge(1, 1.0, math.nan, True).action == "good"
-    assert guard.judge(2, 1.0, math.inf, False) == Verdict("skip", "not finite")
-    assert guard.judge(3, math.nan, 1.0, True) == Verdict("skip", "not finite")
+    assert guard.judge(2, 1.0, math.inf, False) == StepVerdict("skip", "not finite")
+    assert guard.judge(3, math.nan, 1.0, True) == StepVerdict("skip", "not finite")
     assert guard.bad_steps == {2, 3}
 
 
@@ -103,7 +103,7 @@ def test_an_overflow_that_the_scaler_deals_with_is_not_bad() -> None:
 def test_a_spike_is_left_out_and_training_goes_on(height: float) -> None:
     guard = make()
     verdicts = judge(guard, [*healthy(200), height, *healthy(50)])
-    assert verdicts[200] == Verdict("skip", "spike")
+    assert verdicts[200] == StepVerdict("skip", "spike")
     assert actions(verdicts).count("good") == 250
     assert guard.bad_steps == {200}
 
@@ -129,18 +129,18 @@ def test_a_burst_is_skipped_as_long_as_the_job_allows() -> None:
 def test_a_longer_burst_rolls_back_past_the_bad_steps_and_some_before() -> None:
     guard = make(skips=3)
     verdicts = judge(guard, [*healthy(100), *[math.nan] * 4])
-    assert verdicts[-1] == Verdict("rollback", "not finite", no_later_than=96)
+    assert verdicts[-1] == StepVerdict("rollback", "not finite", no_later_than=96)
     assert guard.bad_steps == set(range(96, 104))
 
 
 def test_each_rollback_reaches_further_back_until_the_run_fails() -> None:
     guard = make(skips=1, rollbacks=2)
     judge(guard, healthy(200))
-    assert judge(guard, [math.nan] * 2, 200)[-1] == Verdict("rollback", "not finite", 198)
+    assert judge(guard, [math.nan] * 2, 200)[-1] == StepVerdict("rollback", "not finite", 198)
     guard.rolled_back(150)
-    assert judge(guard, [math.nan] * 2, 202)[-1] == Verdict("rollback", "not finite", 190)
+    assert judge(guard, [math.nan] * 2, 202)[-1] == StepVerdict("rollback", "not finite", 190)
     guard.rolled_back(150)
-    assert judge(guard, [math.nan] * 2, 204)[-1] == Verdict("fail", "not finite")
+    assert judge(guard, [math.nan] * 2, 204)[-1] == StepVerdict("fail", "not finite")
 
 
 @pytest.mark.parametrize(("skips", "rollbacks", "last"), [(0, 1, "rollback"), (0, 0, "fail")])

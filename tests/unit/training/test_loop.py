@@ -222,7 +222,7 @@ def test_a_checkpoint_is_published_after_the_log_of_its_steps(
     run, seen = make_run(steps=12, batch=20, checkpoint=3), list[tuple[int, int]]()
     publish = files.publish
 
-    def look(*args: Any, **settings: Any) -> files.Entry:
+    def look(*args: Any, **settings: Any) -> files.CheckpointEntry:
         (snapshot,) = (value for value in args if isinstance(value, files.Snapshot))
         seen.append((snapshot.step, max(losses(run), default=0)))
         return publish(*args, **settings)

@@ -98,7 +98,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
     devices: list[str] = []
 
-    def measure(device: Device) -> list[probe.Speed]:
+    def measure(device: Device) -> list[probe.PrecisionSpeed]:
         devices.append(device.name)
         return [probe.judge("fp32", 1.0, "cpu"), probe.judge("bf16", 2.0 + len(devices), "cpu")]
 
@@ -195,7 +195,7 @@ def test_hopeless_work_is_timed_once_and_noise_is_outlived() -> None:
 def test_measuring_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, during = torch.get_num_threads(), list[int]()
 
-    def fail(*_: object) -> list[probe.Speed]:
+    def fail(*_: object) -> list[probe.PrecisionSpeed]:
         during.append(torch.get_num_threads())
         raise KeyboardInterrupt
 

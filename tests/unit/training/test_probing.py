@@ -19,7 +19,7 @@ from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
 from yunlu.training.probing import links, measure, profile_store
 from yunlu.training.probing.disk import measure_disk
-from yunlu.training.probing.machine_profile import known_probe
+from yunlu.training.probing.machine_profile import load_or_measure
 from yunlu.training.probing.microbenchmarks import (
     Bench,
     attention_size,
@@ -183,7 +183,7 @@ def test_a_quick_look_is_taken_once_and_kept(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = probe_machine()
-    assert profile_store.recall_probe(machine) is None
+    assert profile_store.load_profile(machine) is None
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -192,7 +192,7 @@ def test_a_quick_look_is_taken_once_and_kept(
         raise AssertionError("measured in the worker, whose memory is measured")
 
     monkeypatch.setattr(measure, "measure_machine", refuse)
-    found = known_probe(machine)
+    found = load_or_measure(machine)
     assert torch.equal(torch.rand(3), expected)
     assert found.threads == torch.get_num_threads()
     assert found.is_quick
@@ -200,12 +200,12 @@ def test_a_quick_look_is_taken_once_and_kept(
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
     monkeypatch.setattr(known, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')"))
-    assert known_probe(machine) == found
+    assert load_or_measure(machine) == found
     monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
-    assert known_probe(machine) == found
+    assert load_or_measure(machine) == found
     monkeypatch.setattr(torch, "__version__", "99.0")
     with pytest.raises(AssertionError, match="measured in the worker"):
-        known_probe(machine)
+        load_or_measure(machine)
 
 
 def test_a_second_worker_that_dies_costs_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,25 +260,25 @@ def test_a_run_on_a_machine_never_probed_notes_start_up_after_the_look(
     asked: Any = planned_job()
     parts: Any = None
     with pytest.raises(StopError):
-        prepare.settle_plan(run, asked, parts, probe_machine(), started_at=0.0)
+        prepare.load_or_make_plan(run, asked, parts, probe_machine(), started_at=0.0)
     assert order == ["look", "measure"]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cache: Path) -> None:
     own_cache.write_text("a file where the folder should be")
-    profile_store.keep_probe(probe())
-    assert profile_store.recall_probe(probe_machine()) is None
-    assert profile_store.recall_calibration().figures == ()
+    profile_store.save_profile(probe())
+    assert profile_store.load_profile(probe_machine()) is None
+    assert profile_store.load_calibration().figures == ()
 
 
 def test_figures_of_one_machine_are_kept_side_by_side_whatever_its_name(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile_store.keep_probe(probe(torch="1"))
-    profile_store.keep_probe(probe(torch="2"))
+    profile_store.save_profile(probe(torch="1"))
+    profile_store.save_profile(probe(torch="2"))
     (file,) = (own_cache / "probe").glob("*.json")
     monkeypatch.setattr("socket.gethostname", lambda: "another-container")
-    assert profile_store.probe_files()[0] == file
+    assert profile_store.profile_files()[0] == file
     kept = parse_profiles(file.read_bytes())
     assert [each.torch for each in kept] == ["1", "2"]
 
@@ -287,5 +287,5 @@ def test_a_gpu_belongs_to_its_run_alone() -> None:
     machine = probe_machine()
     gpu = machine.devices[0].model_copy(update={"kind": "cuda"})
     alone = machine.model_copy(update={"devices": (*machine.devices, gpu)})
-    assert profile_store.load_of_others(alone) == 0.0
-    assert profile_store.load_of_others(machine) >= 0.0
+    assert profile_store.background_load(alone) == 0.0
+    assert profile_store.background_load(machine) >= 0.0

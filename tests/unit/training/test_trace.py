@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.training import trace
-from yunlu.training.trace import PHASES, Trace, choose_window, with_ranges
+from yunlu.training.trace import PHASES, StepTrace, choose_window, with_ranges
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ class Small:
 
 def train(run: RunStore, *, steps: int, first_step: int, traced_steps: int) -> Small:
     engine = Small(steps)
-    with ExitStack() as ranges, Trace(run, first_step=first_step, steps=traced_steps) as watched:
+    with ExitStack() as ranges, StepTrace(run, first_step=first_step, steps=traced_steps) as watched:
         ranges.enter_context(with_ranges(engine, watched))  # pyright: ignore[reportArgumentType]
         watched.on_done = ranges.close
         engine.train()
@@ -127,7 +127,7 @@ def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: Run
 
     engine = Small(5)
     engine.task = Sealed()  # type: ignore[assignment]
-    with Trace(run, first_step=2, steps=1) as watched, with_ranges(engine, watched):  # pyright: ignore[reportArgumentType]
+    with StepTrace(run, first_step=2, steps=1) as watched, with_ranges(engine, watched):  # pyright: ignore[reportArgumentType]
         engine.train()
 
     (event,) = told(run, EventKind.TRACE)

@@ -9,7 +9,7 @@ from typing import Any
 
 from yunlu.core.files import write_atomically
 from yunlu.runs.run_store import RunStore
-from yunlu.training.trial_control import Ruling, TrialGate, open_gate
+from yunlu.training.trial_control import PruneDecision, TrialControl, open_trial_control
 
 HOURS_S = 7200.0
 
@@ -22,16 +22,16 @@ def say(run: RunStore, **verdict: Any) -> None:
     write_atomically(run.verdict, json.dumps(verdict))
 
 
-def make_gate(run: RunStore, *, patience_s: float = HOURS_S) -> TrialGate:
+def make_gate(run: RunStore, *, patience_s: float = HOURS_S) -> TrialControl:
     write_atomically(run.trial, "{}")
-    return TrialGate(run, patience_s=patience_s)
+    return TrialControl(run, patience_s=patience_s)
 
 
 def test_only_a_trial_has_a_gate(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
-    assert open_gate(run) is None
+    assert open_trial_control(run) is None
     run.trial.write_text(json.dumps({"saves": True}))
-    gate = open_gate(run)
+    gate = open_trial_control(run)
     assert gate is not None
     assert gate.saves
     assert gate.ask(1, is_wanted=always) is None  # without a word it goes to its end
@@ -44,9 +44,9 @@ def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunStore]) -
     assert gate.ask(1, is_wanted=always) is None
     assert gate.ask(2, is_wanted=always) is None
     say(run, prune="too slow")
-    assert gate.peek(2) == Ruling("prune", "pruned at rung 2: too slow")
+    assert gate.peek(2) == PruneDecision("prune", "pruned at rung 2: too slow")
     say(run, hold="")
-    assert gate.ask(2, is_wanted=always) == Ruling("hold", "held at rung 2")
+    assert gate.ask(2, is_wanted=always) == PruneDecision("hold", "held at rung 2")
 
 
 def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunStore]) -> None:

@@ -11,7 +11,7 @@ from tests.integration.toy_study import toy_job
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import new_record
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting

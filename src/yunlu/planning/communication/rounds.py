@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    Schedule = Callable[[Sequence[int], float], list["Round"]]
+    Schedule = Callable[[Sequence[int], float], list["MessageRound"]]
 
 _PIECE_BYTES = 16 << 10, 256 << 10
 _SMALL_BYTES = 8 << 10

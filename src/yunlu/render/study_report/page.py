@@ -47,7 +47,7 @@ from yunlu.render.study_report.format import (
     show_value,
     wall_s,
 )
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point

@@ -14,15 +14,15 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
-from yunlu.training.attempt import move
-from yunlu.training.callbacks import TrainingWatch
+from yunlu.training.attempt import change_state
+from yunlu.training.callbacks import TrainingCallbacks
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.store import prepare, shard_directory
 from yunlu.training.data.sample_order import digest_of
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finish
+from yunlu.training.finalize import finalize
 from yunlu.training.metric_log import MetricLog
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.communication.servers.rules import ServerRules
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _LOOK_S = 0.1
 Done = dict[int, dict[str, Any]]
@@ -81,7 +81,7 @@ class ServedLog(MetricLog):
         return self.memory_bytes
 
 
-class CoordinatorCallbacks(TrainingWatch):
+class CoordinatorCallbacks(TrainingCallbacks):
     """Looks on, at weights that were brought here for it."""
 
     log: ServedLog
@@ -106,7 +106,7 @@ class AsyncCoordinator:
         run: RunStore,
         job: Job,
         plan: Plan,
-        parts: Parts,
+        parts: TrainingInputs,
         *,
         stop: StopRequest,
         life: int,
@@ -164,7 +164,7 @@ class AsyncCoordinator:
             if self._is_at_end():
                 machine = probe_machine()
                 about = describe_environment(machine)
-                summary = finish(self._run, self._engine, self._watch, about, machine)
+                summary = finalize(self._run, self._engine, self._watch, about, machine)
                 state = RunState.FINISHED
         finally:
             with suppress(OSError, TrainingError):  # whatever failed before is what gets told
@@ -181,7 +181,7 @@ class AsyncCoordinator:
             event.kind is EventKind.COMMUNICATION for event, _ in self._run.read_events()
         )
         setting = MethodSetting(method="asynchronous", codec=self._client.rules.codec)
-        move(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
+        change_state(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
         self._run.emit(
             EventKind.COMMUNICATION,
             step=self._progress.steps,

@@ -24,7 +24,7 @@ import torch
 
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.process_group_supervisor import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.elastic.messages import Message
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _TICK_S = 0.25
 _QUIET_S = 5.0
@@ -159,7 +159,7 @@ class AsyncNodeAgent:
         lost_s = time.monotonic() - self._contact.lost_at
         return lost_s > _WAIT_S or (lost_s > 1 and self._contact.is_over())
 
-    def _make_place(self, number: int, job: Job, plan: Plan, parts: Parts) -> ManagedProcess:
+    def _make_place(self, number: int, job: Job, plan: Plan, parts: TrainingInputs) -> ManagedProcess:
         def body() -> None:
             own = fit(plan, job, slot=number, here=self._here)
             work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")

@@ -27,7 +27,7 @@ import torch
 from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -44,10 +44,10 @@ from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
 from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.attempt import (
     RunBusyError,
-    begin_life,
-    move,
-    newest_life,
-    only_worker,
+    begin_attempt,
+    change_state,
+    latest_attempt,
+    run_lock,
     signals_as_stop,
 )
 from yunlu.training.checkpoint.state import seed_everything
@@ -56,13 +56,13 @@ from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import hear_asks
 from yunlu.training.environment import describe_environment
-from yunlu.training.prepare import prepare, settle_plan
+from yunlu.training.prepare import prepare, load_or_make_plan
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import StopRequest
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _LOOK_S = 0.05
 _LEAVE_S = 10.0
@@ -108,7 +108,7 @@ def run(
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     try:
-        with only_worker(directory, held=lock), signals_as_stop() as stop:
+        with run_lock(directory, held=lock), signals_as_stop() as stop:
             hear_asks()
             asked = _Options(devices, here or devices, shares, goes_on=lock is not None)
             return _live(directory, stop, asked)
@@ -118,7 +118,7 @@ def run(
         traceback.print_exc()
         with suppress(OSError):  # a full disk takes no words either
             EventReporter(directory).tell_failure(describe(error), None)
-            move(directory, RunState.FAILED)
+            change_state(directory, RunState.FAILED)
     return RunState.FAILED
 
 
@@ -136,10 +136,10 @@ class _Options:
 def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
     devices, shares, goes_on = asked.devices, asked.shares, asked.goes_on
     if goes_on:
-        life, started_at = newest_life(directory)
+        life, started_at = latest_attempt(directory)
     else:
-        life, started_at = begin_life(directory)
-        move(directory, RunState.PLANNING)
+        life, started_at = begin_attempt(directory)
+        change_state(directory, RunState.PLANNING)
     job = _read_job(directory)
     refuse_job(job, workers=shares or devices)
     set_deterministic(job.train.deterministic)
@@ -159,7 +159,7 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
         if machine.best_device.kind == "cuda" and shares:  # each worker has one, wherever it is
             machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
         ours = job.model_copy(update={"devices": shares or devices})
-        settle_plan(directory, ours, parts, machine, started_at=started_at)
+        load_or_make_plan(directory, ours, parts, machine, started_at=started_at)
 
     try:
         door.publish(workers=devices, is_open=False)
@@ -167,7 +167,7 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
             fleet.complete(ManagedProcess("planner", settle))
         if stop.is_set:
             reason = "asked to stop before the first step"
-            return move(directory, RunState.STOPPED, reason=reason)
+            return change_state(directory, RunState.STOPPED, reason=reason)
         plan = Plan.model_validate_json(directory.plan.read_bytes())
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
@@ -182,7 +182,7 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
         door.shut()
     if state is RunState.FINISHED:
         shutil.rmtree(directory.servers, ignore_errors=True)
-    return move(directory, state)
+    return change_state(directory, state)
 
 
 def _read_job(directory: RunStore) -> Job:
@@ -232,7 +232,7 @@ class _AsyncRun:
     directory: RunStore
     job: Job
     plan: Plan
-    parts: Parts
+    parts: TrainingInputs
     life: int
     asked: _Options
     _told: tuple[tuple[int | str, str, int], ...] = ()

@@ -17,7 +17,7 @@ from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
 from yunlu.training.engine_builders import seed_step
-from yunlu.training.guard import Verdict, diverged
+from yunlu.training.guard import StepVerdict, diverged
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
 from yunlu.training.memory.resident import peak_resident_bytes
 from yunlu.training.probe import probe_machine
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.loop import Step
     from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 
 def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
@@ -49,7 +49,7 @@ def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
     return plan
 
 
-def work(run: RunStore, job: Job, plan: Plan, parts: Parts, *, name: str) -> None:
+def work(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, name: str) -> None:
     """Train until no ticket is left; ``plan`` is that of one worker."""
     engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name=name)
     cap = cap_of_worker(job, probe_machine(), engine.device, workers=engine.client.rules.shares)
@@ -67,7 +67,7 @@ class ServedEngine(Engine):
         self,
         job: Job,
         plan: Plan,
-        parts: Parts,
+        parts: TrainingInputs,
         tell: Callable[..., Any],
         *,
         servers: Path,
@@ -101,7 +101,7 @@ class ServedEngine(Engine):
         seed_step(self.job.train.seed, ticket.step, ticket.share, self.device)
         self.optimizer.begin(ticket, items, metrics)
 
-    def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, Verdict]:
+    def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, StepVerdict]:
         """As alone, but nobody can go back: others have gone on."""
         loss_value, norm_value, verdict = super().judge(loss, norm)
         self.optimizer.metrics |= {
@@ -110,7 +110,7 @@ class ServedEngine(Engine):
             "memory_bytes": peak_resident_bytes(),
         }
         if verdict.action == "rollback":
-            verdict = Verdict("skip", verdict.reason)
+            verdict = StepVerdict("skip", verdict.reason)
         return loss_value, norm_value, verdict
 
     def update(self, norm: Tensor) -> bool:

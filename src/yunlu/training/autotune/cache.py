@@ -15,24 +15,24 @@ import xxhash
 from pydantic import ValidationError
 
 from yunlu.core.settings import read_settings
-from yunlu.training.autotune.search import Found
+from yunlu.training.autotune.search import TunedSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 
-def recall(shape: Sequence[Any]) -> Found | None:
+def load_cached(shape: Sequence[Any]) -> TunedSettings | None:
     """What an earlier run of the same shape found."""
     try:
-        found = Found.model_validate_json(_path(shape).read_bytes())
+        found = TunedSettings.model_validate_json(_path(shape).read_bytes())
     except (OSError, ValidationError):
         return None
     trials = tuple(trial.model_copy(update={"remembered": True}) for trial in found.trials)
     return found.model_copy(update={"trials": trials})
 
 
-def remember(shape: Sequence[Any], found: Found) -> Found:
+def save_cached(shape: Sequence[Any], found: TunedSettings) -> TunedSettings:
     """Keep it, and return what is kept: an earlier entry stays."""
     path = _path(shape)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -41,7 +41,7 @@ def remember(shape: Sequence[Any], found: Found) -> Found:
         aside.write_text(found.model_dump_json())
         os.link(aside, path)  # fails where there is one already
     except FileExistsError:
-        return recall(shape) or found
+        return load_cached(shape) or found
     except OSError:
         return found  # without a cache the next run measures again
     finally:

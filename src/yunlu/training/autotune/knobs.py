@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import StepSettings
-from yunlu.training.autotune.search import Lever
+from yunlu.training.autotune.search import Knob
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.lengths import expected_padding, lengths_of
 from yunlu.training.data.sample_order import make_order
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from yunlu.hardware.machine import Device, Machine
     from yunlu.planning.plan import Compiler, PrecisionName
     from yunlu.spec.job import Job
-    from yunlu.training.autotune.timer import ModelMeter
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.autotune.timer import ModelTimer
+    from yunlu.training.training_inputs import TrainingInputs
 
 _ALL_THREADS_WORTH = 1 / 1.2
 """One thread is taken unless all are this much faster: the others are better left to others."""
@@ -32,7 +32,7 @@ _SMALL_PASS_S = 0.02
 """Below this, a pass is mostly the calls themselves: fewer samples in it can only be slower."""
 
 
-def start_settings(job: Job, parts: Parts, *, threads: int, micro_batch: int) -> StepSettings:
+def start_settings(job: Job, parts: TrainingInputs, *, threads: int, micro_batch: int) -> StepSettings:
     """What the job pins, and for the rest what is never a bad choice."""
     train = job.train
     paddings = padding_options(parts.task, parts.model, parts.splits)
@@ -60,7 +60,7 @@ def _asked_compiler(job: Job) -> Compiler:
     return "inductor" if asked is True else "none"
 
 
-def _padding_lever(job: Job, parts: Parts, batch: int) -> Lever | None:
+def _padding_knob(job: Job, parts: TrainingInputs, batch: int) -> Knob | None:
     """Packing: the same samples in each step, without the padding. How much there is can be counted."""
     lengths = lengths_of(parts.splits.train)
     if lengths is None or "pack" not in padding_options(parts.task, parts.model, parts.splits):
@@ -71,25 +71,25 @@ def _padding_lever(job: Job, parts: Parts, batch: int) -> Lever | None:
     return _choices("padding", ["pack"], always=share >= _MUCH_PADDING)
 
 
-def list_levers(job: Job, parts: Parts, machine: Machine, meter: ModelMeter) -> list[Lever]:
+def list_knobs(job: Job, parts: TrainingInputs, machine: Machine, meter: ModelTimer) -> list[Knob]:
     """The levers that the job leaves to us, cheapest and surest first."""
     train, device = job.train, machine.best_device
-    levers: list[Lever] = []
+    levers: list[Knob] = []
     if train.threads == "auto" and device.kind == "cpu":
         levers.append(
-            Lever(field="threads", options=_one_thread, worth=_ALL_THREADS_WORTH, always=True)
+            Knob(field="threads", options=_one_thread, worth=_ALL_THREADS_WORTH, always=True)
         )
-    packing = _padding_lever(job, parts, meter.batch) if train.padding == "auto" else None
+    packing = _padding_knob(job, parts, meter.batch) if train.padding == "auto" else None
     if packing is not None:
         levers.append(packing)
     if train.micro_batch == "auto" and not train.gradient_release:
-        levers.append(Lever(field="micro_batch", options=lambda now: _smaller(now, meter)))
+        levers.append(Knob(field="micro_batch", options=lambda now: _smaller(now, meter)))
     if train.precision == "auto":
         levers.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
     is_alone = count_devices(job, gpus=machine.gpus) == 1
     if train.compile == "auto" and is_alone:  # whether it works is found out only where it may pay
         extra_s = estimate_compile_s(parts.model)
-        levers.append(Lever(field="compile", options=_compiled, extra_s=extra_s))
+        levers.append(Knob(field="compile", options=_compiled, extra_s=extra_s))
     return levers
 
 
@@ -103,7 +103,7 @@ def fast_precisions(device: Device) -> list[PrecisionName]:
 
 def _choices(
     field: str, values: Sequence[str], *, worth: float = 1.05, always: bool = False
-) -> Lever:
+) -> Knob:
     def options(now: StepSettings) -> list[StepSettings]:
         return [
             now.model_copy(update={field: value})
@@ -111,7 +111,7 @@ def _choices(
             if value != getattr(now, field)
         ]
 
-    return Lever(field=field, options=options, worth=worth, always=always)
+    return Knob(field=field, options=options, worth=worth, always=always)
 
 
 def _compiled(now: StepSettings) -> list[StepSettings]:
@@ -123,7 +123,7 @@ def _one_thread(now: StepSettings) -> list[StepSettings]:
     return [now.model_copy(update={"threads": 1})] if now.threads > 1 else []
 
 
-def _smaller(now: StepSettings, meter: ModelMeter) -> list[StepSettings]:
+def _smaller(now: StepSettings, meter: ModelTimer) -> list[StepSettings]:
     """A half and a quarter: what fits a cache may be faster than what fits the memory."""
     if now.micro_batch * meter.sample_s(now) < _SMALL_PASS_S:
         return []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
-    from yunlu.training.autotune.timer import ModelMeter
+    from yunlu.training.autotune.timer import ModelTimer
     from yunlu.training.tasks.task import Batch
 
 _LOOK_SAMPLES = 8
@@ -27,7 +27,7 @@ _TEMPORARY = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class MemoryFit:
     """Settings that fit, and what was counted to find them."""
 
     settings: StepSettings
@@ -36,9 +36,9 @@ class Fit:
     reasons: dict[str, str]
 
 
-def fit(
-    job: Job, model: nn.Module, meter: ModelMeter, first: StepSettings, *, batch: int, room_bytes: float
-) -> Fit:
+def fit_memory(
+    job: Job, model: nn.Module, meter: ModelTimer, first: StepSettings, *, batch: int, room_bytes: float
+) -> MemoryFit:
     """The largest micro-batch that fits; activations are computed again where not even one does."""
     apply_recompute(model, first.recompute)
     kept_bytes, size = with_less_memory(
@@ -61,14 +61,14 @@ def fit(
         per_sample *= (whole + share * (kept[mode] - whole)) / whole
         reasons["recompute"] = f"{share:.0%} of the blocks: else {fewest} at a time would not fit"
     micro = choose_micro_batch(job, batch=batch, room_bytes=room_bytes, bytes_per_sample=per_sample)
-    return Fit(
+    return MemoryFit(
         settings=settings.model_copy(update={"micro_batch": micro}),
         bytes_per_sample=per_sample,
         reasons=reasons,
     )
 
 
-def _look(meter: ModelMeter, settings: StepSettings, model: nn.Module) -> float:
+def _look(meter: ModelTimer, settings: StepSettings, model: nn.Module) -> float:
     """Activation memory of one pass; the first time the model meets the data."""
     batch = meter.longest(settings)
     own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _UNTRIED = {False: "the run is too short to try another", True: "nothing else runs here"}
 
 
-class Meter(Protocol):
+class SettingsTimer(Protocol):
     """Times settings on the real model."""
 
     def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
@@ -29,7 +29,7 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class Knob:
     """One thing that may be set in several ways."""
 
     field: str
@@ -49,7 +49,7 @@ class Lever:
         return self.field.replace("_", "-")
 
 
-class Found(Value):
+class TunedSettings(Value):
     """What a search ended with."""
 
     settings: StepSettings
@@ -59,11 +59,11 @@ class Found(Value):
 
 
 def search(
-    meter: Meter,
+    meter: SettingsTimer,
     start: StepSettings,
-    levers: Sequence[Lever],
+    levers: Sequence[Knob],
     budget_s: Callable[[StepSettings], float],
-) -> tuple[Found, float]:
+) -> tuple[TunedSettings, float]:
     """Pull each lever in turn; returns what was found and the seconds it took.
 
     ``budget_s`` gives what may be spent in all, from the best settings so far: what a faster one
@@ -105,11 +105,11 @@ def search(
             reasons[lever.field] = _UNTRIED[failed]
         if keeps and winner is not None:
             settings = winner[1]
-    return Found(settings=settings, reasons=reasons, trials=tuple(trials)), spent_s
+    return TunedSettings(settings=settings, reasons=reasons, trials=tuple(trials)), spent_s
 
 
 def _reason(
-    lever: Lever, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, kept: bool
+    lever: Knob, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, kept: bool
 ) -> str:
     speedup, option, _ = max(tried, key=lambda one: one[0])
     now = getattr(before, lever.field)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Kernel, StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _TIMED_S = 1.0
 _PASSES = 5
@@ -41,10 +41,10 @@ _UNLIKE_MICROS = 4
 """How many micro-batches are timed where samples differ in length."""
 
 
-class ModelMeter:
+class ModelTimer:
     """Runs passes under given settings; the caller puts weights and random numbers back."""
 
-    def __init__(self, job: Job, parts: Parts, device: torch.device, *, batch: int) -> None:
+    def __init__(self, job: Job, parts: TrainingInputs, device: torch.device, *, batch: int) -> None:
         self._job, self._parts, self._device, self.batch = job, parts, device, batch
         self._lengths = lengths_of(parts.splits.train)
         self._micros: dict[tuple[str, int], list[Batch]] = {}

@@ -10,9 +10,9 @@ import torch
 
 from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.planning.planner import count_steps
-from yunlu.training.autotune.cache import recall, remember
-from yunlu.training.autotune.knobs import list_levers
-from yunlu.training.autotune.search import Found, search
+from yunlu.training.autotune.cache import load_cached, save_cached
+from yunlu.training.autotune.knobs import list_knobs
+from yunlu.training.autotune.search import TunedSettings, search
 from yunlu.training.optim.build import kernels_for
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.machine import Machine
     from yunlu.spec.job import Job
-    from yunlu.training.autotune.timer import ModelMeter
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.autotune.timer import ModelTimer
+    from yunlu.training.training_inputs import TrainingInputs
 
 _TORCH_OPTIMIZERS_S = 2.0
 """What torch's own optimisers load at their first use: a compiler."""
@@ -36,13 +36,13 @@ _PLAIN_REASONS = {
 
 def tune(
     job: Job,
-    parts: Parts,
+    parts: TrainingInputs,
     machine: Machine,
-    meter: ModelMeter,
+    meter: ModelTimer,
     start: StepSettings,
     *,
     shape: Sequence[Any],
-) -> tuple[Found, float]:
+) -> tuple[TunedSettings, float]:
     """The settings to train with, and the seconds it took to find them."""
     samples = len(parts.splits.train)
     steps = count_steps(job, samples=samples, batch=shape[-1])
@@ -53,7 +53,7 @@ def tune(
         # What is asked, too: a value that is set must not be taken for one that was tried.
         job.train.model_dump(mode="json", include={*StepSettings.model_fields}),
     ]
-    found = recall(key)
+    found = load_cached(key)
     if found is not None:
         return found, 0.0
     began_at = perf_counter()
@@ -61,17 +61,17 @@ def tune(
     def budget_s(settings: StepSettings) -> float:
         return job.train.trial_share * steps * shape[-1] * meter.sample_s(settings)
 
-    found, spent_s = search(meter, start, list_levers(job, parts, machine, meter), budget_s)
+    found, spent_s = search(meter, start, list_knobs(job, parts, machine, meter), budget_s)
     if job.train.optimizer.kernel == "auto":
         left_s = budget_s(found.settings) - spent_s
         found = _try_kernels(job, parts, meter, found, budget_s=left_s)
     found = found.model_copy(update={"reasons": {**_PLAIN_REASONS, **found.reasons}})
-    return remember(key, found), perf_counter() - began_at
+    return save_cached(key, found), perf_counter() - began_at
 
 
 def _try_kernels(
-    job: Job, parts: Parts, meter: ModelMeter, found: Found, *, budget_s: float
-) -> Found:
+    job: Job, parts: TrainingInputs, meter: ModelTimer, found: TunedSettings, *, budget_s: float
+) -> TunedSettings:
     """The optimiser's kernel, by the update alone: it does not depend on the passes."""
     first, *others = kernels_for(parts.model, job.train.optimizer)
     if not others:
@@ -99,7 +99,7 @@ def _try_kernels(
     return _with_kernel(found, first, f"{best} is {ratio:.3g} × as fast", trials)
 
 
-def _with_kernel(found: Found, kernel: Any, reason: str, trials: list[AutotuneTrial]) -> Found:
+def _with_kernel(found: TunedSettings, kernel: Any, reason: str, trials: list[AutotuneTrial]) -> TunedSettings:
     return found.model_copy(
         update={
             "settings": found.settings.model_copy(update={"kernel": kernel}),

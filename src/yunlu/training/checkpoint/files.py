@@ -24,15 +24,15 @@ from yunlu.training.checkpoint.manifest import (
     parse_manifest,
     unpack,
 )
-from yunlu.training.checkpoint.storage import MANIFEST, LocalPlace, Place
+from yunlu.training.checkpoint.storage import MANIFEST, LocalStorage, CheckpointStorage
 from yunlu.training.checkpoint.tensor_files import CODES, describe_bytes, write_tensors
-from yunlu.training.parallel.tensor_slices import Piece, join_groups, piece_of
+from yunlu.training.parallel.tensor_slices import TensorShard, join_groups, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from yunlu.training.checkpoint.manifest import Manifest
-    from yunlu.training.checkpoint.save_group import Crew
+    from yunlu.training.checkpoint.save_group import SaveGroup
 
 _LOOK_S = (0.002, 0.1)
 """How often the leader looks for the others' reports, at first and later."""
@@ -45,7 +45,7 @@ class Snapshot:
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     """By group (``model``, ``optimizer``, ``random``), whole tensors that nobody else changes."""
-    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict[str, dict[str, Piece]])
+    pieces: dict[str, dict[str, TensorShard]] = field(default_factory=dict[str, dict[str, TensorShard]])
     """By group, parts of live tensors: they are copied before training goes on."""
     state: dict[str, Any]
     """JSON, the same on all workers; the leader's is written."""
@@ -57,10 +57,10 @@ class Snapshot:
         """Also those without a tensor."""
         return sorted({*self.tensors, *self.pieces})
 
-    def all_pieces(self) -> dict[str, Piece]:
+    def all_pieces(self) -> dict[str, TensorShard]:
         """Everything as pieces named ``<group>/<name>``; those that hold nothing are left out."""
         kept = {
-            group: {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+            group: {name: shard_of(name, tensor) for name, tensor in tensors.items()}
             for group, tensors in self.tensors.items()
         }
         return {
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """A published checkpoint, by its manifest."""
 
     path: Path
@@ -83,15 +83,15 @@ class Entry:
     bytes: int
 
 
-class Abandoned(Exception):  # noqa: N818 - not an error: nobody waits for this save any more
+class SaveAbandonedError(Exception):  # noqa: N818 - not an error: nobody waits for this save any more
     """The save was given up."""
 
 
 def write_part(
-    place: Place,
+    place: CheckpointStorage,
     directory: str,
-    crew: Crew,
-    pieces: Mapping[str, Piece],
+    crew: SaveGroup,
+    pieces: Mapping[str, TensorShard],
     *,
     groups: list[str],
     between: Callable[[], None],
@@ -108,21 +108,21 @@ def write_part(
     place.put(directory, _report_of(crew.rank), pack_manifest(report))
 
 
-def report_failure(place: Place, directory: str, crew: Crew, why: str) -> None:
+def report_failure(place: CheckpointStorage, directory: str, crew: SaveGroup, why: str) -> None:
     """Tell the leader not to wait for this worker."""
     report = {"version": VERSION, "failed": why}
     place.put(directory, _report_of(crew.rank), pack_manifest(report))
 
 
 def publish(
-    place: Place,
+    place: CheckpointStorage,
     directory: str,
-    crew: Crew,
+    crew: SaveGroup,
     snapshot: Snapshot,
     *,
     patience_s: float,
     between: Callable[[], None],
-) -> Entry:
+) -> CheckpointEntry:
     """Wait for everyone's report, check that nothing is missing, and make it a checkpoint."""
     state = json.dumps(snapshot.state).encode()
     place.put(directory, STATE, state)
@@ -143,9 +143,9 @@ def publish(
     return _entry(place, name, manifest)
 
 
-def entries(place: Place) -> list[Entry]:
+def entries(place: CheckpointStorage) -> list[CheckpointEntry]:
     """Published checkpoints with a readable manifest, oldest first; contents are not verified."""
-    found: list[Entry] = []
+    found: list[CheckpointEntry] = []
     for name in place.published():
         try:
             found.append(_entry(place, name, parse_manifest(place.get(name, MANIFEST), name)))
@@ -155,7 +155,7 @@ def entries(place: Place) -> list[Entry]:
 
 
 def _await_reports(
-    place: Place, directory: str, crew: Crew, patience_s: float, between: Callable[[], None]
+    place: CheckpointStorage, directory: str, crew: SaveGroup, patience_s: float, between: Callable[[], None]
 ) -> list[dict[str, Any]]:
     deadline = time.monotonic() + patience_s
     pause_s, longest_s = _LOOK_S
@@ -200,9 +200,9 @@ def _merge(snapshot: Snapshot, reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _entry(place: Place, name: str, manifest: Manifest) -> Entry:
-    return Entry(
-        path=place.root / name if isinstance(place, LocalPlace) else Path(name),
+def _entry(place: CheckpointStorage, name: str, manifest: Manifest) -> CheckpointEntry:
+    return CheckpointEntry(
+        path=place.root / name if isinstance(place, LocalStorage) else Path(name),
         where=place.where(name),
         step=manifest.step,
         metrics=manifest.metrics,

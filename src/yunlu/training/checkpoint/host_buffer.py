@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CopyBuffer:
+class HostBuffer:
     """One stretch of memory, kept between saves: new memory costs more than the copy itself."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.tensor_files import DTYPES
-from yunlu.training.parallel.tensor_slices import Box, Spec, uncovered, whole
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorSpec, missing_elements, full_slice
 
 STATE = "state.json"
 VERSION = 2
@@ -23,11 +23,11 @@ _LARGEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class StoredShard:
     """A box of a tensor in a file, under the tensor's name."""
 
     file: str
-    box: Box
+    box: TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Manifest:
     """Also those without a tensor."""
     files: dict[str, dict[str, Any]]
     """Size and checksum by name."""
-    specs: dict[str, Spec] = field(default_factory=dict[str, Spec])
-    holdings: dict[str, list[Holding]] = field(default_factory=dict[str, list[Holding]])
+    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    holdings: dict[str, list[StoredShard]] = field(default_factory=dict[str, list[StoredShard]])
 
     @property
     def nbytes(self) -> int:
@@ -103,19 +103,19 @@ class _Checked:
             self._need(name.partition("/")[0] in groups, f"{name!r} is in no group")
             self._need(told["dtype"] in DTYPES, f"{name!r} has an unknown type")
             holdings = [
-                Holding(file, Box(_numbers(offset), _numbers(size)))
+                StoredShard(file, TensorSlice(_numbers(offset), _numbers(size)))
                 for file, offset, size in told["pieces"]
             ]
             for holding in holdings:
                 self._check(name, shape, holding, files)
             boxes = [holding.box for holding in holdings]
-            self._need(not uncovered(whole(shape), boxes), f"{name!r} has a hole")
-            manifest.specs[name] = Spec(shape, DTYPES[told["dtype"]])
+            self._need(not missing_elements(full_slice(shape), boxes), f"{name!r} has a hole")
+            manifest.specs[name] = TensorSpec(shape, DTYPES[told["dtype"]])
             manifest.holdings[name] = holdings
         return manifest
 
     def _check(
-        self, name: str, shape: tuple[int, ...], holding: Holding, files: dict[str, Any]
+        self, name: str, shape: tuple[int, ...], holding: StoredShard, files: dict[str, Any]
     ) -> None:
         box = holding.box
         self._need(

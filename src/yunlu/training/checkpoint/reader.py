@@ -16,22 +16,22 @@ from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.manifest import STATE, parse_manifest
 from yunlu.training.checkpoint.storage import MANIFEST
 from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
-from yunlu.training.parallel.tensor_slices import Box, GroupReader
+from yunlu.training.parallel.tensor_slices import TensorSlice, ShardGroupReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
-    from yunlu.training.checkpoint.manifest import Holding
-    from yunlu.training.checkpoint.storage import Place
-    from yunlu.training.parallel.tensor_slices import Piece, Spec
+    from yunlu.training.checkpoint.manifest import StoredShard
+    from yunlu.training.checkpoint.storage import CheckpointStorage
+    from yunlu.training.parallel.tensor_slices import TensorShard, TensorSpec
 
 
-class FileReader:
+class CheckpointReader:
     """Reads boxes from files, each of which is verified before anything in it is used."""
 
-    def __init__(self, place: Place, directory: str) -> None:
+    def __init__(self, place: CheckpointStorage, directory: str) -> None:
         self._place, self._name = place, directory
         self._manifest = parse_manifest(place.get(directory, MANIFEST), directory)
         self._clear: Callable[[], object] | None = None
@@ -40,16 +40,16 @@ class FileReader:
         self.metrics = self._manifest.metrics
         self.state: dict[str, Any] = self._read_state()
 
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors it holds, named ``<group>/<name>``."""
         return self._manifest.specs
 
-    def group(self, name: str) -> GroupReader:
+    def group(self, name: str) -> ShardGroupReader:
         """The tensors of one group."""
-        return GroupReader(self, name)
+        return ShardGroupReader(self, name)
 
     def verify(
-        self, wanted: Iterable[Piece] | None = None, *, share: tuple[int, int] = (0, 1)
+        self, wanted: Iterable[TensorShard] | None = None, *, share: tuple[int, int] = (0, 1)
     ) -> None:
         """Compare checksums: of the files that the wanted pieces lie in, or of all of them.
 
@@ -61,7 +61,7 @@ class FileReader:
             if file != STATE:
                 self._file(file)
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: TensorSlice) -> Tensor:
         """A part of a tensor."""
         spec = self._manifest.specs[name]
         holdings = self._holdings(name, box)
@@ -85,20 +85,20 @@ class FileReader:
             self._clear()
             self._clear = None
 
-    def _holdings(self, name: str, box: Box) -> list[Holding]:
+    def _holdings(self, name: str, box: TensorSlice) -> list[StoredShard]:
         found = self._manifest.holdings[name]
         exact = [holding for holding in found if holding.box == box]
         if exact:
             return exact[:1]
         return [holding for holding in found if not holding.box.intersect(box).is_empty]
 
-    def _slice(self, name: str, holding: Holding, common: Box) -> Tensor:
+    def _slice(self, name: str, holding: StoredShard, common: TensorSlice) -> Tensor:
         file = self._file(holding.file)
         if common == holding.box:  # also the only way to read a scalar
             return file.get_tensor(name)
         return file.get_slice(name)[common.within(holding.box)]
 
-    def _files_of(self, wanted: Iterable[Piece]) -> list[str]:
+    def _files_of(self, wanted: Iterable[TensorShard]) -> list[str]:
         known = self._manifest.holdings
         pieces = [piece for piece in wanted if piece.name in known]
         return sorted(

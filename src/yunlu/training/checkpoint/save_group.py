@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
-from yunlu.training.parallel.tensor_slices import Box, Piece
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ def _own_token() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class SaveGroup:
     """All workers of a generation, from the view of one; by default it is alone."""
 
     rank: int = 0
@@ -50,18 +50,18 @@ class Crew:
         return bool(flag.item())
 
 
-class Shares:
+class WriterAssignment:
     """Which of its pieces a worker writes, so that replicas share the writing.
 
     Everyone tells once what it holds. After that, one number tells whether anything has changed.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: SaveGroup) -> None:
         self._crew = crew
         self._told: list[Any] | None = None
         self._names: frozenset[str] = frozenset()
 
-    def of(self, pieces: Sequence[Piece]) -> frozenset[str]:
+    def of(self, pieces: Sequence[TensorShard]) -> frozenset[str]:
         """The names to write; every worker of the crew calls this at the same step."""
         crew = self._crew
         if crew.size == 1:
@@ -73,7 +73,7 @@ class Shares:
         if not crew.agree(is_good=told == self._told):
             everyone = [
                 [
-                    (name, Box(tuple(offset), tuple(size)), nbytes)
+                    (name, TensorSlice(tuple(offset), tuple(size)), nbytes)
                     for name, offset, size, nbytes in one
                 ]
                 for one in gather_json(told, group=crew.group)
@@ -83,11 +83,11 @@ class Shares:
 
 
 def assign_writers(
-    everyone: Sequence[Sequence[tuple[str, Box, int]]],
+    everyone: Sequence[Sequence[tuple[str, TensorSlice, int]]],
 ) -> list[frozenset[str]]:
     """Each box to one of those who hold it: the largest first, to who has least to write."""
-    holders: dict[tuple[str, Box], list[int]] = {}
-    sizes: dict[tuple[str, Box], int] = {}
+    holders: dict[tuple[str, TensorSlice], list[int]] = {}
+    sizes: dict[tuple[str, TensorSlice], int] = {}
     for rank, held in enumerate(everyone):
         for name, box, nbytes in held:
             holders.setdefault((name, box), []).append(rank)

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 _PUBLISHED = re.compile(r"step-(\d{10,})(?:\.[\w.-]+)?")
 
 
-class Place(Protocol):
+class CheckpointStorage(Protocol):
     """Holds checkpoints as directories of files."""
 
     def published(self) -> list[str]:
@@ -89,18 +89,18 @@ def step_of(directory: str) -> int:
     return int(found[1])
 
 
-def open_place(root: Path | str, options: Mapping[str, Any] | None = None) -> Place:
+def open_storage(root: Path | str, options: Mapping[str, Any] | None = None) -> CheckpointStorage:
     """A local directory, or an fsspec URL with the options of its file system."""
     if isinstance(root, Path) or "://" not in root:
-        return LocalPlace(Path(root))
+        return LocalStorage(Path(root))
     try:
         files, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(root, **(options or {})))
     except ImportError as error:
         raise missing_part("s3fs", "s3", f"Saving checkpoints to {root}") from error
-    return ObjectPlace(files, path.rstrip("/"), root.rstrip("/"))
+    return ObjectStorage(files, path.rstrip("/"), root.rstrip("/"))
 
 
-class LocalPlace:
+class LocalStorage:
     """A directory of a file system, which all workers see."""
 
     def __init__(self, root: Path) -> None:
@@ -184,7 +184,7 @@ class LocalPlace:
         return str(self.root / directory)
 
 
-class ObjectPlace:
+class ObjectStorage:
     """A prefix of an object store, through fsspec."""
 
     def __init__(self, files: Any, path: str, url: str) -> None:

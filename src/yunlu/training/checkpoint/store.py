@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
 from yunlu.training.background import open_background
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.host_buffer import CopyBuffer, copy_into
-from yunlu.training.checkpoint.reader import FileReader
-from yunlu.training.checkpoint.save_group import Crew, Shares
-from yunlu.training.checkpoint.storage import open_place, step_of
+from yunlu.training.checkpoint.host_buffer import HostBuffer, copy_into
+from yunlu.training.checkpoint.reader import CheckpointReader
+from yunlu.training.checkpoint.save_group import SaveGroup, WriterAssignment
+from yunlu.training.checkpoint.storage import open_storage, step_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.checkpoint.files import Entry, Snapshot
-    from yunlu.training.checkpoint.storage import Place
-    from yunlu.training.parallel.tensor_slices import Piece
+    from yunlu.training.checkpoint.files import CheckpointEntry, Snapshot
+    from yunlu.training.checkpoint.storage import CheckpointStorage
+    from yunlu.training.parallel.tensor_slices import TensorShard
 
 PATIENCE_S = 600.0
 """How long the leader waits for the others to have written their parts."""
@@ -47,23 +47,23 @@ class CheckpointStore:
         keep_best: int,
         metric: str,
         lower_is_better: bool,
-        saved: Callable[[Entry, float], None],
-        crew: Crew | None = None,
+        saved: Callable[[CheckpointEntry, float], None],
+        crew: SaveGroup | None = None,
         options: Mapping[str, Any] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """``saved`` is called on the leader; ``root`` may be an fsspec URL with ``options``."""
         self._root = root
-        self._place = open_place(root, options)
+        self._place = open_storage(root, options)
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._metric = metric
         self._sign = 1.0 if lower_is_better else -1.0
         self._saved = saved
-        self._crew = crew or Crew()
+        self._crew = crew or SaveGroup()
         self._patience_s = patience_s
-        self._shares = Shares(self._crew)
-        self._buffer = CopyBuffer()
+        self._shares = WriterAssignment(self._crew)
+        self._buffer = HostBuffer()
         self._saves = 0
         self._is_abandoned = threading.Event()
         self._is_copied = threading.Event()
@@ -141,8 +141,8 @@ class CheckpointStore:
         warn: Callable[[str], None],
         *,
         not_after: int | None = None,
-        wanted: Callable[[FileReader], Iterable[Piece]] | None = None,
-    ) -> FileReader | None:
+        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
+    ) -> CheckpointReader | None:
         """The newest checkpoint that verifies on all workers; says which ones were passed over.
 
         Args:
@@ -165,8 +165,8 @@ class CheckpointStore:
         self,
         warn: Callable[[str], None],
         *,
-        wanted: Callable[[FileReader], Iterable[Piece]] | None = None,
-    ) -> FileReader | None:
+        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
+    ) -> CheckpointReader | None:
         """The checkpoint with the best metric that verifies on all workers."""
         ranked: list[str] = []
         if self._crew.is_leader:
@@ -187,14 +187,14 @@ class CheckpointStore:
     def _first_good(
         self,
         names: list[str],
-        wanted: Callable[[FileReader], Iterable[Piece]] | None,
+        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None,
         tell: Callable[[str], None],
-    ) -> FileReader | None:
+    ) -> CheckpointReader | None:
         crew = self._crew
         for name in names:
             reader = None
             try:
-                reader = FileReader(self._place, name)
+                reader = CheckpointReader(self._place, name)
                 if wanted is None:
                     reader.verify(share=(crew.rank, crew.size))
                 else:
@@ -209,7 +209,7 @@ class CheckpointStore:
                 reader.close()
         return None
 
-    def _ranked(self, entries: list[Entry]) -> list[Entry]:
+    def _ranked(self, entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
         # A score that is not a number ranks nowhere: it would also upset the order of the others.
         scored = [
             entry for entry in entries if math.isfinite(entry.metrics.get(self._metric, math.nan))
@@ -227,7 +227,7 @@ class CheckpointStore:
     def _copy_and_write(
         self,
         snapshot: Snapshot,
-        pieces: dict[str, Piece],
+        pieces: dict[str, TensorShard],
         groups: list[str],
         late: _Late,
         token: str,
@@ -255,8 +255,8 @@ class CheckpointStore:
             self._thin(entry.step)
 
     def _write(
-        self, snapshot: Snapshot, pieces: dict[str, Piece], groups: list[str], token: str
-    ) -> Entry | None:
+        self, snapshot: Snapshot, pieces: dict[str, TensorShard], groups: list[str], token: str
+    ) -> CheckpointEntry | None:
         """This worker's part; on the leader, the published checkpoint."""
         place, crew = self._place, self._crew
         directory = place.begin(snapshot.step, token)
@@ -281,7 +281,7 @@ class CheckpointStore:
 
     def _go_on(self) -> None:
         if self._is_abandoned.is_set():
-            raise files.Abandoned
+            raise files.SaveAbandonedError
 
     def _thin(self, newest: int) -> None:
         # Later steps are those of a life that was passed over as damaged: they count for nothing.
@@ -300,7 +300,7 @@ class _Late:
         self.places, self.tensors = places, tensors
 
 
-def _tell_leader(place: Place, directory: str, crew: Crew, error: BaseException) -> None:
+def _tell_leader(place: CheckpointStorage, directory: str, crew: SaveGroup, error: BaseException) -> None:
     # On a full disk even this may fail: then the leader's patience ends the save.
     with suppress(Exception):
         files.report_failure(place, directory, crew, f"{type(error).__name__}: {error}")

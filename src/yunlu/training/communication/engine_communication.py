@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.batch_schedule import Course
+    from yunlu.training.batch_schedule import BatchSchedule
     from yunlu.training.communication.communicator import Communicator
     from yunlu.training.communication.method_selector import MethodSelector
     from yunlu.training.communication.step_sync import StepRequest, StepTotals
@@ -41,7 +41,7 @@ class EngineCommunication:
     communicator: Communicator
 
     def __init__(
-        self, job: Job, plan: Plan, model: nn.Module, course: Course, tell: Callable[..., Any]
+        self, job: Job, plan: Plan, model: nn.Module, course: BatchSchedule, tell: Callable[..., Any]
     ) -> None:
         self._job, self._plan, self._model = job, plan, model
         self._course, self._tell = course, tell

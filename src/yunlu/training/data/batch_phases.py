@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from yunlu.training.data.sample_order import Order
+    from yunlu.training.data.sample_order import SampleOrder
 
 
 @dataclass(frozen=True, slots=True)
-class GrowingOrder:
+class PhasedOrder:
     """Phases of whole epochs, each with its own order: (first epoch, order), from epoch 0 on.
 
     An order is asked for the step that its own count would give to the true epoch, so that
     epochs differ from one another across phases as they do within one.
     """
 
-    phases: tuple[tuple[int, Order], ...]
+    phases: tuple[tuple[int, SampleOrder], ...]
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class GrowingOrder:
         order, own = self._locate(step)
         yield from order.steps_from(own)
 
-    def _locate(self, step: int) -> tuple[Order, int]:
+    def _locate(self, step: int) -> tuple[SampleOrder, int]:
         """The order of the phase of ``step``, and the number that the order gives to it."""
         phase = bisect_right(self._starts, step) - 1
         first_epoch, order = self.phases[phase]
@@ -88,17 +88,17 @@ class GrowingOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedOrder:
+class SwitchedOrder:
     """An order that is followed up to a step, and from there on another, of another batch.
 
     In the middle of an epoch the other one goes on at the sample where the first one stopped: which
     sample comes where in an epoch does not depend on the batch. Only orders by length cannot do that.
     """
 
-    before: GrowingOrder | TurnedOrder
+    before: PhasedOrder | SwitchedOrder
     step: int
     """The first one, from 0, that follows ``order``."""
-    order: Order
+    order: SampleOrder
     _first: int = field(init=False, repr=False, compare=False)
     """Samples taken before."""
 
@@ -166,5 +166,5 @@ class TurnedOrder:
         return -(-self._first // self.samples)
 
 
-RunOrder = GrowingOrder | TurnedOrder
+RunOrder = PhasedOrder | SwitchedOrder
 """Which samples each step of a run takes."""

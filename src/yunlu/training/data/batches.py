@@ -11,39 +11,39 @@ import torch
 from torch.utils.data import DataLoader
 
 from yunlu.core.errors import YunluError
-from yunlu.training.data.sample_order import digest_of, weight_of
+from yunlu.training.data.sample_order import digest_of, shard_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.training.data.sample_order import Order
+    from yunlu.training.data.sample_order import SampleOrder
     from yunlu.training.tasks.task import Batch, Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShard:
     """Which part of every step is ours, where replicas share it out."""
 
     replica: int = 0
     replicas: int = 1
 
 
-WHOLE = Share()
+WHOLE = BatchShard()
 
 
 def step_batches(
     samples: Samples,
     collate: Callable[[Sequence[Any]], Batch],
-    order: Order,
+    order: SampleOrder,
     *,
     micro_batch: int,
     first_step: int,
     steps: int,
     workers: int,
     lengths: NDArray[np.integer] | None = None,
-    share: Share = WHOLE,
+    share: BatchShard = WHOLE,
     digests: bool = False,
 ) -> Iterator[list[Batch]]:
     """For each step from ``first_step`` (from 0) up to ``steps``: our share of its micro-batches.
@@ -144,20 +144,20 @@ def count_micros(size: int, micro_batch: int, replicas: int = 1) -> int:
 
 
 def micro_indices(
-    order: Order,
+    order: SampleOrder,
     micro_batch: int,
     first_step: int,
     steps: int,
     *,
     lengths: NDArray[np.integer] | None = None,
-    share: Share = WHOLE,
+    share: BatchShard = WHOLE,
 ) -> Iterator[NDArray[np.int64]]:
     """The samples of each of our micro-batches, step after step.
 
     Where there are fewer samples than replicas, some get a stand-in: -1 - the index of a sample
     that another one takes.
     """
-    weights = None if lengths is None else weight_of(lengths)
+    weights = None if lengths is None else shard_weight(lengths)
     for indices in islice(order.steps_from(first_step), max(steps - first_step, 0)):
         micros = count_micros(len(indices), micro_batch, share.replicas)
         if weights is not None and (micros > 1 or share.replicas > 1):

@@ -11,7 +11,7 @@ import numpy as np
 from yunlu.core.errors import DataError
 from yunlu.core.value import Value
 from yunlu.training.data.numbers import MISSING
-from yunlu.training.data.table import Column, FileRef, Table
+from yunlu.training.data.table import Column, FileRef, DataTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class NumericFeature(Value):
         """Features it makes."""
         return len(self.mean) + len(self.missing)
 
-    def encode(self, table: Table) -> np.ndarray:
+    def encode(self, table: DataTable) -> np.ndarray:
         """``(samples, width)``."""
         values = _matrix(table, self.name)
         if values.shape[1] != len(self.mean):
@@ -59,7 +59,7 @@ class CategoryFeature(Value):
         """Features it makes."""
         return 1 if self.embedded else len(self.values)
 
-    def encode(self, table: Table) -> np.ndarray:
+    def encode(self, table: DataTable) -> np.ndarray:
         """``(samples, width)``; a value not seen in training is all zeros."""
         place = {value: number for number, value in enumerate(self.values, start=1)}
         ids = np.array([place.get(str(value), 0) for value in table[self.name]], dtype=np.int64)
@@ -87,13 +87,13 @@ class FeatureMap(Value):
         """For each trailing column that is a number to embed: how many numbers there are."""
         return [len(feature.values) + 1 for feature in self.categories if feature.embedded]
 
-    def encode(self, table: Table) -> np.ndarray:
+    def encode(self, table: DataTable) -> np.ndarray:
         """``(samples, width)`` in float32."""
         blocks = [feature.encode(table) for feature in (*self.numeric, *self.categories)]
         return np.concatenate(blocks, axis=1).astype(np.float32)
 
 
-def fit_features(table: Table, names: Sequence[str], *, embed: bool) -> FeatureMap:
+def fit_features(table: DataTable, names: Sequence[str], *, embed: bool) -> FeatureMap:
     """Learn means, deviations and vocabularies of the columns from the training data."""
     numeric: list[NumericFeature] = []
     categories: list[CategoryFeature] = []
@@ -136,7 +136,7 @@ def _has_value(column: Column) -> bool:
     return any(value is not None and str(value).strip().lower() not in MISSING for value in column)
 
 
-def find_column(table: Table, asked: str | None, names: Iterable[str], *, key: str) -> str:
+def find_column(table: DataTable, asked: str | None, names: Iterable[str], *, key: str) -> str:
     """The column a job asks for, else the one with a customary name."""
     if asked is not None:
         table[asked]  # an unknown name is an error that suggests the nearest
@@ -154,13 +154,13 @@ def find_column(table: Table, asked: str | None, names: Iterable[str], *, key: s
     return found
 
 
-def customary(table: Table, names: Iterable[str]) -> str | None:
+def customary(table: DataTable, names: Iterable[str]) -> str | None:
     """The first of these names that the data has, in whatever spelling (``userId``, ``user_id``)."""
     bare = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in table.columns}
     return next((bare[name] for name in names if name in bare), None)
 
 
-def _fit_numeric(table: Table, name: str) -> NumericFeature:
+def _fit_numeric(table: DataTable, name: str) -> NumericFeature:
     values = _matrix(table, name)
     gone = np.isnan(values)
     count = np.maximum((~gone).sum(axis=0), 1)
@@ -182,7 +182,7 @@ def _fit_category(name: str, counts: Counter[str], *, embed: bool) -> CategoryFe
     return CategoryFeature(name=name, values=sorted(kept), embedded=embed and is_large)
 
 
-def _matrix(table: Table, name: str) -> np.ndarray:
+def _matrix(table: DataTable, name: str) -> np.ndarray:
     column = table[name]
     if not is_numeric(column):
         raise DataError(f"column {name!r} was numbers in training; here it has {column[0]!r}")
@@ -197,7 +197,7 @@ def _matrix(table: Table, name: str) -> np.ndarray:
     return values
 
 
-def _words(table: Table, name: str) -> list[str | None]:
+def _words(table: DataTable, name: str) -> list[str | None]:
     def word(value: Any) -> str | None:
         if isinstance(value, (FileRef, dict, bytes)):
             kind = type(value).__name__

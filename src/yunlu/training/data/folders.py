@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.readers import Columns, read_csv, read_json, read_tsv
-from yunlu.training.data.table import AudioRef, FileRef, ImageRef, Table
+from yunlu.training.data.table import AudioRef, FileRef, ImageRef, DataTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ def media_of(files: Sequence[Location]) -> str | None:
     return "images" if has_images else "wav" if has_sounds else None
 
 
-def read_media(folder: Location, files: Sequence[Location], kind: str) -> Table:
+def read_media(folder: Location, files: Sequence[Location], kind: str) -> DataTable:
     """``image`` or ``audio`` references, beside ``label`` (the folder's name) or a sheet's columns."""
     column, suffixes = ("image", IMAGES) if kind == "images" else ("audio", SOUNDS)
     media = {folder.relative(file): file for file in files if file.suffix in suffixes}
@@ -41,7 +41,7 @@ def read_media(folder: Location, files: Sequence[Location], kind: str) -> Table:
         raise DataError(f"{folder.url} has no {column} files", hint=f"known: {' '.join(suffixes)}")
     sheet = _find_sheet(folder, files)
     columns = _by_sheet(sheet, media, column) if sheet else _by_folder(folder, media, column)
-    return Table(columns, folder.fingerprint())
+    return DataTable(columns, folder.fingerprint())
 
 
 def _find_sheet(folder: Location, files: Sequence[Location]) -> Location | None:

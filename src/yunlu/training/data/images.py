@@ -36,7 +36,7 @@ _BROKEN_BYTES = (struct.error, zlib.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ImageShape:
     """What every image of a data set becomes."""
 
     channels: int
@@ -44,7 +44,7 @@ class Shape:
     width: int
 
 
-class Pictures:
+class ImageArrays:
     """Images ``(C, H, W)`` held in one tensor, as bytes or as the floats they came as."""
 
     def __init__(self, images: Tensor) -> None:
@@ -62,10 +62,10 @@ class Pictures:
         return list(self.images[torch.as_tensor(indices)].unbind())
 
 
-class PictureFiles:
+class ImageFiles:
     """Images decoded when they are asked for."""
 
-    def __init__(self, refs: Sequence[FileRef], shape: Shape) -> None:
+    def __init__(self, refs: Sequence[FileRef], shape: ImageShape) -> None:
         self._refs, self._shape = refs, shape
 
     def __len__(self) -> int:
@@ -73,38 +73,38 @@ class PictureFiles:
 
     def __getitem__(self, index: int) -> Tensor:
         """One image, as bytes."""
-        return read_picture(self._refs[index], self._shape)
+        return read_image(self._refs[index], self._shape)
 
 
-def find_shape(
+def infer_image_shape(
     column: Column, *, edges: tuple[int, int] | None = None, channels: int | None = None
-) -> Shape:
+) -> ImageShape:
     """The shape of the first image, except where ``edges`` (height, width) or ``channels`` is given."""
     if _is_array(column):
         array = _as_nchw(column)
-        found = Shape(channels=array.shape[1], height=array.shape[2], width=array.shape[3])
+        found = ImageShape(channels=array.shape[1], height=array.shape[2], width=array.shape[3])
     else:
         first = _decode(_as_ref(column[0], 0))
         grey = first.mode in _GREY_MODES or first.mode.startswith("I;16")
-        found = Shape(channels=1 if grey else 3, height=first.height, width=first.width)
+        found = ImageShape(channels=1 if grey else 3, height=first.height, width=first.width)
     height, width = edges or (found.height, found.width)
-    return Shape(channels=channels or found.channels, height=height, width=width)
+    return ImageShape(channels=channels or found.channels, height=height, width=width)
 
 
-def load_pictures(column: Column, shape: Shape) -> Pictures | PictureFiles:
+def load_images(column: Column, shape: ImageShape) -> ImageArrays | ImageFiles:
     """Bring a column of arrays or image files to the shape; a broken file is named."""
     if _is_array(column):
-        return Pictures(_fit(_as_nchw(column), shape))
+        return ImageArrays(_fit(_as_nchw(column), shape))
     refs = [_as_ref(item, row) for row, item in enumerate(column)]
     if len(refs) * shape.channels * shape.height * shape.width > MEMORY_LIMIT_BYTES:
-        return PictureFiles(refs, shape)
+        return ImageFiles(refs, shape)
     images = torch.empty((len(refs), shape.channels, shape.height, shape.width), dtype=torch.uint8)
     for row, ref in enumerate(refs):
-        images[row] = read_picture(ref, shape)
-    return Pictures(images)
+        images[row] = read_image(ref, shape)
+    return ImageArrays(images)
 
 
-def read_picture(ref: FileRef, shape: Shape) -> Tensor:
+def read_image(ref: FileRef, shape: ImageShape) -> Tensor:
     """Decode one file to bytes ``(C, H, W)``: upright, in grey or colour, at that size."""
     from PIL import Image  # noqa: PLC0415 - only picture files need it
 
@@ -118,15 +118,15 @@ def read_picture(ref: FileRef, shape: Shape) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
-def find_scale(pictures: Pictures | PictureFiles) -> float:
+def infer_scale(pictures: ImageArrays | ImageFiles) -> float:
     """What brings pixels to 0..1: 1/255 for bytes (and floats that reach that far), else 1."""
-    if not isinstance(pictures, Pictures) or pictures.images.dtype == torch.uint8:
+    if not isinstance(pictures, ImageArrays) or pictures.images.dtype == torch.uint8:
         return 1 / 255
     low, high = (float(bound) for bound in pictures.images.aminmax())
     return 1 / 255 if low >= 0 and 1 < high <= 255 else 1.0
 
 
-def measure(pictures: Pictures | PictureFiles, scale: float) -> tuple[list[float], list[float]]:
+def measure(pictures: ImageArrays | ImageFiles, scale: float) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, over an even sample of the scaled images."""
     count = len(pictures)
     rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_SAMPLES)).astype(int))
@@ -168,7 +168,7 @@ def _as_nchw(column: Column) -> np.ndarray:
     )
 
 
-def _fit(array: np.ndarray, shape: Shape) -> Tensor:
+def _fit(array: np.ndarray, shape: ImageShape) -> Tensor:
     pixels = _pixels(array)
     # Arrow's memory is read-only, which torch does not support.
     images = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.training.data.batches import micro_indices
-from yunlu.training.data.sample_order import weight_of
+from yunlu.training.data.sample_order import shard_weight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from yunlu.training.data.sample_order import Order
+    from yunlu.training.data.sample_order import SampleOrder
 
 
 def lengths_of(samples: Any) -> NDArray[np.integer] | None:
@@ -27,7 +27,7 @@ def lengths_of(samples: Any) -> NDArray[np.integer] | None:
 
 
 def expected_padding(
-    lengths: NDArray[np.integer], order: Order, *, micro_batch: int | None = None, steps: int = 256
+    lengths: NDArray[np.integer], order: SampleOrder, *, micro_batch: int | None = None, steps: int = 256
 ) -> float:
     """The share of computed positions that is padding, over the first ``steps`` of the order.
 
@@ -45,4 +45,4 @@ def expected_padding(
 
 def longest_samples(lengths: NDArray[np.integer], count: int) -> NDArray[np.int64]:
     """The samples of the largest micro-batch there can be: what has to fit into memory."""
-    return np.argsort(weight_of(lengths), kind="stable")[::-1][:count].copy()
+    return np.argsort(shard_weight(lengths), kind="stable")[::-1][:count].copy()

@@ -8,7 +8,7 @@ import numpy as np
 
 from yunlu.core.errors import DataError, YunluError, did_you_mean, missing_part
 from yunlu.training.data.arrow import columns_of_arrow
-from yunlu.training.data.table import Table
+from yunlu.training.data.table import DataTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ PARTS = {
 }
 
 
-def load_sklearn(name: str) -> Table:
+def load_sklearn(name: str) -> DataTable:
     """A set that scikit-learn carries: features and ``label`` (class names) or ``target``."""
     if name not in SKLEARN:
         raise DataError(f"no data set sklearn:{name}", hint=did_you_mean(name, SKLEARN))
@@ -42,7 +42,7 @@ def load_sklearn(name: str) -> Table:
     if name == "digits":
         digits: Any = datasets.load_digits()
         images = (digits.images / 16.0).astype(np.float32)
-        return Table({"image": images, "label": digits.target.astype(np.int64)})
+        return DataTable({"image": images, "label": digits.target.astype(np.int64)})
     found: Any = (
         datasets.load_diabetes(scaled=False) if name == "diabetes" else _load(datasets, name)
     )
@@ -54,10 +54,10 @@ def load_sklearn(name: str) -> Table:
         columns["target"] = np.asarray(found.target, dtype=np.float64)
     else:
         columns["label"] = [str(found.target_names[index]) for index in found.target]
-    return Table(columns)
+    return DataTable(columns)
 
 
-def load_hub(name: str) -> dict[str, Table]:
+def load_hub(name: str) -> dict[str, DataTable]:
     """``NAME`` or ``NAME:CONFIGURATION`` from the Hugging Face hub; its splits by part."""
     datasets = _datasets(f"hf:{name}")
     repository, _, configuration = name.partition(":")
@@ -72,7 +72,7 @@ def load_hub(name: str) -> dict[str, Table]:
     return _by_part(loaded, f"hf:{name}", fingerprint="")
 
 
-def load_saved(folder: Path, fingerprint: str) -> dict[str, Table]:
+def load_saved(folder: Path, fingerprint: str) -> dict[str, DataTable]:
     """A folder written by ``save_to_disk``; its splits by part."""
     datasets = _datasets(str(folder))
     try:
@@ -85,7 +85,7 @@ def load_saved(folder: Path, fingerprint: str) -> dict[str, Table]:
     return _by_part(loaded, str(folder), fingerprint=fingerprint)
 
 
-def _by_part(loaded: Any, source: str, *, fingerprint: str) -> dict[str, Table]:
+def _by_part(loaded: Any, source: str, *, fingerprint: str) -> dict[str, DataTable]:
     splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     parts = {PARTS[name]: split for name, split in splits.items() if name in PARTS}
     if "train" not in parts:
@@ -93,7 +93,7 @@ def _by_part(loaded: Any, source: str, *, fingerprint: str) -> dict[str, Table]:
             raise DataError(f"{source} has no split named train; it has {', '.join(splits)}")
         parts = {"train": next(iter(splits.values()))}
     return {
-        part: Table(_columns(split), f"{fingerprint}:{part}" if fingerprint else "")
+        part: DataTable(_columns(split), f"{fingerprint}:{part}" if fingerprint else "")
         for part, split in parts.items()
     }
 

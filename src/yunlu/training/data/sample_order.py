@@ -32,7 +32,7 @@ Texts of 61 tokens in the mean, 153 at p95 and at most 256, by 8: 56 % of what i
 """
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which samples each step takes, for ever; steps count from 0."""
 
     @property
@@ -173,10 +173,10 @@ def make_order(
     if padding != "bucket":
         return StepOrder(samples=samples, batch=batch, seed=seed)
     assert lengths is not None, "batching by length is offered only where samples have lengths"
-    return BucketOrder(samples=samples, batch=batch, seed=seed, lengths=weight_of(lengths))
+    return BucketOrder(samples=samples, batch=batch, seed=seed, lengths=shard_weight(lengths))
 
 
-def weight_of(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+def shard_weight(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
     """One number per sample to sort by: its length, or the sum of the lengths of its sides."""
     return lengths if lengths.ndim == 1 else lengths.sum(axis=1)
 

@@ -15,8 +15,8 @@ from yunlu.training.data.files import Location, locate
 from yunlu.training.data.folders import media_of, read_media
 from yunlu.training.data.readers import READERS, SUFFIXES, Columns, decode, format_of
 from yunlu.training.data.splitting import limit_indices, split_indices
-from yunlu.training.data.synthetic import make
-from yunlu.training.data.table import Column, Table
+from yunlu.training.data.synthetic import generate
+from yunlu.training.data.table import Column, DataTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,10 +30,10 @@ _HELD_OUT = ("validation", "test")
 class Tables:
     """The three parts of a data set."""
 
-    train: Table
-    validation: Table | None
-    test: Table | None
-    whole: Table
+    train: DataTable
+    validation: DataTable | None
+    test: DataTable | None
+    whole: DataTable
     """The training data before a share of it was held out: a rare label may lie in that share."""
     fingerprint: str
     """Of all that was read, before splitting: the seed does not change it."""
@@ -75,14 +75,14 @@ def load_tables(data: DataSpec, *, seed: int) -> Tables:
     )
 
 
-def read_source(source: str, data: DataSpec) -> dict[str, Table]:
+def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
     """One source by part; those without parts of their own are all ``train``."""
     scheme, _, name = source.partition(":")
     if scheme == "sklearn":
         return {"train": packages.load_sklearn(name)}
     if scheme == "made":
-        found = make(name)
-        if isinstance(found, Table):
+        found = generate(name)
+        if isinstance(found, DataTable):
             return {"train": found}
         return _read_location(locate(str(found)), "auto")
     if scheme == "hf" and not name.startswith("//"):
@@ -94,8 +94,8 @@ def read_source(source: str, data: DataSpec) -> dict[str, Table]:
 def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
     """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``made:NAME``."""
     if path.startswith("made:"):
-        found = make(path.removeprefix("made:"))
-        if isinstance(found, Table):
+        found = generate(path.removeprefix("made:"))
+        if isinstance(found, DataTable):
             return "\n".join(str(line) for line in found["text"])
         path, options = str(found), None
     location = locate(path, options)
@@ -111,14 +111,14 @@ def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
     return text
 
 
-def _read_hf(name: str) -> dict[str, Table]:
+def _read_hf(name: str) -> dict[str, DataTable]:
     folder = Path(name).expanduser()
     if name.startswith((".", "/", "~")) or folder.is_dir():
         return _read_location(locate(str(folder)), "hf")
     return packages.load_hub(name)
 
 
-def _read_location(location: Location, form: str) -> dict[str, Table]:
+def _read_location(location: Location, form: str) -> dict[str, DataTable]:
     if location.is_folder:
         return _read_folder(location, form)
     if form in {"images", "wav", "hf"}:
@@ -126,12 +126,12 @@ def _read_location(location: Location, form: str) -> dict[str, Table]:
     columns = READERS[format_of(location) if form == "auto" else form](location)
     fingerprint = location.fingerprint()
     return {
-        part: Table(part_columns, f"{fingerprint}:{part}")
+        part: DataTable(part_columns, f"{fingerprint}:{part}")
         for part, part_columns in _split_arrays(columns).items()
     }
 
 
-def _read_folder(folder: Location, form: str) -> dict[str, Table]:
+def _read_folder(folder: Location, form: str) -> dict[str, DataTable]:
     children = folder.children()
     if not children:
         raise DataError(f"{folder.url} is empty")
@@ -168,7 +168,7 @@ def _named_parts(children: list[Location]) -> dict[str, Location]:
     return parts if "train" in parts and len(parts) > 1 else {}
 
 
-def _read_shards(folder: Location, files: list[Location], form: str) -> Table:
+def _read_shards(folder: Location, files: list[Location], form: str) -> DataTable:
     """Files of one format, in the order of their names, as one table."""
     wanted = {suffix for suffix, known in SUFFIXES.items() if form in {"auto", known}}
     shards = [file for file in files if file.suffix in wanted]
@@ -187,7 +187,7 @@ def _read_shards(folder: Location, files: list[Location], form: str) -> Table:
                 f"{', '.join(tables[0])}"
             )
     joined = {name: _join([columns[name] for columns in tables]) for name in tables[0]}
-    return Table(joined, folder.fingerprint())
+    return DataTable(joined, folder.fingerprint())
 
 
 def _join(columns: list[Column]) -> Column:
@@ -212,7 +212,7 @@ def _split_arrays(columns: Columns) -> dict[str, Columns]:
     return parts if "train" in parts else {"train": columns}
 
 
-def _limit(table: Table, limit: int, *, seed: int) -> Table:
+def _limit(table: DataTable, limit: int, *, seed: int) -> DataTable:
     return table if len(table) <= limit else table.take(limit_indices(len(table), limit, seed=seed))
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from yunlu.core.errors import DataError, did_you_mean
-from yunlu.training.data.table import Table
+from yunlu.training.data.table import DataTable
 
-Maker = Callable[[int], Table | Path]
+Generator = Callable[[int], DataTable | Path]
 """Takes a seed; returns the table, or the file or folder it wrote (below ``Settings.cache``)."""
 
-MADE: dict[str, Maker] = {}
-MADE_SEED = 20250101
+GENERATORS: dict[str, Generator] = {}
+SYNTHETIC_SEED = 20250101
 """Fixed: made data is a data set like any other, so a job's seed never changes it."""
 
 # Where each name is registered; imported only when asked for, since some makers need more packages.
@@ -29,30 +29,30 @@ _MODULES = {
 }
 
 
-def made(name: str) -> Callable[[Maker], Maker]:
+def generator_of(name: str) -> Callable[[Generator], Generator]:
     """Register a maker under ``made:NAME``."""
 
-    def register(maker: Maker) -> Maker:
-        MADE[name] = maker
+    def register(maker: Generator) -> Generator:
+        GENERATORS[name] = maker
         return maker
 
     return register
 
 
-def make(name: str) -> Table | Path:
+def generate(name: str) -> DataTable | Path:
     """Make the data set of that name."""
-    if name not in MADE and name in _MODULES:
+    if name not in GENERATORS and name in _MODULES:
         importlib.import_module(_MODULES[name])
-    if name not in MADE:
+    if name not in GENERATORS:
         raise DataError(
             f"Yunlu makes no data set named {name!r}",
-            hint=did_you_mean(name, _MODULES.keys() | MADE.keys()),
+            hint=did_you_mean(name, _MODULES.keys() | GENERATORS.keys()),
         )
-    return MADE[name](MADE_SEED)
+    return GENERATORS[name](SYNTHETIC_SEED)
 
 
-@made("films")
-def make_films(seed: int) -> Table:
+@generator_of("films")
+def generate_ratings(seed: int) -> DataTable:
     """Ratings from 1 to 5 that people with tastes give to films with traits.
 
     A rating is a mean, what the person gives on average, how good the film is, how well their
@@ -72,7 +72,7 @@ def make_films(seed: int) -> Table:
     stars = 3.2 + mood[user] + quality[item] + 0.9 * agreement + rng.normal(0, 0.4, len(user))
     order = rng.permutation(len(user))
     rating = np.clip(np.round(stars * 2) / 2, 1, 5).astype(np.float32)
-    return Table(
+    return DataTable(
         {
             "user": [f"u{number:03d}" for number in user[order].tolist()],
             "item": [f"film-{number:03d}" for number in item[order].tolist()],

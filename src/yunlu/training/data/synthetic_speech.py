@@ -20,7 +20,7 @@ import numpy as np
 from yunlu.core.errors import DataError, MissingPartError
 from yunlu.core.settings import read_settings
 from yunlu.training.data.audio import read_sound
-from yunlu.training.data.synthetic import made
+from yunlu.training.data.synthetic import generator_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SpeechSplit:
     """Who speaks in one part of the data, and how."""
 
     name: str
@@ -60,8 +60,8 @@ class Clip:
     pitch: int
 
 
-PARTS = (
-    Part(
+SPLITS = (
+    SpeechSplit(
         name="train",
         voices=(
             "en-us+m1", "en-us+m2", "en-us+m4", "en-us+m7", "en-us+f1", "en-us+f3", "en-us+f4",
@@ -73,7 +73,7 @@ PARTS = (
         takes=4,
         utterances=480,
     ),
-    Part(
+    SpeechSplit(
         name="validation",
         voices=("en-us+m8", "en+f3", "en+m4"),
         speeds=(138, 168),
@@ -81,7 +81,7 @@ PARTS = (
         takes=3,
         utterances=60,
     ),
-    Part(
+    SpeechSplit(
         name="test",
         voices=("en-us+f2", "en-us+m3", "en+m1", "en+f4"),
         speeds=(135, 152, 170),
@@ -92,14 +92,14 @@ PARTS = (
 )  # fmt: skip
 
 
-@made("spoken-words")
-def make_spoken_words(seed: int) -> Path:
+@generator_of("spoken-words")
+def generate_spoken_words(seed: int) -> Path:
     """Eight words, one per clip, in folders named after them."""
     return make_folder("spoken-words", plan_words(seed), seed=seed, with_transcripts=False)
 
 
-@made("spoken-digits")
-def make_spoken_digits(seed: int) -> Path:
+@generator_of("spoken-digits")
+def generate_spoken_digits(seed: int) -> Path:
     """Two to four digits per clip, with a file of transcripts beside them."""
     return make_folder("spoken-digits", plan_digits(seed), seed=seed, with_transcripts=True)
 
@@ -115,7 +115,7 @@ def plan_words(seed: int) -> list[Clip]:
             speed=int(rng.choice(part.speeds)),
             pitch=int(rng.choice(part.pitches)),
         )
-        for part in PARTS
+        for part in SPLITS
         for voice in part.voices
         for word in WORDS
         for take in range(part.takes)
@@ -133,7 +133,7 @@ def plan_digits(seed: int) -> list[Clip]:
             speed=int(rng.choice(part.speeds)),
             pitch=int(rng.choice(part.pitches)),
         )
-        for part in PARTS
+        for part in SPLITS
         for number in range(part.utterances)
     ]
 

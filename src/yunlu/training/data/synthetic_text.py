@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.training.data.synthetic import made
-from yunlu.training.data.table import Table
+from yunlu.training.data.synthetic import generator_of
+from yunlu.training.data.table import DataTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +74,8 @@ _BOTH = (" and ", ", and ", "; also, ")
 _CONTRAST = (", but ", ", yet ", "; still, ")
 
 
-@made("reviews")
-def make_reviews(seed: int) -> Table:
+@generator_of("reviews")
+def generate_reviews(seed: int) -> DataTable:
     """Product reviews in three moods, in which counting good and bad words is not enough.
 
     Half of the clauses say the opposite with a negation ("not bad at all"), and after a contrast
@@ -94,7 +94,7 @@ def make_reviews(seed: int) -> Table:
         closer = rng.choice(_CLOSERS).format(product=product)
         sentence = f"{rng.choice(_OPENERS)}{moods[mood](rng)}.{closer}"
         found.setdefault(sentence, mood)
-    return Table({"label": list(found.values()), "text": list(found)})
+    return DataTable({"label": list(found.values()), "text": list(found)})
 
 
 def _opinion(rng: random.Random, *, good: bool) -> str:
@@ -145,8 +145,8 @@ _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Su
 _FIRST, _LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 
 
-@made("dates")
-def make_dates(seed: int) -> Table:
+@generator_of("dates")
+def generate_dates(seed: int) -> DataTable:
     """Dates as people write them, and as ISO 8601 does; numbers alone go day.month.year."""
     rng = random.Random(seed)  # noqa: S311 - data, not secrets
     span = (_LAST - _FIRST).days
@@ -154,7 +154,7 @@ def make_dates(seed: int) -> Table:
     while len(found) < _DATES:
         date = _FIRST + datetime.timedelta(days=rng.randint(0, span))
         found.setdefault(_write_date(rng, date), date.isoformat())
-    return Table({"source": list(found), "target": list(found.values())})
+    return DataTable({"source": list(found), "target": list(found.values())})
 
 
 def _write_date(rng: random.Random, date: datetime.date) -> str:
@@ -186,8 +186,8 @@ def _ending(day: int) -> str:
     return {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
 
 
-@made("python-docs")
-def make_python_docs(seed: int) -> Path:  # noqa: ARG001 - found, not drawn
+@generator_of("python-docs")
+def generate_python_docs(seed: int) -> Path:  # noqa: ARG001 - found, not drawn
     """The language reference that CPython carries for ``help()``: half a megabyte of real prose."""
     try:
         from pydoc_data.topics import topics  # noqa: PLC0415 - some distributions leave it out

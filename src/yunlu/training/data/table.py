@@ -47,7 +47,7 @@ class AudioRef(FileRef):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class DataTable:
     """Columns of equal length: arrays where the values are numbers, lists where they are not."""
 
     columns: dict[str, Column]
@@ -78,12 +78,12 @@ class Table:
             )
         return self.columns[name]
 
-    def take(self, indices: Sequence[int] | np.ndarray) -> Table:
+    def take(self, indices: Sequence[int] | np.ndarray) -> DataTable:
         """The samples at these positions, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         digest = xxhash.xxh3_128(self.fingerprint.encode())
         digest.update(chosen.tobytes())
-        return Table(
+        return DataTable(
             {name: _take(column, chosen) for name, column in self.columns.items()},
             digest.hexdigest(),
             chosen if self.positions is None else self.positions[chosen],

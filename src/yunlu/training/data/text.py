@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from yunlu.spec.job import Job, ModelSpec
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
     from yunlu.training.data.tokenizer import Tokenizer
 
 _LONGEST = 512
@@ -59,7 +59,7 @@ def id_type(size: int) -> type[np.uint16 | np.uint32]:
     return np.uint16 if size <= 1 << 16 else np.uint32
 
 
-def texts_of(table: Table, names: Sequence[str], *, part: str) -> list[str]:
+def texts_of(table: DataTable, names: Sequence[str], *, part: str) -> list[str]:
     """The texts of a column, or of several joined; a missing one is refused with its row."""
     columns = [table[name] for name in names]
     texts: list[str] = []

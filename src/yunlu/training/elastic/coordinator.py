@@ -93,8 +93,8 @@ class Coordinator:
 
     def __init__(
         self,
-        links: ControlServer,
-        logbook: EventReporter,
+        server: ControlServer,
+        reporter: EventReporter,
         *,
         devices: int,
         spares: int,
@@ -102,8 +102,8 @@ class Coordinator:
         start_node: Callable[[], None],
         save: Callable[[], None],
     ) -> None:
-        self.links = links
-        self.logbook = logbook
+        self.server = server
+        self.reporter = reporter
         self.spares = spares
         self.plan_only = plan_only
         self.start_node = start_node
@@ -111,7 +111,7 @@ class Coordinator:
         """Writes the journal."""
         self.is_dirty = False
         """The journal is to be written, when there is time."""
-        self.roster = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
+        self.membership = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
         self.watchdog = Watchdog()
         self.stage: Stage = "planning"
         self.generation = 0
@@ -137,36 +137,36 @@ class Coordinator:
 
     # What comes in.
 
-    def hear(self, link: ControlConnection, message: Message) -> None:
+    def handle_message(self, connection: ControlConnection, message: Message) -> None:
         """Take in one message."""
-        sender = self.roster.by_link(link)
+        sender = self.membership.by_link(connection)
         match message:
             case WorkerHello():
-                self._greet_member(link, message)
+                self._greet_member(connection, message)
             case NodeHello():
-                self._greet_node(link, message)
+                self._greet_node(connection, message)
             case ClientHello() | Ping():
                 if isinstance(sender, NodeRecord):
-                    self.watchdog.hear_node(sender.name, at=time.monotonic())
+                    self.watchdog.observe_node(sender.name, at=time.monotonic())
             case Resize():
-                self.links.send(link, self._resize(message.devices))
+                self.server.send(connection, self._resize(message.devices))
             case LocateRun():
-                path = str(self.logbook.run.path.absolute())
-                self.links.send(link, Reply(is_accepted=True, text=path))
+                path = str(self.reporter.run.path.absolute())
+                self.server.send(connection, Reply(is_accepted=True, text=path))
             case _ if isinstance(sender, WorkerRecord):
                 self._hear_member(sender, message)
             case _ if isinstance(sender, NodeRecord):
                 self._hear_node(sender, message)
             case _:
-                self.links.close(link)
+                self.server.close(connection)
         self._go_on()
 
-    def lose(self, link: ControlConnection) -> None:
+    def connection_lost(self, connection: ControlConnection) -> None:
         """A connection is gone."""
-        sender = self.roster.by_link(link)
+        sender = self.membership.by_link(connection)
         if isinstance(sender, WorkerRecord):
-            sender.link = None
-            if sender.is_there:
+            sender.connection = None
+            if sender.is_present:
                 self._lose_member(sender, "left" if sender.is_leaving else "killed", "")
         elif isinstance(sender, NodeRecord):
             self._lose_node(sender)
@@ -181,10 +181,10 @@ class Coordinator:
             self._watch(now)
         if now - self._told_at >= 1:
             self._told_at = now
-            for each in [*self.roster.members.values(), *self.roster.nodes.values()]:
-                self.links.send(each.link, Ping())
-            self.logbook.write_figures(self.roster, self.generation)
-        self.logbook.flush_faults(now)
+            for each in [*self.membership.workers.values(), *self.membership.nodes.values()]:
+                self.server.send(each.connection, Ping())
+            self.reporter.write_figures(self.membership, self.generation)
+        self.reporter.flush_faults(now)
         self._tend_node(now)
         self._recall(now)
         self._go_on()
@@ -206,140 +206,140 @@ class Coordinator:
             return
         self.is_stopping = True
         # To save takes everyone who holds a part, those too who were about to leave.
-        for member in self.roster.having("busy", "settled"):
-            member.is_leaving = member.is_aside = False
-        for node in self.roster.nodes.values():
-            here = len(self.roster.having("busy", "settled", node=node.name))
-            node.wanted, node.aside = max(node.wanted, here), 0
-        if self.stage in {"planning", "gathering"} and not self.roster.having("busy", "settled"):
+        for worker in self.membership.with_status("busy", "settled"):
+            worker.is_leaving = worker.is_excluded = False
+        for node in self.membership.nodes.values():
+            here = len(self.membership.with_status("busy", "settled", node=node.name))
+            node.wanted, node.excluded = max(node.wanted, here), 0
+        if self.stage in {"planning", "gathering"} and not self.membership.with_status("busy", "settled"):
             self._end(RunState.STOPPED, "asked to stop before the first step")
             return
-        self.logbook.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
-        for member in self.roster.having("busy"):
-            self.links.send(member.link, Stop())
+        self.reporter.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
+        for worker in self.membership.with_status("busy"):
+            self.server.send(worker.connection, Stop())
 
     # Members.
 
-    def _greet_member(self, link: ControlConnection, hello: WorkerHello) -> None:
+    def _greet_member(self, connection: ControlConnection, hello: WorkerHello) -> None:
         now = time.monotonic()
-        member = self.roster.members.get(hello.member)
-        if member is None and self.stage == "adopting" and hello.node in self.roster.nodes:
+        worker = self.membership.workers.get(hello.worker)
+        if worker is None and self.stage == "adopting" and hello.node in self.membership.nodes:
             # Started by the supervisor before us, which had no time to write it down.
-            member = self.roster.add(hello.node, at=now, number=hello.member)
-        if member is None or not member.is_there or member.pid not in {0, hello.pid}:
+            worker = self.membership.add(hello.node, at=now, number=hello.worker)
+        if worker is None or not worker.is_present or worker.pid not in {0, hello.pid}:
             # Declared lost, and replaced: it must not come back.
-            self.links.send(link, Halt(generation=self.generation))
-            self.links.send(link, Leave())
+            self.server.send(connection, Halt(generation=self.generation))
+            self.server.send(connection, Leave())
             return
-        member.link, member.host, member.pid = link, hello.host, hello.pid
-        member.process_started_at = hello.process_started_at
-        self.watchdog.watch(member.number, node=member.node, at=now)
+        worker.connection, worker.host, worker.pid = connection, hello.host, hello.pid
+        worker.process_started_at = hello.process_started_at
+        self.watchdog.watch(worker.number, node=worker.node, at=now)
         if self.stage != "adopting":
             return
         is_current = hello.generation == self.generation and hello.rank is not None
-        member.rank = hello.rank if is_current else None
-        member.live, member.copies, member.ending = hello.live, hello.copies, hello.ending
+        worker.rank = hello.rank if is_current else None
+        worker.live, worker.replicas, worker.ending = hello.live, hello.replicas, hello.ending
         self._furthest = max(self._furthest, hello.step)
-        member.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
+        worker.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
 
-    def _hear_member(self, member: WorkerRecord, message: Message) -> None:
+    def _hear_member(self, worker: WorkerRecord, message: Message) -> None:
         now = time.monotonic()
         match message:
             case Ready():
                 self._stillborn = 0
-                if member.status in {"starting", "busy"}:
-                    member.rank = None
-                    member.move("idle", at=now)
-                if member.is_leaving and self._has_stepped:
-                    self._dismiss(member)
+                if worker.status in {"starting", "busy"}:
+                    worker.rank = None
+                    worker.move("idle", at=now)
+                if worker.is_leaving and self._has_stepped:
+                    self._dismiss(worker)
             case Heartbeat():
-                self._hear_beat(member, message, now)
+                self._hear_beat(worker, message, now)
             case StoreHosted() if message.generation == self.generation:
                 meet = StoreLocated(
                     generation=message.generation, host=message.host, port=message.port
                 )
-                for other in self.roster.having("busy"):
-                    self.links.send(other.link, meet)
-            case Paused() if message.generation == self.generation and member.status == "busy":
-                self._settle(member, message, now)
-            case Done() if message.generation == self.generation and member.status == "busy":
-                member.live, member.copies, member.ending = message.live, (), message.ending
-                member.move("settled", at=now)
-            case LeaveNotice() if message.is_aside:
-                self._set_aside(member, now)
+                for other in self.membership.with_status("busy"):
+                    self.server.send(other.connection, meet)
+            case Paused() if message.generation == self.generation and worker.status == "busy":
+                self._settle(worker, message, now)
+            case Done() if message.generation == self.generation and worker.status == "busy":
+                worker.live, worker.replicas, worker.ending = message.live, (), message.ending
+                worker.move("settled", at=now)
+            case LeaveNotice() if message.is_excluded:
+                self._set_aside(worker, now)
             case LeaveNotice():
-                self._let_leave(member)
+                self._let_leave(worker)
             case Failed():
-                self._fail(message, member)
+                self._fail(message, worker)
             case _:
                 pass
 
-    def _hear_beat(self, member: WorkerRecord, beat: Heartbeat, now: float) -> None:
-        member.beat = beat
-        for verdict in self.watchdog.hear(member.number, beat, at=now):
-            self.logbook.tell_straggler(member, verdict)
-        if beat.steps:
-            member.last_step = beat.steps[-1]
-            if beat.generation == self.generation and not self._has_stepped:
-                self._first_step(beat.steps[0][0], now)
-            self._furthest = max(self._furthest, beat.step)
+    def _hear_beat(self, worker: WorkerRecord, heartbeat: Heartbeat, now: float) -> None:
+        worker.heartbeat = heartbeat
+        for verdict in self.watchdog.handle_message(worker.number, heartbeat, at=now):
+            self.reporter.tell_straggler(worker, verdict)
+        if heartbeat.steps:
+            worker.last_step = heartbeat.steps[-1]
+            if heartbeat.generation == self.generation and not self._has_stepped:
+                self._first_step(heartbeat.steps[0][0], now)
+            self._furthest = max(self._furthest, heartbeat.step)
 
-    def _settle(self, member: WorkerRecord, message: Paused, now: float) -> None:
+    def _settle(self, worker: WorkerRecord, message: Paused, now: float) -> None:
         if message.detail and (self.stage == "running" or not self._detail):
             self._detail = message.detail
-        if self.stage == "running" and member.rank is not None:
+        if self.stage == "running" and worker.rank is not None:
             # Its connections to the others broke before we heard of anybody's end.
-            self._begin_halt(f"rank {member.rank} lost the others", now)
+            self._begin_halt(f"rank {worker.rank} lost the others", now)
         if self.stage == "pausing" and self._changed_at is None:
             self._changed_at = now
-        member.live, member.copies, member.ending = message.live, message.copies, None
-        member.move("settled", at=now)
+        worker.live, worker.replicas, worker.ending = message.live, message.replicas, None
+        worker.move("settled", at=now)
         self._furthest = max(self._furthest, message.step)
 
-    def _let_leave(self, member: WorkerRecord) -> None:
-        if member.is_leaving or not member.is_there or self.is_stopping:
+    def _let_leave(self, worker: WorkerRecord) -> None:
+        if worker.is_leaving or not worker.is_present or self.is_stopping:
             return
-        member.is_leaving = True
-        node = self.roster.nodes.get(member.node)
-        is_spare = member.status in {"idle", "starting"}
+        worker.is_leaving = True
+        node = self.membership.nodes.get(worker.node)
+        is_spare = worker.status in {"idle", "starting"}
         if node is not None and not is_spare:
             node.wanted = max(0, node.wanted - 1)  # its device goes with it
-        self.logbook.tell_fault(member, "left", "asked to go (SIGTERM)")
+        self.reporter.tell_fault(worker, "left", "asked to go (SIGTERM)")
         if is_spare:
-            self._dismiss(member)
-        elif self.roster.target == 0:
+            self._dismiss(worker)
+        elif self.membership.target == 0:
             self.stop()
 
-    def _set_aside(self, member: WorkerRecord, now: float) -> None:
+    def _set_aside(self, worker: WorkerRecord, now: float) -> None:
         """The others go on without it, and try it again later: its link may be a better one by then."""
-        node = self.roster.nodes.get(member.node)
-        is_busy = member.status == "busy" and not member.is_leaving and not self.is_stopping
-        if node is not None and is_busy and self.roster.seats > 1:
-            member.is_leaving = member.is_aside = True
+        node = self.membership.nodes.get(worker.node)
+        is_busy = worker.status == "busy" and not worker.is_leaving and not self.is_stopping
+        if node is not None and is_busy and self.membership.seats > 1:
+            worker.is_leaving = worker.is_excluded = True
             node.set_aside(at=now)
 
     def _recall(self, now: float) -> None:
         """Try again those who stood aside long enough; and all where nobody else is left."""
-        is_empty = not self.roster.seats
-        for node in self.roster.nodes.values():
-            if node.aside and (now >= node.aside_until or is_empty):
+        is_empty = not self.membership.seats
+        for node in self.membership.nodes.values():
+            if node.excluded and (now >= node.excluded_until or is_empty):
                 node.recall()
 
     # Nodes.
 
-    def _greet_node(self, link: ControlConnection, hello: NodeHello) -> None:
-        node = self.roster.nodes.get(hello.node)
+    def _greet_node(self, connection: ControlConnection, hello: NodeHello) -> None:
+        node = self.membership.nodes.get(hello.node)
         if words := self._refuse(node, hello):
-            self.links.send(link, Reply(is_accepted=False, text=words))
-            self.links.send(link, Leave())
+            self.server.send(connection, Reply(is_accepted=False, text=words))
+            self.server.send(connection, Leave())
             return
         if node is None:
             node = NodeRecord(name=hello.node, wanted=hello.devices)
-            self.roster.nodes[node.name] = node
-        node.link, node.host, node.pid, node.is_ready = link, hello.host, hello.pid, False
-        for member in self.roster.having("gone", node=node.name):
+            self.membership.nodes[node.name] = node
+        node.connection, node.host, node.pid, node.is_ready = connection, hello.host, hello.pid, False
+        for worker in self.membership.with_status("gone", node=node.name):
             # Given up while the node was cut off: it may still hold its device, and wait for others.
-            self.links.send(link, Kill(member=member.number))
+            self.server.send(connection, Kill(worker=worker.number))
         self.is_dirty = True
 
     def _refuse(self, node: NodeRecord | None, hello: NodeHello) -> str | None:
@@ -349,33 +349,33 @@ class Coordinator:
             return f"{LOCAL!r} is the name of the supervisor's own node"
         if hello.devices < 1 and not is_local:
             return f"{hello.devices} devices are none"
-        if node is None or node.link is None or node.link.is_closed:
+        if node is None or node.connection is None or node.connection.is_closed:
             return None
         is_same = (node.host, node.pid) == (hello.host, hello.pid)
         return None if is_same else f"the run has a node called {hello.node!r} already"
 
     def _hear_node(self, node: NodeRecord, message: Message) -> None:
         now = time.monotonic()
-        self.watchdog.hear_node(node.name, at=now)
+        self.watchdog.observe_node(node.name, at=now)
         match message:
             case Prepared():
                 node.is_ready = True
                 if node.is_local:
                     self._node_losses = 0
                 if not self.layouts:
-                    self.links.send(node.link, Fork(member=-1, is_planner=True))
+                    self.server.send(node.connection, Fork(worker=-1, is_planner=True))
             case LayoutsPlanned():
                 self._take_plan(message, now)
-            case Forked() if message.member in self.roster.members:
-                member = self.roster.members[message.member]
-                member.pid, member.host = message.pid, node.host
-                member.process_started_at = message.process_started_at
+            case Forked() if message.worker in self.membership.workers:
+                worker = self.membership.workers[message.worker]
+                worker.pid, worker.host = message.pid, node.host
+                worker.process_started_at = message.process_started_at
                 self.is_dirty = True
-            case Exited() if message.member in self.roster.members:
-                member = self.roster.members[message.member]
-                words = self.logbook.explain_exit(member.number, message.code)
-                if member.is_there:
-                    self._lose_member(member, "left" if member.is_leaving else "killed", words)
+            case Exited() if message.worker in self.membership.workers:
+                worker = self.membership.workers[message.worker]
+                words = self.reporter.explain_exit(worker.number, message.code)
+                if worker.is_present:
+                    self._lose_member(worker, "left" if worker.is_leaving else "killed", words)
             case LeaveNotice():
                 self._let_node_leave(node)
             case Failed():
@@ -385,12 +385,12 @@ class Coordinator:
 
     def _fail_node(self, node: NodeRecord, failure: Failed) -> None:
         """Who trains needs no node; only who is to be started does."""
-        has_begun = self.layouts and self.roster.having("idle", "busy", "settled")
+        has_begun = self.layouts and self.membership.with_status("idle", "busy", "settled")
         if node.is_local and not has_begun:
             self._fail(failure, None)
         else:
             words = f"node {node.name} cannot start workers: {failure.message}"
-            self.logbook.emit(EventKind.WARNING, message=words)
+            self.reporter.emit(EventKind.WARNING, message=words)
 
     def _take_plan(self, plan: LayoutsPlanned, now: float) -> None:
         self.layouts = dict(plan.layouts)
@@ -403,13 +403,13 @@ class Coordinator:
         if node.is_local:
             self.stop()
             return
-        for member in self.roster.having("starting", "idle", "busy", "settled", node=node.name):
-            self._let_leave(member)
+        for worker in self.membership.with_status("starting", "idle", "busy", "settled", node=node.name):
+            self._let_leave(worker)
         if not self.is_stopping:
             node.wanted = 0
 
     def _lose_node(self, node: NodeRecord) -> None:
-        node.link, node.is_ready = None, False
+        node.connection, node.is_ready = None, False
         self.watchdog.forget_node(node.name)
         if node.is_local:
             if not self.layouts:
@@ -420,7 +420,7 @@ class Coordinator:
                 self._node_due_at = time.monotonic() + delay_s
                 self._node_losses += 1
         else:
-            del self.roster.nodes[node.name]
+            del self.membership.nodes[node.name]
             self.is_dirty = True
 
     def _tend_node(self, now: float) -> None:
@@ -435,34 +435,34 @@ class Coordinator:
             words = (
                 "the process that starts workers ended again and again: the lost are not replaced"
             )
-            self.logbook.emit(EventKind.WARNING, message=words)
-        elif not self.roster.having("starting", "idle", "busy", "settled"):
+            self.reporter.emit(EventKind.WARNING, message=words)
+        elif not self.membership.with_status("starting", "idle", "busy", "settled"):
             self._end_badly("no worker is left, and none can be started", None)
 
     def _watch(self, now: float) -> None:
-        members = self.roster.members
+        workers = self.membership.workers
         is_moving = self.stage in {"running", "pausing"}
         verdicts = self.watchdog.look(
             at=now,
-            is_stopped=lambda n: members[n].node == LOCAL and is_stopped(members[n].pid),
+            is_stopped=lambda n: workers[n].node == LOCAL and is_stopped(workers[n].pid),
             is_remote=lambda node: node != LOCAL,
-            busy=[m.number for m in self.roster.having("busy")] if is_moving else [],
+            busy=[m.number for m in self.membership.with_status("busy")] if is_moving else [],
         )
         for verdict in verdicts:
             self._judge(verdict, now)
-        for member in self.roster.having("starting"):
-            if now - member.since > _START_S:
-                self._lose_member(member, "hung", "did not become ready")
+        for worker in self.membership.with_status("starting"):
+            if now - worker.since > _START_S:
+                self._lose_member(worker, "hung", "did not become ready")
 
     def _judge(self, verdict: HealthVerdict, now: float) -> None:
-        member = self.roster.members[verdict.member]
+        worker = self.membership.workers[verdict.worker]
         if verdict.what == "stalled":
             self._begin_halt(f"everybody waits: {verdict.detail}", now)
-        elif member.is_there:
-            self._lose_member(member, verdict.what, verdict.detail)
-            node = self.roster.nodes.get(member.node)
-            if verdict.what == "cut off" and node is not None and node.link is not None:
-                self.links.close(node.link)
+        elif worker.is_present:
+            self._lose_member(worker, verdict.what, verdict.detail)
+            node = self.membership.nodes.get(worker.node)
+            if verdict.what == "cut off" and node is not None and node.connection is not None:
+                self.server.close(node.connection)
                 self._lose_node(node)
 
     def _resize(self, devices: int) -> Reply:
@@ -472,10 +472,10 @@ class Coordinator:
         if self.is_stopping or self.stage in {"planning", "adopting"}:
             words = "stops" if self.is_stopping else "is just being started; try again in a moment"
             return Reply(is_accepted=False, text=f"the run {words}")
-        layout, before = self._layout_for(devices), self.roster.target
-        local = self.roster.nodes[LOCAL]
-        remote = [node for node in self.roster.nodes.values() if not node.is_local]
-        excess = devices - self.roster.target
+        layout, before = self._layout_for(devices), self.membership.target
+        local = self.membership.nodes[LOCAL]
+        remote = [node for node in self.membership.nodes.values() if not node.is_local]
+        excess = devices - self.membership.target
         for node in [local, *reversed(remote)]:
             change = excess if node is local else min(0, excess)
             change = max(change, -node.wanted)
@@ -493,7 +493,7 @@ class Coordinator:
         now = time.monotonic()
         if self.outcome is not None:
             return
-        busy, settled = self.roster.having("busy"), self.roster.having("settled")
+        busy, settled = self.membership.with_status("busy"), self.membership.with_status("settled")
         if self._has_ended(busy, settled):
             return
         match self.stage:
@@ -510,8 +510,8 @@ class Coordinator:
                     self._form(now)
             case "gathering":
                 self._refill(now)
-                stay, _ = self.roster.candidates()
-                if stay and (len(stay) >= self.roster.seats or not self.roster.having("starting")):
+                stay, _ = self.membership.candidates()
+                if stay and (len(stay) >= self.membership.seats or not self.membership.with_status("starting")):
                     self._form(now)
             case "planning":
                 pass
@@ -519,8 +519,8 @@ class Coordinator:
     def _has_ended(self, busy: list[WorkerRecord], settled: list[WorkerRecord]) -> bool:
         if busy or self.stage == "adopting":
             return False
-        if settled and all(member.ending for member in settled):
-            endings = {member.ending for member in settled}
+        if settled and all(worker.ending for worker in settled):
+            endings = {worker.ending for worker in settled}
             if endings == {"changed"}:
                 self.outcome = RunOutcome(state=RunState.RUNNING, is_changing=True)
             else:
@@ -533,30 +533,30 @@ class Coordinator:
         """Why the generation should end at the next step boundary, if it should."""
         if not self._has_stepped or self.is_stopping:
             return None
-        seated = [member for member in self.roster.having("busy") if member.rank is not None]
-        leaving = [member for member in seated if member.is_leaving]
+        seated = [worker for worker in self.membership.with_status("busy") if worker.rank is not None]
+        leaving = [worker for worker in seated if worker.is_leaving]
         if leaving:
-            names = ", ".join(str(member.number) for member in leaving)
-            is_aside = all(member.is_aside for member in leaving)
-            return f"member {names} {'steps aside' if is_aside else 'leaves'}"
-        stay, _ = self.roster.candidates()
+            names = ", ".join(str(worker.number) for worker in leaving)
+            is_excluded = all(worker.is_excluded for worker in leaving)
+            return f"member {names} {'steps aside' if is_excluded else 'leaves'}"
+        stay, _ = self.membership.candidates()
         if not stay:
             return None
-        wanted = self._layout_for(min(len(stay), self.roster.seats))
+        wanted = self._layout_for(min(len(stay), self.membership.seats))
         now = self.history[self.generation]
         if wanted.world == now.world:
             return None
         is_growing = wanted.world > now.world
         # Several that come at once are taken in together.
-        if is_growing and len(stay) < self.roster.seats and self.roster.having("starting"):
+        if is_growing and len(stay) < self.membership.seats and self.membership.with_status("starting"):
             return None
         return f"{now.world} to {wanted.world} workers"
 
     def _begin_pause(self, reason: str, now: float) -> None:
         self._reason, self._changed_at = reason, None
         self._enter("pausing", now)
-        for member in self.roster.having("busy"):
-            self.links.send(member.link, Pause(generation=self.generation))
+        for worker in self.membership.with_status("busy"):
+            self.server.send(worker.connection, Pause(generation=self.generation))
 
     def _begin_halt(self, reason: str, now: float) -> None:
         if self.stage == "halting":
@@ -565,9 +565,9 @@ class Coordinator:
         self._barren += not self._has_stepped
         self._vain = self._vain + 1 if self._furthest <= self._reached else 0
         self._enter("halting", now)
-        for member in self.roster.having("busy", "settled"):
-            member.ending = None  # the others' end was not reached: it is to be tried again
-            self.links.send(member.link, Halt(generation=self.generation))
+        for worker in self.membership.with_status("busy", "settled"):
+            worker.ending = None  # the others' end was not reached: it is to be tried again
+            self.server.send(worker.connection, Halt(generation=self.generation))
 
     def _hurry(self, now: float) -> None:
         """Whoever does not get out of a broken generation is lost; asked after all was heard."""
@@ -575,11 +575,11 @@ class Coordinator:
             return
         # Who computes hears of it only at the next exchange, a whole step later at worst.
         settle_s = max(_SETTLE_S, 3 * self.watchdog.usual_step_s)
-        for member in self.roster.having("busy"):
-            phase = member.beat.phase if member.beat else "starting"
+        for worker in self.membership.with_status("busy"):
+            phase = worker.heartbeat.phase if worker.heartbeat else "starting"
             is_short = phase in {"step", "sync", "forming", "starting"}
             if now - self._stage_at > (settle_s if is_short else _SETTLE_LONG_S):
-                self._lose_member(member, "hung", f"did not leave {phase!r} when told to")
+                self._lose_member(worker, "hung", f"did not leave {phase!r} when told to")
 
     def _form(self, now: float) -> None:
         if self._barren >= _BARREN or self._vain >= _VAIN:
@@ -588,16 +588,16 @@ class Coordinator:
             words += f"; the last: {self._detail[:_DETAIL_CHARACTERS]}" if self._detail else ""
             self._end_badly(words, None)
             return
-        stay, give = self.roster.candidates()
+        stay, give = self.membership.candidates()
         reports = [
-            *(member.report(may_stay=True) for member in stay),
-            *(member.report(may_stay=False) for member in give),
+            *(worker.report(may_stay=True) for worker in stay),
+            *(worker.report(may_stay=False) for worker in give),
         ]
         decision = plan_generation(
             reports,
             layouts=self.history,
             current=self.generation,
-            target=self.roster.seats,
+            target=self.membership.seats,
             replan=self._layout_for,
         )
         if decision is None:
@@ -607,36 +607,36 @@ class Coordinator:
         self._apply(decision, now)
 
     def _apply(self, decision: GenerationPlan, now: float) -> None:
-        members = self.roster.members
+        workers = self.membership.workers
         self.generation += 1
         self.history[self.generation] = decision.layout
         self._has_stepped, self._reached = False, self._furthest
-        for member in self.roster.having("settled"):
-            if member.number not in decision.seats:
-                member.rank = None
-                member.move("idle", at=now)
+        for worker in self.membership.with_status("settled"):
+            if worker.number not in decision.seats:
+                worker.rank = None
+                worker.move("idle", at=now)
         self._give_slots(decision)
-        for rank, number in enumerate([*decision.seats, *decision.guests]):
-            members[number].rank = rank if number in decision.seats else None
-            members[number].ending = None
-            members[number].move("busy", at=now)
+        for rank, number in enumerate([*decision.seats, *decision.departing]):
+            workers[number].rank = rank if number in decision.seats else None
+            workers[number].ending = None
+            workers[number].move("busy", at=now)
         self._enter("running", now)
         self.save()  # before anybody acts on it: the next supervisor must know this generation
         seats = tuple(
-            RankAssignment(member=number, host=members[number].host, pid=members[number].pid)
+            RankAssignment(worker=number, host=workers[number].host, pid=workers[number].pid)
             for number in decision.seats
         )
-        for rank, number in enumerate([*decision.seats, *decision.guests]):
+        for rank, number in enumerate([*decision.seats, *decision.departing]):
             self._say(
                 number,
                 Assignment(
                     generation=self.generation,
                     layout=decision.layout,
-                    rank=members[number].rank,
-                    slot=members[number].slot,
+                    rank=workers[number].rank,
+                    slot=workers[number].slot,
                     seats=seats,
-                    guests=decision.guests,
-                    meeting_rank=rank,
+                    departing=decision.departing,
+                    handoff_rank=rank,
                     before=decision.before,
                     restore=decision.restore,
                     reason=self._reason,
@@ -649,32 +649,32 @@ class Coordinator:
     def _give_slots(self, decision: GenerationPlan) -> None:
         """Each keeps its device; who comes takes the lowest that is free on its node."""
         taken: dict[str, set[int]] = {}
-        seated = [self.roster.members[number] for number in decision.seats]
-        for member in sorted(seated, key=lambda member: member.rank is None):
-            here = taken.setdefault(member.node, set())
-            if member.rank is None or member.slot in here:
-                member.slot = next(slot for slot in range(len(here) + 1) if slot not in here)
-            here.add(member.slot)
+        seated = [self.membership.workers[number] for number in decision.seats]
+        for worker in sorted(seated, key=lambda worker: worker.rank is None):
+            here = taken.setdefault(worker.node, set())
+            if worker.rank is None or worker.slot in here:
+                worker.slot = next(slot for slot in range(len(here) + 1) if slot not in here)
+            here.add(worker.slot)
 
     def _first_step(self, step: int, now: float) -> None:
         """The generation works: what was kept for its sake can go."""
         self._has_stepped, self._barren, self._detail = True, 0, ""
         layout = self.history[self.generation]
         from_step = step - 1
-        self.logbook.tell_crew(
+        self.reporter.tell_crew(
             self.generation,
             layout,
-            [member for member in self.roster.having("busy") if member.rank is not None],
+            [worker for worker in self.membership.with_status("busy") if worker.rank is not None],
             reason=self._reason,
             from_step=from_step,
             redone_steps=max(0, self._furthest - from_step) if self.generation > 1 else 0,
             lost_s=None if self._changed_at is None else now - self._changed_at,
         )
         self._changed_at = None
-        for member in self.roster.having("idle"):
-            member.live, member.copies = None, ()
-            if member.is_leaving:
-                self._dismiss(member)
+        for worker in self.membership.with_status("idle"):
+            worker.live, worker.replicas = None, ()
+            if worker.is_leaving:
+                self._dismiss(worker)
         for generation in [g for g in self.history if g < self.generation - _REMEMBERED]:
             del self.history[generation]
 
@@ -682,31 +682,31 @@ class Coordinator:
         """Start workers that are missing; send those away that are too many."""
         if not self.layouts or self.is_stopping or self.outcome is not None:
             return
-        for node in self.roster.nodes.values():
-            here = self.roster.having("starting", "idle", "busy", "settled", node=node.name)
-            here = [member for member in here if not member.is_leaving]
+        for node in self.membership.nodes.values():
+            here = self.membership.with_status("starting", "idle", "busy", "settled", node=node.name)
+            here = [worker for worker in here if not worker.is_leaving]
             wanted = node.seats + (self.spares if node.is_local else 0)
             if node.is_ready:
                 for _ in range(wanted - len(here)):
-                    member = self.roster.add(node.name, at=now)
-                    self.links.send(node.link, Fork(member=member.number))
-            idle = self.roster.having("idle", node=node.name)
+                    worker = self.membership.add(node.name, at=now)
+                    self.server.send(node.connection, Fork(worker=worker.number))
+            idle = self.membership.with_status("idle", node=node.name)
             if self.stage == "running" and self._has_stepped and not self._find_reason():
-                for member in idle[: max(0, len(here) - wanted)]:
-                    self._dismiss(member)
+                for worker in idle[: max(0, len(here) - wanted)]:
+                    self._dismiss(worker)
 
     def _adopt(self, now: float) -> None:
         """The workers of the supervisor before us report one by one."""
-        missing = [m for m in self.roster.having("busy", "idle", "settled") if m.link is None]
-        absent = [node for node in self.roster.nodes.values() if node.link is None]
+        missing = [m for m in self.membership.with_status("busy", "idle", "settled") if m.connection is None]
+        absent = [node for node in self.membership.nodes.values() if node.connection is None]
         if (missing or absent) and now - self._stage_at < ADOPT_S:
             return
-        for member in missing:
-            self._lose_member(member, "killed", "did not report to the new supervisor")
+        for worker in missing:
+            self._lose_member(worker, "killed", "did not report to the new supervisor")
         for node in absent:
             if not node.is_local:
-                del self.roster.nodes[node.name]
-        busy, settled = self.roster.having("busy"), self.roster.having("settled")
+                del self.membership.nodes[node.name]
+        busy, settled = self.membership.with_status("busy"), self.membership.with_status("settled")
         seats = self.history[self.generation].world if self.generation in self.history else 0
         self._has_stepped = True
         self._reason = "the supervisor was replaced"
@@ -714,46 +714,46 @@ class Coordinator:
             self._enter("planning", now)
         elif not busy and not settled:
             self._enter("gathering", now)
-        elif not busy and all(member.ending for member in settled):
+        elif not busy and all(worker.ending for worker in settled):
             self._enter("running", now)  # all is done: the end is found at the next look
         elif settled or len([m for m in busy if m.rank is not None]) < seats:
             self._enter("running", now)
             self._begin_halt("the supervisor was replaced in the middle of a change", now)
         else:
             self._enter("running", now)
-        if self.roster.nodes[LOCAL].link is None and self._node_due_at is None:
+        if self.membership.nodes[LOCAL].connection is None and self._node_due_at is None:
             self._node_due_at = now
 
-    def _lose_member(self, member: WorkerRecord, what: str, detail: str) -> None:
+    def _lose_member(self, worker: WorkerRecord, what: str, detail: str) -> None:
         now = time.monotonic()
-        was = member.status
-        member.move("gone", at=now)
+        was = worker.status
+        worker.move("gone", at=now)
         self.is_dirty = True
-        self.watchdog.forget(member.number)
-        kill_it = Kill(member=member.number)
-        if (node := self.roster.nodes.get(member.node)) is not None:
-            self.links.send(node.link, kill_it)
-        if member.node == LOCAL:
-            kill(member.pid, member.process_started_at)
-        if member.link is not None:
-            self.links.close(member.link)
-            member.link = None
-        if was in {"busy", "settled"} and member.ending is None:
-            self.logbook.tell_fault(member, what, detail)
+        self.watchdog.forget(worker.number)
+        kill_it = Kill(worker=worker.number)
+        if (node := self.membership.nodes.get(worker.node)) is not None:
+            self.server.send(node.connection, kill_it)
+        if worker.node == LOCAL:
+            kill(worker.pid, worker.process_started_at)
+        if worker.connection is not None:
+            self.server.close(worker.connection)
+            worker.connection = None
+        if was in {"busy", "settled"} and worker.ending is None:
+            self.reporter.tell_fault(worker, what, detail)
         if was == "starting":
             self._stillborn += 1
             if self._stillborn >= MAX_START_FAILURES:
                 self._end_badly(
-                    f"{MAX_START_FAILURES} workers in a row ended before they were ready", member
+                    f"{MAX_START_FAILURES} workers in a row ended before they were ready", worker
                 )
         elif was == "busy" and self.stage != "adopting":
-            self._begin_halt(f"member {member.number} (rank {member.rank}) was {what}", now)
+            self._begin_halt(f"member {worker.number} (rank {worker.rank}) was {what}", now)
 
-    def _dismiss(self, member: WorkerRecord) -> None:
+    def _dismiss(self, worker: WorkerRecord) -> None:
         """It is not needed any more, and no fault when it goes."""
-        self.links.send(member.link, Leave())
-        member.move("gone", at=time.monotonic())
-        self.watchdog.forget(member.number)
+        self.server.send(worker.connection, Leave())
+        worker.move("gone", at=time.monotonic())
+        self.watchdog.forget(worker.number)
 
     def _layout_for(self, devices: int) -> Layout:
         fitting = [count for count in self.layouts if count <= devices]
@@ -767,19 +767,19 @@ class Coordinator:
         self._enter("adopting", time.monotonic())
 
     def _say(self, number: int, message: Value) -> None:
-        self.links.send(self.roster.members[number].link, message)
+        self.server.send(self.membership.workers[number].connection, message)
 
     # Ends.
 
-    def _fail(self, failure: Failed, member: WorkerRecord | None) -> None:
+    def _fail(self, failure: Failed, worker: WorkerRecord | None) -> None:
         """The first failure is the run's; what follows from it is not told."""
         if self.outcome is None:
-            self.logbook.tell_failure(failure, member)
+            self.reporter.tell_failure(failure, worker)
             self._end(RunState.FAILED, "")
 
-    def _end_badly(self, words: str, member: WorkerRecord | None) -> None:
+    def _end_badly(self, words: str, worker: WorkerRecord | None) -> None:
         if self.outcome is None:
-            self.logbook.tell_hopeless(words, member)
+            self.reporter.tell_hopeless(words, worker)
             self._end(RunState.FAILED, "")
 
     def _end(self, state: RunState, reason: str) -> None:

@@ -54,14 +54,14 @@ class EventReporter:
         self.flush_faults()
         self.run.emit(kind, **data)
 
-    def tell_fault(self, member: WorkerRecord, what: str, detail: str) -> None:
+    def tell_fault(self, worker: WorkerRecord, what: str, detail: str) -> None:
         """A worker is lost; told as soon as its cause is known."""
-        data = {"what": what, "step": member.step, **_who(member)}
+        data = {"what": what, "step": worker.step, **_who(worker)}
         if detail:
             data["detail"] = detail
             self.emit(EventKind.FAULT, **data)
         else:
-            self._faults[member.number] = (time.monotonic() + _CAUSE_S, data)
+            self._faults[worker.number] = (time.monotonic() + _CAUSE_S, data)
 
     def explain_exit(self, number: int, code: int) -> str:
         """The cause of an end, in words; completes a fault that waits for it."""
@@ -84,7 +84,7 @@ class EventReporter:
         self,
         generation: int,
         layout: Layout,
-        members: Iterable[WorkerRecord],
+        workers: Iterable[WorkerRecord],
         *,
         reason: str,
         from_step: int,
@@ -93,9 +93,9 @@ class EventReporter:
     ) -> None:
         """A new generation works."""
         ranks = [
-            {**_who(member), "place": layout.place_of(member.rank)._asdict()}
-            for member in sorted(members, key=lambda member: member.rank or 0)
-            if member.rank is not None
+            {**_who(worker), "place": layout.place_of(worker.rank)._asdict()}
+            for worker in sorted(workers, key=lambda worker: worker.rank or 0)
+            if worker.rank is not None
         ]
         data: dict[str, Any] = {} if lost_s is None else {"lost_s": round(lost_s, 4)}
         self.emit(
@@ -109,54 +109,54 @@ class EventReporter:
             **data,
         )
 
-    def tell_straggler(self, member: WorkerRecord, verdict: HealthVerdict) -> None:
+    def tell_straggler(self, worker: WorkerRecord, verdict: HealthVerdict) -> None:
         """A worker computes longer than the others, or does so no more."""
-        ratio, step = round(verdict.ratio, 2), member.step
+        ratio, step = round(verdict.ratio, 2), worker.step
         is_over = verdict.what == "recovered"
-        self.emit(EventKind.STRAGGLER, ratio=ratio, step=step, over=is_over, **_who(member))
+        self.emit(EventKind.STRAGGLER, ratio=ratio, step=step, over=is_over, **_who(worker))
 
-    def tell_failure(self, failure: Failed, member: WorkerRecord | None) -> None:
+    def tell_failure(self, failure: Failed, worker: WorkerRecord | None) -> None:
         """The first failure of a worker's own, with its traceback."""
-        who = _who(member) if member is not None else {}
-        if member is not None:
+        who = _who(worker) if worker is not None else {}
+        if worker is not None:
             detail = failure.message
-            self.emit(EventKind.FAULT, what="failed", step=member.step, detail=detail, **who)
+            self.emit(EventKind.FAULT, what="failed", step=worker.step, detail=detail, **who)
         self.emit(EventKind.ERROR, **failure.model_dump(exclude={"kind"}), **who)
 
-    def tell_hopeless(self, words: str, member: WorkerRecord | None) -> None:
+    def tell_hopeless(self, words: str, worker: WorkerRecord | None) -> None:
         """It cannot go on, and nobody said why."""
-        log = f"logs/member-{member.number}.log" if member is not None else "worker.log"
+        log = f"logs/member-{worker.number}.log" if worker is not None else "worker.log"
         message = f"{words[:1].upper()}{words[1:]}."
         hint = f"{self.run.path / log} has its last words."
         self.emit(EventKind.ERROR, code="training", message=message, hint=hint)
 
-    def write_figures(self, roster: Membership, generation: int) -> None:
+    def write_figures(self, membership: Membership, generation: int) -> None:
         """How long the last step of each took, about once a second."""
         ranks = [
             {
-                "rank": member.rank,
-                "member": member.number,
-                "step_s": round(member.last_step[1], 6),
-                "wait_s": round(member.last_step[2], 6),
-                "memory_bytes": member.beat.memory_bytes,
-                "phase": member.beat.phase,
+                "rank": worker.rank,
+                "member": worker.number,
+                "step_s": round(worker.last_step[1], 6),
+                "wait_s": round(worker.last_step[2], 6),
+                "memory_bytes": worker.heartbeat.memory_bytes,
+                "phase": worker.heartbeat.phase,
             }
-            for member in roster.having("busy")
-            if member.last_step is not None and member.beat is not None and member.rank is not None
+            for worker in membership.with_status("busy")
+            if worker.last_step is not None and worker.heartbeat is not None and worker.rank is not None
         ]
         if ranks:
-            step = max(member.step for member in roster.having("busy"))
+            step = max(worker.step for worker in membership.with_status("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
             with suppress(OSError):  # figures are not worth a run
                 append_lines(self.run.crew_metrics, [record])
 
 
-def _who(member: WorkerRecord) -> dict[str, Any]:
+def _who(worker: WorkerRecord) -> dict[str, Any]:
     return {
-        "rank": member.rank,
-        "member": member.number,
-        "host": member.host,
-        "pid": member.pid,
+        "rank": worker.rank,
+        "member": worker.number,
+        "host": worker.host,
+        "pid": worker.pid,
     }
 
 

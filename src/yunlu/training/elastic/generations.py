@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class WorkerReport:
     """One worker that can be reckoned with, and what it holds."""
 
-    member: int
+    worker: int
     rank: int | None = None
     """Where it worked in the last generation; none for one that stood by."""
     live: HeldState | None = None
-    copies: tuple[HeldState, ...] = ()
+    replicas: tuple[HeldState, ...] = ()
     is_leaving: bool = False
     """It may give its state, but not go on."""
 
@@ -32,9 +32,9 @@ class GenerationPlan:
     """The next generation."""
 
     layout: Layout
-    seats: tuple[int, ...]
+    workers: tuple[int, ...]
     """Members by rank."""
-    guests: tuple[int, ...] = ()
+    departing: tuple[int, ...] = ()
     """Members that only give."""
     before: Layout | None = None
     """How the state is cut where it comes from."""
@@ -90,7 +90,7 @@ def part_at(layout: Layout, place: RankCoordinates) -> StatePart:
 
 
 def plan_generation(
-    reports: Sequence[WorkerReport],
+    worker_reports: Sequence[WorkerReport],
     *,
     layouts: Mapping[int, Layout],
     current: int,
@@ -106,27 +106,27 @@ def plan_generation(
         target: Workers wanted.
         replan: The layout for at most so many workers; it may use fewer.
     """
-    able = [report for report in reports if not report.is_leaving]
+    able = [report for report in worker_reports if not report.is_leaving]
     if not able:
         return None
     layout = replan(min(target, len(able)))
-    source = _find_source(reports, layouts)
-    seats = _seat(able, layout, source, layouts, current=current)
+    source = _find_source(worker_reports, layouts)
+    workers = _seat(able, layout, source, layouts, current=current)
     if source is None:
         kind = "start" if current == 0 else "checkpoint"
-        return GenerationPlan(layout=layout, seats=seats, restore=Restore(kind=kind))
-    guests = _needed_guests(seats, source)
-    givers = source.givers(seats, guests)
+        return GenerationPlan(layout=layout, workers=workers, restore=Restore(kind=kind))
+    departing = _needed_guests(workers, source)
+    sources = source.sources(workers, departing)
     return GenerationPlan(
         layout=layout,
-        seats=seats,
-        guests=guests,
+        workers=workers,
+        departing=departing,
         before=source.layout,
         restore=Restore(
-            kind="copies" if any(giver.is_copy for giver in givers) else "live",
+            kind="copies" if any(giver.is_replica for giver in sources) else "live",
             step=source.step,
-            givers=givers,
-            is_moving=not _everyone_has(layout, seats, source),
+            sources=sources,
+            needs_transfer=not _everyone_has(layout, workers, source),
         ),
     )
 
@@ -138,54 +138,54 @@ class _Source:
     step: int
     layout: Layout
     live: dict[int, HeldState] = field(default_factory=dict[int, HeldState])
-    copies: dict[int, list[HeldState]] = field(
+    replicas: dict[int, list[HeldState]] = field(
         default_factory=lambda: defaultdict[int, list[HeldState]](list)
     )
 
-    def part(self, holding: HeldState) -> StatePart:
-        return part_at(self.layout, holding.place)
+    def part(self, held_state: HeldState) -> StatePart:
+        return part_at(self.layout, held_state.place)
 
-    def parts_of(self, member: int) -> set[StatePart]:
-        held = [self.live[member]] if member in self.live else []
-        return {self.part(holding) for holding in [*held, *self.copies.get(member, ())]}
+    def parts_of(self, worker: int) -> set[StatePart]:
+        held = [self.live[worker]] if worker in self.live else []
+        return {self.part(held_state) for held_state in [*held, *self.replicas.get(worker, ())]}
 
-    def covers_by(self, members: Iterable[int]) -> set[StatePart]:
-        return {part for member in members for part in self.parts_of(member)}
+    def covers_by(self, workers: Iterable[int]) -> set[StatePart]:
+        return {part for worker in workers for part in self.parts_of(worker)}
 
     def is_whole(self) -> bool:
-        return self.covers_by({*self.live, *self.copies}) >= cut_of(self.layout).parts()
+        return self.covers_by({*self.live, *self.replicas}) >= cut_of(self.layout).parts()
 
-    def givers(self, seats: Sequence[int], guests: Sequence[int]) -> tuple[StateSource, ...]:
+    def sources(self, workers: Sequence[int], departing: Sequence[int]) -> tuple[StateSource, ...]:
         found: list[StateSource] = []
         have: set[StatePart] = set()
-        ranked = list(enumerate([*seats, *guests]))
-        for rank, member in ranked:
-            if member in self.live:
-                found.append(StateSource(meeting_rank=rank, holding=self.live[member]))
-                have.add(self.part(self.live[member]))
-        for rank, member in ranked:  # a copy only where nobody has the part live
-            for holding in self.copies.get(member, ()):
-                if self.part(holding) not in have:
-                    have.add(self.part(holding))
-                    found.append(StateSource(meeting_rank=rank, holding=holding, is_copy=True))
+        ranked = list(enumerate([*workers, *departing]))
+        for rank, worker in ranked:
+            if worker in self.live:
+                found.append(StateSource(handoff_rank=rank, held_state=self.live[worker]))
+                have.add(self.part(self.live[worker]))
+        for rank, worker in ranked:  # a copy only where nobody has the part live
+            for held_state in self.replicas.get(worker, ()):
+                if self.part(held_state) not in have:
+                    have.add(self.part(held_state))
+                    found.append(StateSource(handoff_rank=rank, held_state=held_state, is_replica=True))
         return tuple(found)
 
 
-def _find_source(reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]) -> _Source | None:
+def _find_source(worker_reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]) -> _Source | None:
     """The newest step at which everything is there, live or as a copy."""
     sources: dict[tuple[int, StateSplit], _Source] = {}
 
-    def source_of(holding: HeldState, layout: Layout) -> _Source:
-        empty = _Source(step=holding.step, layout=layout)
-        return sources.setdefault((holding.step, cut_of(layout)), empty)
+    def source_of(held_state: HeldState, layout: Layout) -> _Source:
+        empty = _Source(step=held_state.step, layout=layout)
+        return sources.setdefault((held_state.step, cut_of(layout)), empty)
 
-    for report in reports:
-        for copy in report.copies:
+    for report in worker_reports:
+        for copy in report.replicas:
             if (layout := layouts.get(copy.generation)) is not None:
-                source_of(copy, layout).copies[report.member].append(copy)
+                source_of(copy, layout).replicas[report.worker].append(copy)
         live = report.live
         if live is not None and (layout := layouts.get(live.generation)) is not None:
-            source_of(live, layout).live[report.member] = live
+            source_of(live, layout).live[report.worker] = live
     whole = [source for source in sources.values() if source.is_whole()]
     # Of equals the one with more live state: copies are read back, live state may just stay.
     return max(whole, key=lambda source: (source.step, len(source.live)), default=None)
@@ -201,49 +201,49 @@ def _seat(
 ) -> tuple[int, ...]:
     """Survivors keep their rank, else the part they hold; those who stood by fill the gaps."""
     ranks = range(layout.world)
-    seats: dict[int, int] = {}
+    workers: dict[int, int] = {}
     free = sorted(able, key=_standing)
     before = layouts.get(current)
     if source is not None and cut_of(layout) == cut_of(source.layout):
         wanted = {rank: part_at(layout, layout.place_of(rank)) for rank in ranks}
         if before is not None and before.world == layout.world and cut_of(before) == cut_of(layout):
-            seats = {r.rank: r.member for r in free if r.rank is not None}
+            workers = {r.rank: r.worker for r in free if r.rank is not None}
         for rank in ranks:
-            taken = set(seats.values())
-            fits = (r.member for r in free if wanted[rank] in source.parts_of(r.member))
-            member = next((each for each in fits if each not in taken), None)
-            if rank not in seats and member is not None:
-                seats[rank] = member
+            taken = set(workers.values())
+            fits = (r.worker for r in free if wanted[rank] in source.parts_of(r.worker))
+            worker = next((each for each in fits if each not in taken), None)
+            if rank not in workers and worker is not None:
+                workers[rank] = worker
     elif before is not None:
         for report in free:
             if report.rank is not None and report.rank < layout.world:
-                seats.setdefault(report.rank, report.member)
-    rest = iter([r.member for r in free if r.member not in set(seats.values())])
-    return tuple(seats[rank] if rank in seats else next(rest) for rank in ranks)
+                workers.setdefault(report.rank, report.worker)
+    rest = iter([r.worker for r in free if r.worker not in set(workers.values())])
+    return tuple(workers[rank] if rank in workers else next(rest) for rank in ranks)
 
 
 def _standing(report: WorkerReport) -> tuple[bool, int, int]:
-    return (report.rank is None, report.rank or 0, report.member)
+    return (report.rank is None, report.rank or 0, report.worker)
 
 
-def _needed_guests(seats: Sequence[int], source: _Source) -> tuple[int, ...]:
+def _needed_guests(workers: Sequence[int], source: _Source) -> tuple[int, ...]:
     """As few as can be of those without a seat, so that everything is there."""
-    missing = set(cut_of(source.layout).parts()) - source.covers_by(seats)
-    guests: list[int] = []
-    others = sorted({*source.live, *source.copies} - set(seats), key=lambda m: m not in source.live)
-    for member in others:
-        if missing & source.parts_of(member):
-            guests.append(member)
-            missing -= source.parts_of(member)
-    return tuple(guests)
+    missing = set(cut_of(source.layout).parts()) - source.covers_by(workers)
+    departing: list[int] = []
+    others = sorted({*source.live, *source.replicas} - set(workers), key=lambda m: m not in source.live)
+    for worker in others:
+        if missing & source.parts_of(worker):
+            departing.append(worker)
+            missing -= source.parts_of(worker)
+    return tuple(departing)
 
 
-def _everyone_has(layout: Layout, seats: Sequence[int], source: _Source) -> bool:
+def _everyone_has(layout: Layout, workers: Sequence[int], source: _Source) -> bool:
     """Whether each holds live what its new place needs: then nothing moves."""
     if cut_of(layout) != cut_of(source.layout):
         return False
     return all(
-        member in source.live
-        and source.part(source.live[member]) == part_at(layout, layout.place_of(rank))
-        for rank, member in enumerate(seats)
+        worker in source.live
+        and source.part(source.live[worker]) == part_at(layout, layout.place_of(rank))
+        for rank, worker in enumerate(workers)
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
-FIRST_ASIDE_S = 300.0
+FIRST_EXCLUSION_S = 300.0
 """A worker that was too slow for the others is tried again after this; then after twice as long."""
 
 Status = Literal["starting", "idle", "busy", "settled", "gone"]
@@ -41,25 +41,25 @@ class WorkerRecord:
     """When it came into this status, on the monotonic clock."""
     rank: int | None = None
     slot: int = 0
-    link: ControlConnection | None = None
+    connection: ControlConnection | None = None
     live: HeldState | None = None
-    copies: tuple[HeldState, ...] = ()
+    replicas: tuple[HeldState, ...] = ()
     ending: Ending | None = None
     is_leaving: bool = False
-    is_aside: bool = False
+    is_excluded: bool = False
     """It leaves because the others are faster without it."""
-    beat: Heartbeat | None = None
+    heartbeat: Heartbeat | None = None
     last_step: tuple[int, float, float] | None = None
 
     @property
-    def is_there(self) -> bool:
+    def is_present(self) -> bool:
         """Whether it can be reckoned with."""
         return self.status != "gone"
 
     @property
     def step(self) -> int:
         """Steps completed, as last heard."""
-        return self.beat.step if self.beat else 0
+        return self.heartbeat.step if self.heartbeat else 0
 
     def move(self, status: Status, *, at: float) -> None:
         """Into another status."""
@@ -68,10 +68,10 @@ class WorkerRecord:
     def report(self, *, may_stay: bool) -> WorkerReport:
         """As ``decide`` needs it."""
         return WorkerReport(
-            member=self.number,
+            worker=self.number,
             rank=self.rank,
             live=self.live,
-            copies=self.copies,
+            replicas=self.replicas,
             is_leaving=self.is_leaving or not may_stay,
         )
 
@@ -83,15 +83,15 @@ class NodeRecord:
     name: str
     wanted: int
     """Workers that shall train there."""
-    aside: int = 0
+    excluded: int = 0
     """Of these, how many stand aside for now."""
-    aside_until: float = 0.0
+    excluded_until: float = 0.0
     """On the monotonic clock."""
-    aside_s: float = FIRST_ASIDE_S
+    exclusion_s: float = FIRST_EXCLUSION_S
     """For how long they do; longer each time."""
     host: str = ""
     pid: int = 0
-    link: ControlConnection | None = None
+    connection: ControlConnection | None = None
     is_ready: bool = False
 
     @property
@@ -100,28 +100,28 @@ class NodeRecord:
         return self.name == LOCAL
 
     @property
-    def seats(self) -> int:
+    def active_target(self) -> int:
         """Workers that shall train there now."""
-        return max(0, self.wanted - self.aside)
+        return max(0, self.wanted - self.excluded)
 
-    def set_aside(self, *, at: float) -> None:
+    def exclude_worker(self, *, at: float) -> None:
         """One worker fewer for a while."""
-        self.aside += 1
-        self.aside_until = at + self.aside_s
+        self.excluded += 1
+        self.excluded_until = at + self.exclusion_s
 
-    def recall(self) -> None:
+    def readmit(self) -> None:
         """All of them again; if that was too early, they stand aside for longer."""
-        self.aside = 0
-        self.aside_s *= 2
+        self.excluded = 0
+        self.exclusion_s *= 2
 
 
 @dataclass
 class Membership:
     """Everyone."""
 
-    members: dict[int, WorkerRecord] = field(default_factory=dict[int, WorkerRecord])
+    workers: dict[int, WorkerRecord] = field(default_factory=dict[int, WorkerRecord])
     nodes: dict[str, NodeRecord] = field(default_factory=dict[str, NodeRecord])
-    next_member: int = 0
+    next_worker: int = 0
 
     @property
     def target(self) -> int:
@@ -129,42 +129,42 @@ class Membership:
         return sum(node.wanted for node in self.nodes.values())
 
     @property
-    def seats(self) -> int:
+    def active_target(self) -> int:
         """Of these, those that shall train now."""
-        return sum(node.seats for node in self.nodes.values())
+        return sum(node.active_target for node in self.nodes.values())
 
     def add(self, node: str, *, at: float, number: int | None = None) -> WorkerRecord:
         """A worker that is being started."""
-        number = self.next_member if number is None else number
-        member = WorkerRecord(number=number, node=node, since=at)
-        self.members[number] = member
-        self.next_member = max(self.next_member, number + 1)
-        return member
+        number = self.next_worker if number is None else number
+        worker = WorkerRecord(number=number, node=node, since=at)
+        self.workers[number] = worker
+        self.next_worker = max(self.next_worker, number + 1)
+        return worker
 
-    def having(self, *statuses: Status, node: str | None = None) -> list[WorkerRecord]:
+    def with_status(self, *statuses: Status, node: str | None = None) -> list[WorkerRecord]:
         """Those in one of these statuses, by number."""
         return [
-            member
-            for member in self.members.values()
-            if member.status in statuses and node in {None, member.node}
+            worker
+            for worker in self.workers.values()
+            if worker.status in statuses and node in {None, worker.node}
         ]
 
-    def by_link(self, link: ControlConnection) -> WorkerRecord | NodeRecord | None:
+    def by_link(self, connection: ControlConnection) -> WorkerRecord | NodeRecord | None:
         """Who is at the other end."""
-        everyone = [*self.members.values(), *self.nodes.values()]
-        return next((each for each in everyone if each.link is link), None)
+        everyone = [*self.workers.values(), *self.nodes.values()]
+        return next((each for each in everyone if each.connection is connection), None)
 
     def candidates(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
         """Who may train next, and who may only give: no node has more than are wanted there."""
         stay: list[WorkerRecord] = []
         give: list[WorkerRecord] = []
         for node in self.nodes.values():
-            here = self.having("busy", "settled", "idle", node=node.name)
+            here = self.with_status("busy", "settled", "idle", node=node.name)
             here.sort(key=lambda m: (m.is_leaving, m.rank is None, m.rank or 0, m.number))
-            able = [member for member in here if not member.is_leaving]
-            stay += able[: node.seats]
-            give += [member for member in here if member not in able[: node.seats]]
-        give += [m for m in self.having("busy", "settled", "idle") if m.node not in self.nodes]
+            able = [worker for worker in here if not worker.is_leaving]
+            stay += able[: node.active_target]
+            give += [worker for worker in here if worker not in able[: node.active_target]]
+        give += [m for m in self.with_status("busy", "settled", "idle") if m.node not in self.nodes]
         return stay, give
 
 

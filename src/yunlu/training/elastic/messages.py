@@ -34,7 +34,7 @@ class HeldState(Value):
 class RankAssignment(Value):
     """Who works at which rank."""
 
-    member: int
+    worker: int
     host: str
     pid: int
 
@@ -42,9 +42,9 @@ class RankAssignment(Value):
 class StateSource(Value):
     """Who has which part of the state to give."""
 
-    meeting_rank: int
-    holding: HeldState
-    is_copy: bool = False
+    handoff_rank: int
+    held_state: HeldState
+    is_replica: bool = False
     """A copy kept for somebody (or itself), not the giver's live state."""
 
 
@@ -55,9 +55,9 @@ class Restore(Value):
     """``start`` and ``checkpoint``: the newest good checkpoint on disk, else from the beginning."""
     step: int | None = None
     """Steps completed in it; none where the disk decides."""
-    givers: tuple[StateSource, ...] = ()
+    sources: tuple[StateSource, ...] = ()
     """Everyone who has a part of it. Empty where it comes from disk."""
-    is_moving: bool = True
+    needs_transfer: bool = True
     """False where everyone holds already what it needs: nothing is to be passed on."""
 
 
@@ -71,11 +71,11 @@ class Assignment(Value):
     """None for a guest: it only gives its state, then leaves."""
     slot: int = 0
     """Which of its node's devices is its own."""
-    seats: tuple[RankAssignment, ...]
+    workers: tuple[RankAssignment, ...]
     """By rank."""
-    guests: tuple[int, ...] = ()
+    departing: tuple[int, ...] = ()
     """Members that only give; they follow the seats in the meeting."""
-    meeting_rank: int
+    handoff_rank: int
     """Its place in the meeting of seats and guests; equals ``rank`` for who stays."""
     before: Layout | None = None
     """The layout in which the givers hold the state."""
@@ -83,14 +83,14 @@ class Assignment(Value):
     reason: str = ""
 
     @property
-    def is_guest(self) -> bool:
+    def is_departing(self) -> bool:
         """Whether this worker only gives."""
         return self.rank is None
 
     @property
-    def meeting_size(self) -> int:
+    def handoff_size(self) -> int:
         """Workers in the exchange of state."""
-        return len(self.seats) + len(self.guests)
+        return len(self.workers) + len(self.departing)
 
 
 # From a worker.
@@ -99,7 +99,7 @@ class WorkerHello(Value):
 
     kind: Literal["hello_member"] = "hello_member"
     token: str
-    member: int
+    worker: int
     node: str
     host: str
     pid: int
@@ -112,7 +112,7 @@ class WorkerHello(Value):
     ending: Ending | None = None
     live: HeldState | None = None
     """With ``is_ready``: what it holds."""
-    copies: tuple[HeldState, ...] = ()
+    replicas: tuple[HeldState, ...] = ()
 
 
 class Ready(Value):
@@ -151,7 +151,7 @@ class Paused(Value):
     generation: int
     step: int
     live: HeldState | None = None
-    copies: tuple[HeldState, ...] = ()
+    replicas: tuple[HeldState, ...] = ()
     detail: str = ""
     """Why, where nobody had asked it to."""
 
@@ -170,7 +170,7 @@ class LeaveNotice(Value):
     """A worker or node was told to go (SIGTERM): it leaves at the next step boundary."""
 
     kind: Literal["leaving"] = "leaving"
-    is_aside: bool = False
+    is_excluded: bool = False
     """Nobody told it to: the others are faster without it, for now."""
 
 
@@ -214,7 +214,7 @@ class Forked(Value):
     """A worker was started."""
 
     kind: Literal["forked"] = "forked"
-    member: int
+    worker: int
     pid: int
     process_started_at: float
 
@@ -223,7 +223,7 @@ class Exited(Value):
     """A worker of this node ended; below zero: by that signal."""
 
     kind: Literal["exited"] = "exited"
-    member: int
+    worker: int
     code: int
     detail: str = ""
     """Why, where the node knows."""
@@ -298,7 +298,7 @@ class Fork(Value):
     """Start a worker, or one process that makes the plan."""
 
     kind: Literal["fork"] = "fork"
-    member: int
+    worker: int
     is_planner: bool = False
 
 
@@ -306,7 +306,7 @@ class Kill(Value):
     """End a worker that does not answer."""
 
     kind: Literal["kill"] = "kill"
-    member: int
+    worker: int
 
 
 class Reply(Value):

@@ -21,7 +21,7 @@ import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, exec_module
@@ -205,8 +205,8 @@ class NodeAgent:
             case Fork():
                 self._fork(message)
             case Kill():
-                for pid, member in self._children.items():
-                    if member == message.member:
+                for pid, worker in self._children.items():
+                    if worker == message.worker:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
                 self._is_dismissed, self._successor = True, message.successor
@@ -229,13 +229,13 @@ class NodeAgent:
         pid = os.fork()
         if pid == 0:
             self._live_as_child(wanted, writer)
-        self._children[pid] = wanted.member
+        self._children[pid] = wanted.worker
         if writer is not None:
             os.close(writer)
             self._plan_pipe, self._plan_words = reader, b""
         else:
             started_at = psutil.Process(pid).create_time()
-            self._tell(Forked(member=wanted.member, pid=pid, process_started_at=started_at))
+            self._tell(Forked(worker=wanted.worker, pid=pid, process_started_at=started_at))
 
     def _live_as_child(self, wanted: Fork, writer: int | None) -> NoReturn:
         """Never returns: what stands on the stack is the parent's."""
@@ -253,12 +253,12 @@ class NodeAgent:
             if writer is not None:
                 code = self._make_plan(writer)
             else:
-                self._redirect(wanted.member)
+                self._redirect(wanted.worker)
                 code = run_worker_agent(
-                    wanted.member,
+                    wanted.worker,
                     node=self.name,
                     run=self.store,
-                    body=lambda member: self._body(member, self._parts),
+                    body=lambda worker: self._body(worker, self._parts),
                 )
         except BaseException:  # noqa: BLE001 (nothing may escape into the parent's code)
             traceback.print_exc()
@@ -268,9 +268,9 @@ class NodeAgent:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _redirect(self, member: int) -> None:
+    def _redirect(self, worker: int) -> None:
         self.store.logs.mkdir(exist_ok=True)
-        path = self.store.logs / f"member-{member}.log"
+        path = self.store.logs / f"member-{worker}.log"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -305,12 +305,12 @@ class NodeAgent:
 
     def _bury(self) -> None:
         """Tell how each child that is over ended."""
-        for pid, member in list(self._children.items()):
+        for pid, worker in list(self._children.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self._children[pid]
-                if member >= 0:
-                    self._tell(Exited(member=member, code=os.waitstatus_to_exitcode(status)))
+                if worker >= 0:
+                    self._tell(Exited(worker=worker, code=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: Value) -> None:
         try:

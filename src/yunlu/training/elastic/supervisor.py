@@ -27,7 +27,7 @@ import psutil
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.planning.layout import Layout
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
@@ -121,13 +121,13 @@ class Supervisor:
         self.directory = directory
         self._token = before.token if before else secrets.token_urlsafe(32)
         self._host = reachable(bind_address())
-        self._links = ControlServer(bind_address(), self._token)
+        self._server = ControlServer(bind_address(), self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
         self._started_at = psutil.Process().create_time()
         self._is_signalled = False
-        self.captain = Coordinator(
-            self._links,
+        self.coordinator = Coordinator(
+            self._server,
             EventReporter(directory),
             devices=before.wanted.get(LOCAL, before.target) if before else devices,
             spares=before.spares if before else spares,
@@ -142,14 +142,14 @@ class Supervisor:
     @property
     def is_changing(self) -> bool:
         """Whether asynchronous workers are to go on with the run."""
-        return self.captain.outcome is not None and self.captain.outcome.is_changing
+        return self.coordinator.outcome is not None and self.coordinator.outcome.is_changing
 
     def give_way(self, lock: IO[str]) -> NoReturn:
         """Become their program; the run is never without somebody who holds it."""
         os.set_inheritable(lock.fileno(), True)
-        captain = self.captain
-        shares = captain.history[captain.generation].world
-        devices = max(captain.roster.nodes[LOCAL].wanted, 1)
+        coordinator = self.coordinator
+        shares = coordinator.history[coordinator.generation].world
+        devices = max(coordinator.membership.nodes[LOCAL].wanted, 1)
         words = ("--devices", str(devices), "--shares", str(shares), "--lock", str(lock.fileno()))
         exec_module(ASYNCHRONOUS, str(self.directory.path), *words)
 
@@ -163,18 +163,18 @@ class Supervisor:
             with suppress(OSError):  # a full disk takes no words either
                 traceback.print_exc()
             with suppress(OSError):
-                self.captain.logbook.tell_failure(as_failure(error), None)
+                self.coordinator.reporter.tell_failure(as_failure(error), None)
         finally:
             self._wind_up(is_failed=outcome.state is RunState.FAILED)
         if outcome.is_changing:
             return outcome.state
         reason = {"reason": outcome.reason} if outcome.reason else {}
         with suppress(OSError):
-            self.captain.logbook.emit(EventKind.STATE, state=outcome.state, **reason)
+            self.coordinator.reporter.emit(EventKind.STATE, state=outcome.state, **reason)
         return outcome.state
 
     def _begin(self) -> None:
-        is_new = self.captain.stage != "adopting"
+        is_new = self.coordinator.stage != "adopting"
         self._save()
         self._record_worker()
         if is_new:
@@ -182,26 +182,26 @@ class Supervisor:
             self._start_node()
 
     def _see_through(self) -> RunOutcome:
-        while self.captain.outcome is None:
-            self._links.poll(_LOOP_S, on_message=self.captain.hear, on_lost=self.captain.lose)
+        while self.coordinator.outcome is None:
+            self._server.poll(_LOOP_S, on_message=self.coordinator.hear, on_lost=self.coordinator.lose)
             if self._is_signalled:
-                self.captain.stop()
-            self.captain.tick()
+                self.coordinator.stop()
+            self.coordinator.tick()
             if self._node is not None:
                 self._node.poll()
-        return self.captain.outcome
+        return self.coordinator.outcome
 
     def _take_over(self, before: Crew) -> None:
-        captain = self.captain
-        captain.generation = before.generation
-        captain.layouts = {n: Layout.model_validate(found) for n, found in before.layouts.items()}
-        captain.history = {n: Layout.model_validate(found) for n, found in before.history.items()}
-        captain.roster.next_member = before.next_member
+        coordinator = self.coordinator
+        coordinator.generation = before.generation
+        coordinator.layouts = {n: Layout.model_validate(found) for n, found in before.layouts.items()}
+        coordinator.history = {n: Layout.model_validate(found) for n, found in before.history.items()}
+        coordinator.membership.next_worker = before.next_worker
         for name, wanted in before.wanted.items():
-            captain.roster.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
-        for found in before.members:
-            captain.roster.members[found.member] = WorkerRecord(
-                number=found.member,
+            coordinator.membership.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
+        for found in before.workers:
+            coordinator.membership.workers[found.worker] = WorkerRecord(
+                number=found.worker,
                 node=found.node,
                 host=found.host,
                 pid=found.pid,
@@ -210,37 +210,37 @@ class Supervisor:
                 status="busy" if found.rank is not None else "idle",
                 since=time.monotonic(),
             )
-        captain.begin_adoption()
+        coordinator.begin_adoption()
 
     def _save(self) -> None:
-        captain = self.captain
+        coordinator = self.coordinator
         write_crew(
             self.directory,
             Crew(
                 host=self._host,
-                port=self._links.port,
+                port=self._server.port,
                 token=self._token,
                 pid=os.getpid(),
                 process_started_at=self._started_at,
                 node_module=self._node_module,
-                generation=captain.generation,
-                target=captain.roster.target,
-                wanted={node.name: node.wanted for node in captain.roster.nodes.values()},
-                spares=captain.spares,
-                next_member=captain.roster.next_member,
-                layouts={n: found.model_dump() for n, found in captain.layouts.items()},
-                history={n: found.model_dump() for n, found in captain.history.items()},
-                members=tuple(
+                generation=coordinator.generation,
+                target=coordinator.membership.target,
+                wanted={node.name: node.wanted for node in coordinator.membership.nodes.values()},
+                spares=coordinator.spares,
+                next_worker=coordinator.membership.next_worker,
+                layouts={n: found.model_dump() for n, found in coordinator.layouts.items()},
+                history={n: found.model_dump() for n, found in coordinator.history.items()},
+                workers=tuple(
                     CrewMember(
-                        member=member.number,
-                        node=member.node,
-                        host=member.host,
-                        pid=member.pid,
-                        process_started_at=member.process_started_at,
-                        rank=member.rank,
+                        worker=worker.number,
+                        node=worker.node,
+                        host=worker.host,
+                        pid=worker.pid,
+                        process_started_at=worker.process_started_at,
+                        rank=worker.rank,
                     )
-                    for member in captain.roster.having("starting", "idle", "busy", "settled")
-                    if member.pid
+                    for worker in coordinator.membership.with_status("starting", "idle", "busy", "settled")
+                    if worker.pid
                 ),
             ),
         )
@@ -263,12 +263,12 @@ class Supervisor:
             pid=os.getpid(),
             process_started_at=self._started_at,
             began_at=self._started_at,
-            devices=self.captain.roster.target,
+            devices=self.coordinator.membership.target,
         )
         self.directory.emit(EventKind.STATE, state=RunState.PLANNING)
 
     def _start_node(self) -> None:
-        devices = str(self.captain.roster.nodes[LOCAL].wanted)
+        devices = str(self.coordinator.membership.nodes[LOCAL].wanted)
         words = [sys.executable, "-m", self._node_module, str(self.directory.path)]
         self._node = subprocess.Popen(  # noqa: S603 (our own interpreter)
             [*words, "--node", LOCAL, "--devices", devices],
@@ -283,7 +283,7 @@ class Supervisor:
         wake, woken = socket.socketpair()
         wake.setblocking(False)
         woken.setblocking(False)
-        self._links.add_wake(woken)
+        self._server.add_wake(woken)
         self._wake = wake
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -292,31 +292,31 @@ class Supervisor:
 
     def _wind_up(self, *, is_failed: bool) -> None:
         """Nobody stays behind."""
-        captain = self.captain
-        members, nodes = captain.roster.members, captain.roster.nodes
-        for member in members.values():
+        coordinator = self.coordinator
+        workers, nodes = coordinator.membership.workers, coordinator.membership.nodes
+        for worker in workers.values():
             if is_failed:
-                self._links.send(member.link, Halt(generation=captain.generation))
-            self._links.send(member.link, Leave())
+                self._server.send(worker.link, Halt(generation=coordinator.generation))
+            self._server.send(worker.link, Leave())
         successor = ASYNCHRONOUS_NODE if self.is_changing else ""
         for node in nodes.values():
-            self._links.send(node.link, Leave(successor=successor))
+            self._server.send(node.link, Leave(successor=successor))
         if self._node is not None and not nodes[LOCAL].is_ready:
             self._node.kill()  # still loading: it has no children, and does not listen
         deadline = time.monotonic() + _LEAVE_S
-        local = [member for member in members.values() if member.node == LOCAL and member.pid]
+        local = [worker for worker in workers.values() if worker.node == LOCAL and worker.pid]
         while time.monotonic() < deadline:
-            self._links.poll(0.02, on_message=_ignore, on_lost=_ignore)
+            self._server.poll(0.02, on_message=_ignore, on_lost=_ignore)
             node_is_gone = self._node is None or self._node.poll() is not None
             linked = any(node.link and not node.link.is_closed for node in nodes.values())
-            if node_is_gone and not linked and not any(_lives(member) for member in local):
+            if node_is_gone and not linked and not any(_lives(worker) for worker in local):
                 break
-        for member in local:
-            kill(member.pid, member.process_started_at)
+        for worker in local:
+            kill(worker.pid, worker.process_started_at)
         if self._node is not None and self._node.poll() is None:
             self._node.kill()
             self._node.wait()
-        self._links.close_all()
+        self._server.close_all()
 
 
 @contextmanager
@@ -339,8 +339,8 @@ def _ignore(*_: object) -> None:
     """Nobody needs to know."""
 
 
-def _lives(member: WorkerRecord) -> bool:
-    return is_alive(member.pid, member.process_started_at)
+def _lives(worker: WorkerRecord) -> bool:
+    return is_alive(worker.pid, worker.process_started_at)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ STRAGGLER_STEPS = 10
 class HealthVerdict:
     """What is the matter with a member."""
 
-    member: int
+    worker: int
     what: Literal["hung", "cut off", "stalled", "straggler", "recovered"]
     """``stalled``: everyone waits, nobody is to blame: break the generation off, kill nobody."""
     detail: str
@@ -82,15 +82,15 @@ class Watchdog:
         """How long a step of this generation takes; 0 before one was completed."""
         return median(self._steps) if self._steps else 0.0
 
-    def watch(self, member: int, *, node: str, at: float) -> None:
+    def watch(self, worker: int, *, node: str, at: float) -> None:
         """Begin to expect signs of life."""
-        self._members[member] = _WorkerHealth(node=node, heard_at=at, moved_at=at)
+        self._members[worker] = _WorkerHealth(node=node, heard_at=at, moved_at=at)
 
-    def forget(self, member: int) -> None:
+    def forget(self, worker: int) -> None:
         """It is gone."""
-        self._members.pop(member, None)
+        self._members.pop(worker, None)
 
-    def hear_node(self, node: str, *, at: float) -> None:
+    def observe_node(self, node: str, *, at: float) -> None:
         """The node itself gave a sign of life."""
         self._voices[node] = at
 
@@ -98,31 +98,31 @@ class Watchdog:
         """It is gone."""
         self._voices.pop(node, None)
 
-    def hear(self, member: int, beat: Heartbeat, *, at: float) -> list[HealthVerdict]:
+    def observe(self, worker: int, heartbeat: Heartbeat, *, at: float) -> list[HealthVerdict]:
         """A sign of life; who becomes, or is no longer, a straggler by it."""
-        watched = self._members.get(member)
+        watched = self._members.get(worker)
         if watched is None:
             return []
         watched.heard_at = at
-        if (beat.generation, beat.progress) != (watched.generation, watched.progress):
+        if (heartbeat.generation, heartbeat.progress) != (watched.generation, watched.progress):
             watched.moved_at = at
-        if beat.generation != watched.generation:
+        if heartbeat.generation != watched.generation:
             watched.compute_s.clear()
-        watched.generation, watched.progress = beat.generation, beat.progress
-        watched.step, watched.phase = beat.step, beat.phase
-        if beat.generation > self._generation:
+        watched.generation, watched.progress = heartbeat.generation, heartbeat.progress
+        watched.step, watched.phase = heartbeat.step, heartbeat.phase
+        if heartbeat.generation > self._generation:
             # Another layout has another pace: its first step may take long, and tells the next.
-            self._generation = beat.generation
+            self._generation = heartbeat.generation
             self._steps.clear()
         found: list[HealthVerdict] = []
-        for _, step_s, wait_s in beat.steps:
-            if beat.generation == self._generation:
+        for _, step_s, wait_s in heartbeat.steps:
+            if heartbeat.generation == self._generation:
                 self._steps.append(step_s)
             watched.compute_s.append(max(0.0, step_s - wait_s))
-            found += self._weigh(member, watched)
+            found += self._weigh(worker, watched)
         return found
 
-    def look(
+    def find_lost(
         self,
         *,
         at: float,
@@ -148,14 +148,14 @@ class Watchdog:
             *self._silent(at, is_stopped),
             *self._stuck(at, set(busy)),
         ):
-            found.setdefault(verdict.member, verdict)
+            found.setdefault(verdict.worker, verdict)
         return list(found.values())
 
     def figures(self) -> dict[int, dict[str, float | int | str]]:
         """Step and phase of each member."""
         return {
-            member: {"step": watched.step, "phase": watched.phase}
-            for member, watched in self._members.items()
+            worker: {"step": watched.step, "phase": watched.phase}
+            for worker, watched in self._members.items()
         }
 
     def _excuse(self, late_s: float) -> None:
@@ -168,32 +168,32 @@ class Watchdog:
     def _cut_off(self, at: float, is_remote: Callable[[str], bool]) -> list[HealthVerdict]:
         found: list[HealthVerdict] = []
         for node, heard_at in self._voices.items():
-            members = {m: w for m, w in self._members.items() if w.node == node}
-            last = max([heard_at, *(watched.heard_at for watched in members.values())])
-            if is_remote(node) and members and at - last > self.deadlines.node_silent_s:
+            workers = {m: w for m, w in self._members.items() if w.node == node}
+            last = max([heard_at, *(watched.heard_at for watched in workers.values())])
+            if is_remote(node) and workers and at - last > self.deadlines.node_silent_s:
                 words = f"nothing heard from {node} for {at - last:.1f} s"
-                found += [HealthVerdict(member=m, what="cut off", detail=words) for m in members]
+                found += [HealthVerdict(worker=m, what="cut off", detail=words) for m in workers]
         return found
 
     def _silent(self, at: float, is_stopped: Callable[[int], bool]) -> list[HealthVerdict]:
         found: list[HealthVerdict] = []
-        for member, watched in self._members.items():
+        for worker, watched in self._members.items():
             silent_s = at - watched.heard_at
             if silent_s > self.deadlines.silent_s:
                 words = f"no sign of life for {silent_s:.1f} s"
-                found.append(HealthVerdict(member=member, what="hung", detail=words))
-            elif silent_s > self.deadlines.stopped_s and is_stopped(member):
+                found.append(HealthVerdict(worker=worker, what="hung", detail=words))
+            elif silent_s > self.deadlines.stopped_s and is_stopped(worker):
                 words = f"its process is stopped; no sign of life for {silent_s:.1f} s"
-                found.append(HealthVerdict(member=member, what="hung", detail=words))
+                found.append(HealthVerdict(worker=worker, what="hung", detail=words))
         return found
 
     def _stuck(self, at: float, busy: set[int]) -> list[HealthVerdict]:
         late: dict[int, tuple[_WorkerHealth, float]] = {}
-        for member in busy & set(self._members):
-            watched = self._members[member]
+        for worker in busy & set(self._members):
+            watched = self._members[worker]
             allowed_s = self._allowed_s(watched.phase)
             if at - watched.moved_at > allowed_s:
-                late[member] = watched, allowed_s
+                late[worker] = watched, allowed_s
         blamed = [m for m, (watched, _) in late.items() if watched.phase != WAITING]
         here = busy & set(self._members)
         # Whoever is rightly at something long is what the others wait for.
@@ -201,13 +201,13 @@ class Watchdog:
             # Several at once: the least advanced.
             first = min(self._members[m].step for m in blamed)
             return [
-                HealthVerdict(member=m, what="hung", detail=_stuck_words(*late[m]))
+                HealthVerdict(worker=m, what="hung", detail=_stuck_words(*late[m]))
                 for m in blamed
                 if self._members[m].step == first
             ]
         if late and not blamed and len(late) == len(here):
             return [
-                HealthVerdict(member=m, what="stalled", detail=_stuck_words(*found))
+                HealthVerdict(worker=m, what="stalled", detail=_stuck_words(*found))
                 for m, found in late.items()
             ]
         return []
@@ -218,12 +218,12 @@ class Watchdog:
             return max(limits.step_s, limits.step_ratio * self.usual_step_s)
         return limits.forming_s if phase in {"forming", "starting"} else limits.long_s
 
-    def _weigh(self, member: int, watched: _WorkerHealth) -> list[HealthVerdict]:
+    def _weigh(self, worker: int, watched: _WorkerHealth) -> list[HealthVerdict]:
         """Compare a step's compute time with the median of the others' last."""
         others = [
             other.compute_s[-1]
             for number, other in self._members.items()
-            if number != member and other.compute_s and other.generation == watched.generation
+            if number != worker and other.compute_s and other.generation == watched.generation
         ]
         if not others:
             return []
@@ -235,11 +235,11 @@ class Watchdog:
         if watched.slow_steps >= STRAGGLER_STEPS and not watched.is_named:
             watched.is_named = True
             words = f"computes {ratio:.1f} times as long as the others"
-            return [HealthVerdict(member=member, what="straggler", detail=words, ratio=ratio)]
+            return [HealthVerdict(worker=worker, what="straggler", detail=words, ratio=ratio)]
         if watched.brisk_steps >= STRAGGLER_STEPS and watched.is_named:
             watched.is_named = False
             words = "keeps up with the others again"
-            return [HealthVerdict(member=member, what="recovered", detail=words, ratio=ratio)]
+            return [HealthVerdict(worker=worker, what="recovered", detail=words, ratio=ratio)]
         return []
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from yunlu.core.value import Value
     from yunlu.runs.run_store import RunStore
 
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 _CUT_AGAIN_S = 0.05
 _STORE_S = 20.0
 """Meeting at the store takes milliseconds; whoever does not come by then will not."""
@@ -95,7 +95,7 @@ class WorkerAgent:
         self._taken: Assignment | None = None
         self._live: HeldState | None = None
         self._copies: tuple[HeldState, ...] = ()
-        self._beat = Heartbeat(phase="starting")
+        self._heartbeat = Heartbeat(phase="starting")
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=10_000)
         self._has_stepped = False
         self._is_news = False
@@ -124,7 +124,7 @@ class WorkerAgent:
             if not self._is_waiting:
                 self._is_waiting = True
                 self._post(Ready())
-            self._beat = self._beat.model_copy(update={"phase": "idle"})
+            self._heartbeat = self._heartbeat.model_copy(update={"phase": "idle"})
             self._changed.wait_for(lambda: self._pending is not None or self.dismissed)
             if self._pending is None:
                 return None
@@ -132,7 +132,7 @@ class WorkerAgent:
             self._is_waiting, self._ending = False, None
             self.wants_pause = False
             self._steps.clear()  # of the generation before: not to be taken for steps of this one
-        self.beat(phase="forming")
+        self.report_progress(phase="forming")
         return self.assignment
 
     def form(self, assignment: Assignment, device: torch.device | None = None) -> World:
@@ -160,8 +160,8 @@ class WorkerAgent:
         dist.init_process_group(
             "gloo",
             store=self._find_store(assignment, "meet"),
-            rank=assignment.meeting_rank,
-            world_size=assignment.meeting_size,
+            rank=assignment.handoff_rank,
+            world_size=assignment.handoff_size,
         )
         try:
             yield
@@ -171,9 +171,9 @@ class WorkerAgent:
     def taken(self, assignment: Assignment, step: int) -> None:
         """The state of ``step`` completed steps is here, whole, cut as this generation cuts it."""
         self._taken, self._has_stepped = assignment, False
-        self.beat(step=step, phase="first step")
+        self.report_progress(step=step, phase="first step")
 
-    def holding(self, step: int) -> HeldState | None:
+    def held_state(self, step: int) -> HeldState | None:
         """The part of the state this worker has after ``step`` steps; none before it has any."""
         taken = self._taken
         if taken is None or taken.rank is None:
@@ -181,7 +181,7 @@ class WorkerAgent:
         place = taken.layout.place_of(taken.rank)
         return HeldState(step=step, generation=taken.generation, place=place)
 
-    def beat(
+    def report_progress(
         self,
         *,
         step: int | None = None,
@@ -195,13 +195,13 @@ class WorkerAgent:
         ``phase``: ``step`` while computing, ``sync`` while waiting for others, and the long ones
         (``first step``, ``evaluate``, ``checkpoint``, ``export``, ``loading``); see ``watchdog``.
         """
-        update: dict[str, Any] = {"progress": self._beat.progress + 1}
+        update: dict[str, Any] = {"progress": self._heartbeat.progress + 1}
         update |= {} if step is None else {"step": step}
         update |= {} if phase is None else {"phase": phase}
         update |= {} if memory_bytes is None else {"memory_bytes": memory_bytes}
         if self.assignment is not None:
             update["generation"] = self.assignment.generation
-        self._beat = self._beat.model_copy(update=update)
+        self._heartbeat = self._heartbeat.model_copy(update=update)
         if step is not None and step_s is not None:
             self._steps.append((step, step_s, wait_s))
             if not self._has_stepped:  # the first step after a fault is news
@@ -213,12 +213,12 @@ class WorkerAgent:
         if self.is_halted:
             raise HaltedError("the generation was broken off")
 
-    def step_aside(self) -> None:
+    def request_exclusion(self) -> None:
         """The others are faster without this worker: leave at the next step boundary."""
         now = time.monotonic()
         if now >= self._aside_due_at:  # again in a while: who heard it may have been replaced
             self._aside_due_at = now + _ASIDE_AGAIN_S
-            self._post(LeaveNotice(is_aside=True))
+            self._post(LeaveNotice(is_excluded=True))
 
     @property
     def is_halted(self) -> bool:
@@ -232,13 +232,13 @@ class WorkerAgent:
         return tells_of_loss(error)
 
     def settled(
-        self, step: int, *, live: bool, copies: Sequence[HeldState] = (), detail: str = ""
+        self, step: int, *, live: bool, replicas: Sequence[HeldState] = (), detail: str = ""
     ) -> None:
         """Out of the generation, at the end of ``step``; ``live`` where the state is whole."""
         assert self.assignment is not None
         with self._changed:
-            self._live = self.holding(step) if live else None
-            self._copies = tuple(copies)
+            self._live = self.held_state(step) if live else None
+            self._copies = tuple(replicas)
             self._is_waiting = True
             self._post(self._report(self.assignment.generation, step, detail))
 
@@ -246,7 +246,7 @@ class WorkerAgent:
         """This worker's part is over and saved; the next assignment is none unless others fail."""
         assert self.assignment is not None
         with self._changed:
-            self._live, self._copies, self._ending = self.holding(step), (), ending
+            self._live, self._copies, self._ending = self.held_state(step), (), ending
             self._is_waiting = True
             generation = self.assignment.generation
             self._post(Done(generation=generation, ending=ending, step=step, live=self._live))
@@ -291,7 +291,7 @@ class WorkerAgent:
     def _find_store(self, assignment: Assignment, prefix: str) -> Store:
         """Rank 0 keeps the store; its address goes round through the supervisor."""
         if self._store is None:
-            if assignment.meeting_rank == 0:
+            if assignment.handoff_rank == 0:
                 store = open_store(self._contact.local_host, 0, is_host=True)
                 host, port = self._contact.local_host, store.port
                 self._post(StoreHosted(generation=assignment.generation, host=host, port=port))
@@ -302,8 +302,8 @@ class WorkerAgent:
         use_network_interface(interface_of(self._contact.local_host))
         found = PrefixStore(prefix, self._store)
         # Everyone is here before anyone waits where only a time-out would end it.
-        found.set(f"here-{assignment.meeting_rank}", "1")
-        size = assignment.meeting_size if prefix == "meet" else assignment.layout.world
+        found.set(f"here-{assignment.handoff_rank}", "1")
+        size = assignment.handoff_size if prefix == "meet" else assignment.layout.world
         found.wait([f"here-{rank}" for rank in range(size)])
         return found
 
@@ -330,7 +330,7 @@ class WorkerAgent:
                 self._drain_wakes()
                 continue
             try:
-                wait_s = _CUT_AGAIN_S if self._must_cut() else BEAT_S
+                wait_s = _CUT_AGAIN_S if self._must_cut() else HEARTBEAT_S
                 for key, _ in selector.select(wait_s):
                     if key.fileobj is self._woken:
                         self._drain_wakes()
@@ -342,10 +342,10 @@ class WorkerAgent:
                     self._contact.send(self._outbox[0])
                     self._outbox.popleft()
                 now = time.monotonic()
-                if self._is_news or now - beaten_at >= BEAT_S:
+                if self._is_news or now - beaten_at >= HEARTBEAT_S:
                     self._is_news = False
                     beaten_at = now
-                    self._send_beat()
+                    self._send_heartbeat()
                 self._contact.check_quiet()
             except ControlLostError:
                 if self._contact.connection is not None:
@@ -397,7 +397,7 @@ class WorkerAgent:
         if self._pending is not None and self._pending.generation <= generation:
             self._pending = None
         if self._is_waiting:
-            self._outbox.append(self._report(generation, self._beat.step, ""))
+            self._outbox.append(self._report(generation, self._heartbeat.step, ""))
 
     def _must_cut(self) -> bool:
         return self.is_halted and not self._is_waiting
@@ -424,11 +424,11 @@ class WorkerAgent:
         if self._sockets_before is not None:
             cut_since(self._sockets_before, keep=keep)
 
-    def _send_beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         steps: list[tuple[int, float, float]] = []
         while self._steps:
             steps.append(self._steps.popleft())
-        self._contact.send(self._beat.model_copy(update={"steps": tuple(steps)}))
+        self._contact.send(self._heartbeat.model_copy(update={"steps": tuple(steps)}))
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):
@@ -438,7 +438,7 @@ class WorkerAgent:
 
     def _report(self, generation: int, step: int, detail: str) -> Paused:
         return Paused(
-            generation=generation, step=step, live=self._live, copies=self._copies, detail=detail
+            generation=generation, step=step, live=self._live, replicas=self._copies, detail=detail
         )
 
     def _hello(self) -> WorkerHello:
@@ -446,18 +446,18 @@ class WorkerAgent:
         waits = self._is_waiting and self._pending is None
         return WorkerHello(
             token="",
-            member=self.number,
+            worker=self.number,
             node=self.node,
             host=socket.gethostname(),
             pid=os.getpid(),
             process_started_at=psutil.Process().create_time(),
             generation=current.generation if current else 0,
             rank=current.rank if current else None,
-            step=self._beat.step,
+            step=self._heartbeat.step,
             is_ready=waits,
             ending=self._ending,
             live=self._live if waits else None,
-            copies=self._copies if waits else (),
+            replicas=self._copies if waits else (),
         )
 
     def _post(self, message: Value) -> None:
@@ -474,16 +474,16 @@ def run_worker_agent(
     number: int, *, node: str, run: RunStore, body: Callable[[WorkerAgent], None]
 ) -> int:
     """Live a worker's life; its exit code."""
-    member = WorkerAgent(number, node=node, run=run)
-    member.start()
+    worker = WorkerAgent(number, node=node, run=run)
+    worker.start()
     try:
-        body(member)
+        body(worker)
     except BaseException as error:  # noqa: BLE001 (the last border: it becomes a message)
         traceback.print_exc()
-        member.fail(error)
+        worker.fail(error)
         return 1
     finally:
-        member.close()
+        worker.close()
         sys.stdout.flush()
         sys.stderr.flush()
     return 0

@@ -100,14 +100,14 @@ def with_less_memory(
                     hint="Set train.recompute to full, train.optimizer.state to 8bit, shorten "
                     "data.max_length, take a smaller model, or raise train.memory_gb.",
                 ) from error
-            let_go(error)
+            release_references(error)
         undo()
         free_memory()
         told(next_size, message)
         micro_batch = next_size
 
 
-def let_go(error: BaseException) -> None:
+def release_references(error: BaseException) -> None:
     """Forget the variables of the frames that an error passed through: they hold its tensors."""
     cause: BaseException | None = error
     while cause is not None:
@@ -124,7 +124,7 @@ def free_memory() -> None:
         torch.mps.empty_cache()
 
 
-class StepStart:
+class StepRestorePoint:
     """What a step may change before its update, as it stood when the step began.
 
     Cheap enough for every step: random numbers, and the running averages of norms. Not for

@@ -96,7 +96,7 @@ def recompute_savings(model: nn.Module, run_pass: Callable[[], Any]) -> dict[Rec
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RecomputedBlock:
     """A part of the model that can be computed again, or a run of layers of an nn.Sequential."""
 
     name: str
@@ -125,21 +125,21 @@ class _Segment:
     selective: bool
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
+def find_blocks(model: nn.Module) -> list[RecomputedBlock]:
     """The outermost repeated blocks; where there are none, even runs of long nn.Sequentials."""
     # transformers marks its blocks itself, and takes care of what must not happen twice in them.
-    layers = [Block(name, part) for name, part in model.named_modules() if _is_hf_layer(part)]
+    layers = [RecomputedBlock(name, part) for name, part in model.named_modules() if _is_hf_layer(part)]
     return layers or list(_repeated(model, "")) or list(_segments(model, ""))
 
 
-def _repeated(module: nn.Module, above: str) -> Iterator[Block]:
+def _repeated(module: nn.Module, above: str) -> Iterator[RecomputedBlock]:
     twins = Counter[type[nn.Module]]()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         # A single layer keeps what enters it anyway: only blocks of several are worth it.
         twins = Counter(type(part) for part in module if next(part.children(), None) is not None)
     for name, part in module.named_children():
         if twins[type(part)] > 1 and _can_run_alone(part):
-            yield Block(f"{above}{name}", part)
+            yield RecomputedBlock(f"{above}{name}", part)
         else:
             yield from _repeated(part, f"{above}{name}.")
 
@@ -148,7 +148,7 @@ def _can_run_alone(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward  # containers such as a ModuleList cannot
 
 
-def _segments(module: nn.Module, above: str) -> Iterator[Block]:
+def _segments(module: nn.Module, above: str) -> Iterator[RecomputedBlock]:
     if type(module) is nn.Sequential:
         units = _units(module)
         if len(units) > 1:
@@ -168,12 +168,12 @@ def _units(layers: nn.Sequential) -> list[int]:
     return [0, *heavy[1:]]
 
 
-def _even(layers: nn.Sequential, name: str, units: list[int]) -> Iterator[Block]:
+def _even(layers: nn.Sequential, name: str, units: list[int]) -> Iterator[RecomputedBlock]:
     # The square root of the depth keeps least: Chen et al. 2016, section 4.1.
     count = math.ceil(math.sqrt(len(units)))
     starts = [units[len(units) * index // count] for index in range(count)]
     for start, end in zip(starts, [*starts[1:], len(layers)], strict=True):
-        yield Block(f"{name}[{start}:{end}]", layers, slice(start, end))
+        yield RecomputedBlock(f"{name}[{start}:{end}]", layers, slice(start, end))
 
 
 def _run_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ _MATCHED_ELSEWHERE = {"labels", "max_length", "tokenizer", "length", "height", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class WeightsOrigin:
     """Where a model's weights come from, and which of them no training has touched."""
 
     source: str
@@ -57,7 +57,7 @@ class Origin:
         return words
 
 
-def begin_from(model: nn.Module, job: Job, task: Task) -> Origin | None:
+def load_initial_weights(model: nn.Module, job: Job, task: Task) -> WeightsOrigin | None:
     """Give the model the weights it is to start from, then its adapter, both in place.
 
     Called once the task has loaded its data and built the model. None where training starts from
@@ -68,7 +68,7 @@ def begin_from(model: nn.Module, job: Job, task: Task) -> Origin | None:
     if directory is None:
         if spec.adapter is not None:
             _refuse_random(spec)
-            origin = Origin(source=spec.name, taken=_count(model))
+            origin = WeightsOrigin(source=spec.name, taken=_count(model))
             return _adapt(model, job, origin)
         return None
     now = _parts_of(task)
@@ -119,7 +119,7 @@ def describe_start(spec: ModelSpec) -> str | None:
     return _describe(directory) if directory.is_dir() else place
 
 
-def _adapt(model: nn.Module, job: Job, origin: Origin) -> Origin:
+def _adapt(model: nn.Module, job: Job, origin: WeightsOrigin) -> WeightsOrigin:
     spec = job.model
     assert spec.adapter is not None
     if not has_adapter(model):
@@ -138,15 +138,15 @@ def _refuse_random(spec: ModelSpec) -> None:
         )
 
 
-def _take_hf(model: nn.Module, spec: ModelSpec) -> Origin:
+def _take_hf(model: nn.Module, spec: ModelSpec) -> WeightsOrigin:
     new = fresh_weights(model)
     state = model.state_dict()
     fresh = sum(state[name].numel() for name in new if name in state)
     source = describe_start(spec) or spec.name
-    return Origin(source=source, taken=_count(model) - fresh, new=new)
+    return WeightsOrigin(source=source, taken=_count(model) - fresh, new=new)
 
 
-def _take(model: nn.Module, directory: Path, before: Sequence[str], now: Sequence[str]) -> Origin:
+def _take(model: nn.Module, directory: Path, before: Sequence[str], now: Sequence[str]) -> WeightsOrigin:
     stored, wanted = _read_weights(directory), model.state_dict()
     _check_names(model, stored, wanted, directory)
     added = tuple(label for label in now if label not in before)
@@ -162,7 +162,7 @@ def _take(model: nn.Module, directory: Path, before: Sequence[str], now: Sequenc
     model.load_state_dict(stored)
     source = _describe(directory)
     fresh = sum(wanted[name].numel() * len(added) // max(len(now), 1) for name in new)
-    return Origin(source=source, taken=_count(model) - fresh, new=tuple(new), labels=added)
+    return WeightsOrigin(source=source, taken=_count(model) - fresh, new=tuple(new), labels=added)
 
 
 def _describe(directory: Path) -> str:

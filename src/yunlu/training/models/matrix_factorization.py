@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Factors(nn.Module):
+class MatrixFactorization(nn.Module):
     """Biases and the product of two embeddings, plus a perceptron over both when ``hidden`` is set.
 
     Row 0 of each table stands for whoever was not seen in training. It stays zero, so that an

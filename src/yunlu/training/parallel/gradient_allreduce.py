@@ -16,7 +16,7 @@ import torch
 
 from yunlu.training.communication.buckets import split, starts_of
 from yunlu.training.gradient_noise import choose_places
-from yunlu.training.parallel.tensor_slices import is_spread, local_of
+from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class _Bucket:
     """What a square at each of them counts."""
 
 
-class GradientSum:
+class GradientAllReduce:
     """Adds up the gradients of some weights over a group.
 
     In each step: ``arm()`` before the last backward pass, ``finish()`` after it. Backward passes before
@@ -271,7 +271,7 @@ def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tens
         view = flat.as_strided(local.shape, local.stride(), start)
     else:
         view = flat[start : start + local.numel()].view(local.shape)
-    if not is_spread(weight):
+    if not is_distributed(weight):
         return view, view
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - see is_spread
 
@@ -291,9 +291,9 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _local_share(share: Tensor, weight: Tensor) -> Tensor:
-    if not is_spread(share):
+    if not is_distributed(share):
         return share
-    assert is_spread(weight)
+    assert is_distributed(weight)
     if share.placements != weight.placements:
         # Autograd may leave a sum over the tensor-parallel workers still to do.
         share = share.redistribute(placements=weight.placements)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import Box, Piece, Spec, fill, piece_of, whole
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, TensorSpec, fill, shard_of, full_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
 
-    from yunlu.training.parallel.tensor_slices import Reader
+    from yunlu.training.parallel.tensor_slices import ShardReader
 
 _KINDS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Plain numbers are kept as scalars whose name ends in ``:<type>``: JSON is written by one worker only,
@@ -25,13 +25,13 @@ _NAMES = {kind.__name__: kind for kind in _KINDS}
 _OWN = ("params", "param_names")
 
 
-def leaf_pieces(
+def parameter_shards(
     parts: Iterable[nn.Module],
     weights: Sequence[Tensor],
     leaves: Sequence[Tensor],
     *,
     aliases: Mapping[str, str] | None = None,
-) -> dict[int, Piece]:
+) -> dict[int, TensorShard]:
     """By ``id`` of each leaf, the weight whose local part it is.
 
     Args:
@@ -45,21 +45,21 @@ def leaf_pieces(
         for name, weight in part.named_parameters():
             names.setdefault(id(weight), (aliases or {}).get(name, name))
     return {
-        id(leaf): replace(piece_of(names[id(weight)], weight), tensor=leaf.detach())
+        id(leaf): replace(shard_of(names[id(weight)], weight), tensor=leaf.detach())
         for weight, leaf in zip(weights, leaves, strict=True)
     }
 
 
-def optimizer_pieces(
-    optimizer: Any, names: Mapping[int, Piece]
-) -> tuple[dict[str, Piece], dict[str, Any]]:
+def optimizer_shards(
+    optimizer: Any, names: Mapping[int, TensorShard]
+) -> tuple[dict[str, TensorShard], dict[str, Any]]:
     """The state as pieces named ``<weight>/<key>``, and the hyper-parameters by weight as JSON.
 
     Args:
         optimizer: torch's, or one with the same ``state`` and ``param_groups``, over plain tensors.
         names: By ``id`` of such a tensor, the weight whose piece it is.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     for leaf, kept in optimizer.state.items():
         weight = names[id(leaf)]
         for key, value in kept.items():
@@ -70,28 +70,28 @@ def optimizer_pieces(
 
 
 def wanted_optimizer(
-    optimizer: Any, names: Mapping[int, Piece], specs: Mapping[str, Spec]
-) -> dict[str, Piece]:
+    optimizer: Any, names: Mapping[int, TensorShard], specs: Mapping[str, TensorSpec]
+) -> dict[str, TensorShard]:
     """New tensors for the state that exists elsewhere, of the sizes that this worker holds."""
     by_weight: dict[str, list[str]] = {}
     for name in specs:
         by_weight.setdefault(name.rpartition("/")[0], []).append(name)
-    wanted: dict[str, Piece] = {}
+    wanted: dict[str, TensorShard] = {}
     for group in optimizer.param_groups:
         for leaf in group["params"]:
             weight = names[id(leaf)]
             for name in by_weight.get(weight.name, ()):
                 spec = specs[name]
-                box = weight.box if spec.shape == weight.shape else whole(spec.shape)
+                box = weight.box if spec.shape == weight.shape else full_slice(spec.shape)
                 tensor = torch.empty(box.size, dtype=spec.dtype, device=_device(name, leaf, group))
-                wanted[name] = Piece(name, spec.shape, box, tensor)
+                wanted[name] = TensorShard(name, spec.shape, box, tensor)
     return wanted
 
 
 def install_optimizer(
     optimizer: Any,
-    names: Mapping[int, Piece],
-    filled: Mapping[str, Piece],
+    names: Mapping[int, TensorShard],
+    filled: Mapping[str, TensorShard],
     packed: Mapping[str, Any],
 ) -> None:
     """Continue with the state in these tensors."""
@@ -122,7 +122,7 @@ def install_optimizer(
 
 
 def fill_optimizer(
-    optimizer: Any, names: Mapping[int, Piece], reader: Reader, packed: Mapping[str, Any]
+    optimizer: Any, names: Mapping[int, TensorShard], reader: ShardReader, packed: Mapping[str, Any]
 ) -> None:
     """Continue with the state that a reader has, cut as this worker's weights are."""
     wanted = wanted_optimizer(optimizer, names, reader.specs())
@@ -130,7 +130,7 @@ def fill_optimizer(
     install_optimizer(optimizer, names, wanted, packed)
 
 
-def _state_piece(weight: Piece, key: str, value: Any) -> Piece | None:
+def _state_piece(weight: TensorShard, key: str, value: Any) -> TensorShard | None:
     if value is None:  # as SGD before its first momentum
         return None
     name = f"{weight.name}/{key}"
@@ -144,18 +144,18 @@ def _state_piece(weight: Piece, key: str, value: Any) -> Piece | None:
         value, name = torch.tensor(value, dtype=_KINDS[kind]), f"{name}:{kind.__name__}"
     shape = tuple(value.shape)
     if shape == weight.box.size:
-        return Piece(name, weight.shape, weight.box, value.detach())
+        return TensorShard(name, weight.shape, weight.box, value.detach())
     # Blocks of an 8-bit state, or rows and columns of a factored one, are of this cut and no other.
-    if value.numel() > 1 and weight.box != whole(weight.shape):
+    if value.numel() > 1 and weight.box != full_slice(weight.shape):
         raise CheckpointError(
             f"The optimiser's {key} of {weight.name} is {list(shape)}, which cannot be cut as the weight "
             f"is ({list(weight.box.size)} of {list(weight.shape)}).",
             hint="Use an optimiser with full states (adamw, momentum), or a layout with dp only.",
         )
-    return Piece(name, shape, Box((0,) * len(shape), shape), value.detach())
+    return TensorShard(name, shape, TensorSlice((0,) * len(shape), shape), value.detach())
 
 
-def _describe_groups(optimizer: Any, names: Mapping[int, Piece]) -> list[dict[str, Any]]:
+def _describe_groups(optimizer: Any, names: Mapping[int, TensorShard]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         numbers = {

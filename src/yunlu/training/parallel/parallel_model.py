@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.training.communication.summation import TorchSummation
-from yunlu.training.parallel.gradient_allreduce import GradientSum
-from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, undo
-from yunlu.training.parallel.tensor_slices import is_spread, local_of
+from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
+from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, remove_sync
+from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 from yunlu.training.parallel.zero import OwnedWeights
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch
 
 
-class Arrangement:
+class ParallelModel:
     """What one worker holds of a model, with the whole model's names.
 
     A model that is only replicated is taken as it is; to cut it up changes it for good, so every
@@ -52,7 +52,7 @@ class Arrangement:
             from yunlu.training.parallel import parallelize  # noqa: PLC0415
 
             self._cutting = cutting
-            self._stages, self._shared = parallelize.cut(model, world)
+            self._stages, self._shared = parallelize.parallelize(model, world)
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
         self.leaves = [_leaf(weight) for weight in self.weights]
@@ -65,7 +65,7 @@ class Arrangement:
         self.optimized = self.leaves
         self._owned: OwnedWeights | None = None
         self._used: list[UsedWeights] = []
-        self._sums: dict[int, GradientSum] = {}
+        self._sums: dict[int, GradientAllReduce] = {}
         """By stage: each has its own last backward pass."""
         self._pipeline: Pipeline | None = None
         self.is_watched = False
@@ -173,7 +173,7 @@ class Arrangement:
             sums.close()
         self._sums.clear()
         for part in self.parts:
-            undo(part)
+            remove_sync(part)
 
     def _connect(self) -> None:
         world, layout = self.world, self.world.layout
@@ -185,7 +185,7 @@ class Arrangement:
             pairs = zip(self.weights, self.copies, strict=True)
             holders = {id(weight): copies // layout.dp for weight, copies in pairs}
             self._sums = {
-                number: GradientSum(
+                number: GradientAllReduce(
                     _trained([stage]),
                     summation,
                     bucket_bytes=self._bucket_bytes,
@@ -264,13 +264,13 @@ def _trained(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _leaf(weight: nn.Parameter) -> Tensor:
     """What the optimiser changes: the weight, or the part of it that lies here."""
-    if not is_spread(weight):
+    if not is_distributed(weight):
         return weight
     return weight.to_local().detach().requires_grad_()
 
 
 def _cut_axes(weight: Tensor) -> set[str]:
-    if not is_spread(weight):
+    if not is_distributed(weight):
         return set()
     names = weight.device_mesh.mesh_dim_names or ()
     return {

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
 from yunlu.training.parallel.pipeline_schedules import actions
-from yunlu.training.parallel.pipeline_transport import Letter, Wire, empty_header, write_header
+from yunlu.training.parallel.pipeline_transport import StageMessage, StageTransport, empty_header, write_header
 from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.layout import Layout
     from yunlu.training.parallel.pipeline_schedules import Action
-    from yunlu.training.parallel.pipeline_transport import Wait
+    from yunlu.training.parallel.pipeline_transport import PendingReceive
     from yunlu.training.tasks.task import Batch
 
 _HEADER, _HIDDEN, _GRADIENT, _SHARED = range(4)
@@ -52,7 +52,7 @@ class Pipeline:
         self.view: nn.Module = _View(self)
         weights = [weight for stage in stages.values() for weight in stage.parameters()]
         self._device = weights[0].device if weights else torch.device("cpu")
-        self._wire = Wire(group, rank_in_pp, self._device)
+        self._wire = StageTransport(group, rank_in_pp, self._device)
         self._last = layout.stages - 1
         self._exit = _Exit(self.stages[self._last]) if self._last in self.stages else None
         self._shared = _shared_weights(self.stages, shared, self.ranks, rank_in_pp)
@@ -154,7 +154,7 @@ class Pipeline:
         finally:
             self._wire.forget()
 
-    def _swap(self, mine: Tensor, peers: Sequence[int], tag: int) -> dict[int, Wait]:
+    def _swap(self, mine: Tensor, peers: Sequence[int], tag: int) -> dict[int, PendingReceive]:
         """What each of these ranks has of the same thing, ours among them; not waited for yet."""
         kept = mine.clone()
         for peer in (self.rank, *peers):
@@ -216,8 +216,8 @@ class Pipeline:
         self._wire.send(write_header(hidden), peer, self._tag(_HEADER, stage, micro))
         self._wire.send(hidden.detach(), peer, self._tag(_HIDDEN, stage, micro))
 
-    def _letter(self, stage: int, micro: int) -> Letter:
-        return Letter(
+    def _letter(self, stage: int, micro: int) -> StageMessage:
+        return StageMessage(
             source=self._peer(stage - 1),
             header_tag=self._tag(_HEADER, stage, micro),
             tag=self._tag(_HIDDEN, stage, micro),
@@ -248,7 +248,7 @@ class _Kept:
 
     given: Tensor | None
     made: Tensor
-    wait: Wait | None = None
+    wait: PendingReceive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> list[Action
 
 
 @dataclass(kw_only=True)
-class _Lane:
+class _StageQueue:
     """One rank while the order is being found."""
 
     forwards: deque[Action]
@@ -95,10 +95,10 @@ def _interleaved(ranks: int, stages_per_rank: int, micros: int) -> tuple[tuple[A
     return tuple(tuple(lane.order) for lane in lanes)
 
 
-def _lane(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _Lane:
+def _lane(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _StageQueue:
     stages = range(rank, ranks * stages_per_rank, ranks)
     groups = [range(start, min(start + ranks, micros)) for start in range(0, micros, ranks)]
-    return _Lane(
+    return _StageQueue(
         forwards=deque(
             Action("forward", stage, micro)
             for group in groups
@@ -115,7 +115,7 @@ def _lane(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _Lane:
     )
 
 
-def _ready(lane: _Lane, done: set[Action], stages: int) -> deque[Action] | None:
+def _ready(lane: _StageQueue, done: set[Action], stages: int) -> deque[Action] | None:
     # Forward as long as the limit allows: for whole groups this is the paper's order and its bubble.
     if lane.kept < lane.limit and _can_run(lane.forwards, done, stages):
         return lane.forwards

@@ -31,7 +31,7 @@ _SECOND_STACK = 0.3
 """A second stack of layers this large beside the first means an encoder and a decoder."""
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """Some layers of a model in a row; mixed into a copy of the model, whose class it keeps."""
 
     _passage: _Passage
@@ -62,7 +62,7 @@ def why_not_split(model: nn.Module, stages: int) -> str | None:
     return None
 
 
-def split(model: nn.Module, stages: int) -> list[Stage]:
+def split(model: nn.Module, stages: int) -> list[PipelineStage]:
     """Cut a model into stages that share its weights; about equal work in each.
 
     Raises:
@@ -83,7 +83,7 @@ def split(model: nn.Module, stages: int) -> list[Stage]:
     ]
 
 
-def check(model: nn.Module, stages: Sequence[Stage], inputs: Inputs) -> None:
+def check(model: nn.Module, stages: Sequence[PipelineStage], inputs: Inputs) -> None:
     """Compare the stages, one after the other, with the whole model on a small batch.
 
     Raises:
@@ -287,7 +287,7 @@ def _share_out(model: nn.Module, anatomy: _Anatomy, stages: int) -> list[int]:
     return [*(units[cut].start for cut in cuts[:-1]), len(children)]
 
 
-def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, count: int) -> Stage:
+def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, count: int) -> PipelineStage:
     kind = type(model)
     passage = _Passage(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
     root = _copy_along(model, anatomy.path)
@@ -303,7 +303,7 @@ def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, co
     if not is_last:
         for path in anatomy.after:
             _replace(root, path, nn.Module())
-    root.__class__ = type(f"{kind.__name__}Stage", (Stage, kind), {})
+    root.__class__ = type(f"{kind.__name__}Stage", (PipelineStage, kind), {})
     stage = cast("Stage", root)
     stage.__dict__["_passage"] = passage
     return stage

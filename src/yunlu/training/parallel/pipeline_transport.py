@@ -32,7 +32,7 @@ _DTYPES = (
 _AXES = 8
 
 
-class Letter(NamedTuple):
+class StageMessage(NamedTuple):
     """A tensor to come, with its header ahead of it."""
 
     source: int
@@ -40,7 +40,7 @@ class Letter(NamedTuple):
     tag: int
 
 
-class Wait:
+class PendingReceive:
     """A tensor on its way here."""
 
     def __init__(self, room: Tensor, work: Any) -> None:
@@ -52,7 +52,7 @@ class Wait:
         return self._room
 
 
-class LocalWait(Wait):
+class LocalReceive(PendingReceive):
     """A tensor that stays on this rank."""
 
     def __init__(self, kept: dict[int, Tensor], tag: int) -> None:
@@ -63,7 +63,7 @@ class LocalWait(Wait):
         return self._kept.pop(self._tag)
 
 
-class Wire:
+class StageTransport:
     """One rank's end of the connections. After an error it is of no more use: form a new world."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
@@ -82,13 +82,13 @@ class Wire:
         work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
         self._sending.setdefault((to, tag), []).append((work, tensor))
 
-    def expect(self, room: Tensor, source: int, tag: int) -> Wait:
+    def expect(self, room: Tensor, source: int, tag: int) -> PendingReceive:
         """Begin to receive a tensor of known shape."""
         if source == self._rank:
-            return LocalWait(self._local, tag)
-        return Wait(room, dist.irecv(room, group=self._group, group_src=source, tag=tag))
+            return LocalReceive(self._local, tag)
+        return PendingReceive(room, dist.irecv(room, group=self._group, group_src=source, tag=tag))
 
-    def listen(self, letters: Sequence[Letter]) -> None:
+    def listen(self, letters: Sequence[StageMessage]) -> None:
         """Begin to receive tensors of any shape; ``take`` gives them."""
         letters = [letter for letter in letters if letter.source != self._rank]
         if not letters:
@@ -105,7 +105,7 @@ class Wire:
             daemon=True,
         ).start()
 
-    def take(self, letter: Letter) -> Tensor:
+    def take(self, letter: StageMessage) -> Tensor:
         """A tensor that was listened for, once it is there."""
         if letter.source == self._rank:
             return self._local.pop(letter.tag)
@@ -162,8 +162,8 @@ def _room(header: Tensor, device: torch.device) -> Tensor:
 def _listen(
     group: Any,
     device: torch.device,
-    letters: Sequence[Letter],
-    headers: Sequence[Wait],
+    letters: Sequence[StageMessage],
+    headers: Sequence[PendingReceive],
     slots: Mapping[int, SimpleQueue[Any]],
 ) -> None:
     queues = [slots[letter.tag] for letter in letters]
@@ -171,7 +171,7 @@ def _listen(
         for letter, header, queue in zip(letters, headers, queues, strict=True):
             room = _room(header.get(), device)
             work = dist.irecv(room, group=group, group_src=letter.source, tag=letter.tag)
-            queue.put(Wait(room, work))
+            queue.put(PendingReceive(room, work))
     except Exception as error:  # noqa: BLE001 - told to whoever waits for a letter
         for queue in queues:
             queue.put(error)

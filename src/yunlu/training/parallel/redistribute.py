@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import Box, Piece, Spec
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ _ALIGN_BYTES = 16
 _SMALLEST_BYTES = 1 << 20
 
 
-class Uncovered(CheckpointError):  # noqa: N818 - it says what is the case, not what went wrong
+class UncoveredError(CheckpointError):  # noqa: N818 - it says what is the case, not what went wrong
     """Some part of the state is held by nobody."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -39,12 +39,12 @@ class Uncovered(CheckpointError):  # noqa: N818 - it says what is the case, not 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SliceTransfer:
     """A piece without its tensor: what others need to know of it."""
 
     name: str
     shape: tuple[int, ...]
-    box: Box
+    box: TensorSlice
     dtype: torch.dtype
 
 
@@ -55,7 +55,7 @@ class Transfer:
     source: int
     destination: int
     name: str
-    box: Box
+    box: TensorSlice
     """A part of what the source holds."""
     holding: int
     """Which of the source's pieces it is taken from."""
@@ -70,10 +70,10 @@ class Transfer:
         return self.box.volume * self.dtype.itemsize
 
 
-def exchange(held: Iterable[Piece], wanted: Iterable[Piece], *, group: Any = None) -> None:
+def redistribute(held: Iterable[TensorShard], wanted: Iterable[TensorShard], *, group: Any = None) -> None:
     """Fill the wanted tensors from what everyone holds; every worker of the group calls this.
 
-    Wanted tensors share no memory with held ones. Raises ``Uncovered`` on all workers alike where
+    Wanted tensors share no memory with held ones. Raises ``UncoveredError`` on all workers alike where
     some wanted box is held by nobody; then no tensor was touched.
     """
     giving, taking = list(held), list(wanted)
@@ -90,18 +90,18 @@ def exchange(held: Iterable[Piece], wanted: Iterable[Piece], *, group: Any = Non
         _send_all(giving, taking, transfers, rank=rank, limit_bytes=limit, group=group)
 
 
-def gather_specs(held: Iterable[Piece], *, group: Any = None) -> dict[str, Spec]:
+def gather_specs(held: Iterable[TensorShard], *, group: Any = None) -> dict[str, TensorSpec]:
     """The tensors of which anyone holds a part; every worker of the group calls this."""
     return {
-        part.name: Spec(part.shape, part.dtype)
+        part.name: TensorSpec(part.shape, part.dtype)
         for told in gather_json(_tell(held), group=group)
         for part in _hear(told)
     }
 
 
 def plan_transfers(
-    held: Sequence[Sequence[Part]],
-    wanted: Sequence[Sequence[Part]],
+    held: Sequence[Sequence[SliceTransfer]],
+    wanted: Sequence[Sequence[SliceTransfer]],
     *,
     limit_bytes: int = CHUNK_BYTES,
 ) -> list[Transfer]:
@@ -110,7 +110,7 @@ def plan_transfers(
     Every element of every wanted box is sent exactly once. The answer depends on the arguments
     alone, so that all workers come to the same.
     """
-    holders: dict[str, list[tuple[int, int, Part]]] = defaultdict(list)
+    holders: dict[str, list[tuple[int, int, SliceTransfer]]] = defaultdict(list)
     for rank, parts in enumerate(held):
         for index, part in enumerate(parts):
             if not part.box.is_empty:
@@ -137,11 +137,11 @@ def plan_transfers(
             if left:
                 missing.add(part.name)
     if missing:
-        raise Uncovered(sorted(missing))
+        raise UncoveredError(sorted(missing))
     return transfers
 
 
-def least_of_all(number: int) -> int:
+def minimum_over_workers(number: int) -> int:
     """What the one with the least can do, all do: they meet in every micro-batch."""
     if not dist.is_initialized():
         return number
@@ -184,8 +184,8 @@ def broadcast_json(value: Any, *, source: int, group: Any = None) -> Any:
 
 
 def _send_all(
-    giving: list[Piece],
-    taking: list[Piece],
+    giving: list[TensorShard],
+    taking: list[TensorShard],
     transfers: list[Transfer],
     *,
     rank: int,
@@ -249,7 +249,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _pack(giving: list[Piece], message: list[Transfer], device: torch.device) -> Tensor:
+def _pack(giving: list[TensorShard], message: list[Transfer], device: torch.device) -> Tensor:
     buffer = torch.zeros(_length(message), dtype=torch.uint8, device=device)
     for transfer, view in _views(buffer, message):
         piece = giving[transfer.holding]
@@ -257,7 +257,7 @@ def _pack(giving: list[Piece], message: list[Transfer], device: torch.device) ->
     return buffer
 
 
-def _unpack(buffer: Tensor, message: list[Transfer], taking: list[Piece]) -> None:
+def _unpack(buffer: Tensor, message: list[Transfer], taking: list[TensorShard]) -> None:
     for transfer, view in _views(buffer, message):
         piece = taking[transfer.target]
         piece.tensor[transfer.box.within(piece.box)].copy_(view)
@@ -271,14 +271,14 @@ def _views(buffer: Tensor, message: list[Transfer]) -> Iterable[tuple[Transfer, 
         start += _aligned(transfer.nbytes)
 
 
-def _place(giving: list[Piece], taking: list[Piece], transfer: Transfer) -> None:
+def _place(giving: list[TensorShard], taking: list[TensorShard], transfer: Transfer) -> None:
     source, target = giving[transfer.holding], taking[transfer.target]
     target.tensor[transfer.box.within(target.box)].copy_(
         source.tensor[transfer.box.within(source.box)]
     )
 
 
-def _split(boxes: Iterable[Box], itemsize: int, limit_bytes: int) -> Iterable[Box]:
+def _split(boxes: Iterable[TensorSlice], itemsize: int, limit_bytes: int) -> Iterable[TensorSlice]:
     """Halve boxes until each fits a message."""
     for box in boxes:
         if box.volume * itemsize <= max(limit_bytes, itemsize):
@@ -287,11 +287,11 @@ def _split(boxes: Iterable[Box], itemsize: int, limit_bytes: int) -> Iterable[Bo
         # Along the first dimension that can be: slices stay in one stretch of memory.
         dim = next(dim for dim, length in enumerate(box.size) if length > 1)
         half = box.size[dim] // 2
-        first = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
+        first = TensorSlice(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
         yield from _split((first, *box.subtract(first)), itemsize, limit_bytes)
 
 
-def _check_shapes(part: Part, holders: Iterable[tuple[int, int, Part]]) -> None:
+def _check_shapes(part: SliceTransfer, holders: Iterable[tuple[int, int, SliceTransfer]]) -> None:
     for _, _, have in holders:
         if have.shape != part.shape:
             raise CheckpointError(
@@ -300,7 +300,7 @@ def _check_shapes(part: Part, holders: Iterable[tuple[int, int, Part]]) -> None:
             )
 
 
-def _tell(pieces: Iterable[Piece]) -> list[Any]:
+def _tell(pieces: Iterable[TensorShard]) -> list[Any]:
     return [
         [
             piece.name,
@@ -313,9 +313,9 @@ def _tell(pieces: Iterable[Piece]) -> list[Any]:
     ]
 
 
-def _hear(told: list[Any]) -> list[Part]:
+def _hear(told: list[Any]) -> list[SliceTransfer]:
     return [
-        Part(name, tuple(shape), Box(tuple(offset), tuple(size)), _DTYPES[dtype])
+        SliceTransfer(name, tuple(shape), TensorSlice(tuple(offset), tuple(size)), _DTYPES[dtype])
         for name, shape, offset, size, dtype in told
     ]
 

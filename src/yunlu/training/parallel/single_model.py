@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch
 
 
-class Arranged(Protocol):
+class WrappedModel(Protocol):
     """What a worker holds of a model, and how a step runs there."""
 
     parts: list[nn.Module]
@@ -94,7 +94,7 @@ class Arranged(Protocol):
 _NOTHING = nullcontext()
 
 
-class Whole:
+class SingleModel:
     """The model as it is."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.training.parallel.gradient_allreduce import GradientSum
-from yunlu.training.parallel.single_model import Whole
+from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
+from yunlu.training.parallel.single_model import SingleModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch
 
 
-class Mates(Whole):
+class SiteReplicas(SingleModel):
     """The model as it is, and the gradients of all who make this step."""
 
     def __init__(self, model: nn.Module, summation: Summation, *, bucket_bytes: int) -> None:
         super().__init__(model)
-        self._sum = GradientSum(self.weights, summation, bucket_bytes=bucket_bytes)
+        self._sum = GradientAllReduce(self.weights, summation, bucket_bytes=bucket_bytes)
 
     def accumulate(
         self,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MOST_WAYS = 64
 
 
-def find_facts(
+def find_split_constraints(
     model: nn.Module, probe: Batch, *, state_bytes: float, activation_bytes_per_sample: float
 ) -> SplitConstraints:
     """Look at a whole model; ``probe`` shows whether its stages together do what it does."""

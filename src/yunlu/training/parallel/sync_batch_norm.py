@@ -31,7 +31,7 @@ _FEWEST = 2
 """Values of a channel: one alone has no variance."""
 
 
-class _Seen(NamedTuple):
+class _GroupStatistics(NamedTuple):
     """What a forward pass learned from all members."""
 
     mean: Tensor
@@ -60,7 +60,7 @@ def synchronise_batch_norm(model: nn.Module, add_up: Callable[[Tensor], object])
             module.forward = MethodType(forward, module)
 
 
-def undo(model: nn.Module) -> None:
+def remove_sync(model: nn.Module) -> None:
     """Each replica by itself again."""
     for module in model.modules():
         if _sums.pop(module, None) is not None:
@@ -90,7 +90,7 @@ def _forward_together(module: _BatchNorm, values: Tensor) -> Tensor:
     if module.track_running_stats:
         _track(module, mean, variance * (count / (count - 1)))
     kind = torch.promote_types(values.dtype, torch.float32)
-    seen = _Seen(mean.to(kind), variance.to(kind), module.eps, count, mine > 0, add_up)
+    seen = _GroupStatistics(mean.to(kind), variance.to(kind), module.eps, count, mine > 0, add_up)
     return cast("Tensor", _Normalise.apply(values, module.weight, module.bias, seen))
 
 
@@ -148,7 +148,7 @@ class _Normalise(Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, seen: _Seen
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, seen: _GroupStatistics
     ) -> Tensor:
         ctx.save_for_backward(values, weight)
         ctx.seen = seen
@@ -161,7 +161,7 @@ class _Normalise(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_out: Tensor
     ) -> tuple[Tensor | None, ...]:
-        seen: _Seen = ctx.seen
+        seen: _GroupStatistics = ctx.seen
         values, weight = ctx.saved_tensors
         scale = torch.ones_like(seen.mean) if weight is None else weight
         _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
@@ -189,7 +189,7 @@ class _Normalise(Function):
         )
 
 
-def _through(grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, seen: _Seen) -> Tensor:
+def _through(grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, seen: _GroupStatistics) -> Tensor:
     """The gradient of the values: of the output, less what mean and variance took, a line per channel."""
     shape = (1, -1, *(1,) * (values.ndim - 2))
     inverse = (seen.variance + seen.eps).rsqrt()

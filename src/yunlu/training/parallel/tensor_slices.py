@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorSlice:
     """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
@@ -41,13 +41,13 @@ class Box:
         """How many elements lie in it."""
         return prod(self.size)
 
-    def intersect(self, other: Box) -> Box:
+    def intersect(self, other: TensorSlice) -> TensorSlice:
         """What lies in both; empty where nothing does."""
         low = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
-        return Box(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
+        return TensorSlice(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
 
-    def subtract(self, other: Box) -> Iterator[Box]:
+    def subtract(self, other: TensorSlice) -> Iterator[TensorSlice]:
         """What lies in this one only, as boxes that do not overlap."""
         common = self.intersect(other)
         if common.is_empty:
@@ -59,10 +59,10 @@ class Box:
             before, after = low - offset[dim], offset[dim] + size[dim] - low - length
             for start, extent in ((offset[dim], before), (low + length, after)):
                 if extent:
-                    yield Box(_with(offset, dim, start), _with(size, dim, extent))
+                    yield TensorSlice(_with(offset, dim, start), _with(size, dim, extent))
             offset[dim], size[dim] = low, length
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: TensorSlice) -> tuple[slice, ...]:
         """Where it lies in a tensor that holds the outer box."""
         return tuple(
             slice(start - base, start - base + length)
@@ -73,12 +73,12 @@ class Box:
         return (start + length for start, length in zip(self.offset, self.size, strict=True))
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_slice(shape: Sequence[int]) -> TensorSlice:
     """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
+    return TensorSlice((0,) * len(shape), tuple(shape))
 
 
-def uncovered(wanted: Box, boxes: Iterable[Box]) -> list[Box]:
+def missing_elements(wanted: TensorSlice, boxes: Iterable[TensorSlice]) -> list[TensorSlice]:
     """What none of the boxes holds."""
     left = [] if wanted.is_empty else [wanted]
     for box in boxes:
@@ -87,7 +87,7 @@ def uncovered(wanted: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """What a tensor is as a whole."""
 
     shape: tuple[int, ...]
@@ -95,13 +95,13 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     """What one worker holds of a tensor."""
 
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    box: Box
+    box: TensorSlice
     tensor: Tensor
     """Local and plain, of exactly the box's size."""
 
@@ -115,37 +115,37 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-class Reader(Protocol):
+class ShardReader(Protocol):
     """Where state comes from."""
 
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors that can be read, by name."""
         ...
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: TensorSlice) -> Tensor:
         """A part of a tensor, on the CPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReader:
+class ShardGroupReader:
     """The tensors of one group of a reader, by their names within the group."""
 
-    reader: Reader
+    reader: ShardReader
     group: str
 
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors of the group."""
         prefix = f"{self.group}/"
         found = self.reader.specs().items()
         return {name.removeprefix(prefix): spec for name, spec in found if name.startswith(prefix)}
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: TensorSlice) -> Tensor:
         """A part of a tensor of the group."""
         return self.reader.read(f"{self.group}/{name}", box)
 
 
-def join_groups(groups: Mapping[str, Mapping[str, Piece]]) -> list[Piece]:
+def join_groups(groups: Mapping[str, Mapping[str, TensorShard]]) -> list[TensorShard]:
     """The pieces of all groups, named ``<group>/<name>``."""
     return [
         replace(piece, name=f"{group}/{name}")
@@ -154,11 +154,11 @@ def join_groups(groups: Mapping[str, Mapping[str, Piece]]) -> list[Piece]:
     ]
 
 
-def piece_of(name: str, tensor: Tensor) -> Piece:
+def shard_of(name: str, tensor: Tensor) -> TensorShard:
     """What this worker holds of a tensor: all of a plain one, its shard of a distributed one."""
     shape = tuple(tensor.shape)
-    if not is_spread(tensor):
-        return Piece(name, shape, whole(shape), tensor.detach())
+    if not is_distributed(tensor):
+        return TensorShard(name, shape, full_slice(shape), tensor.detach())
     local = local_of(tensor)
     box = _shard(name, shape, tensor)
     if box.size != tuple(local.shape):
@@ -167,15 +167,15 @@ def piece_of(name: str, tensor: Tensor) -> Piece:
             f"means {box.size}.",
             hint="This is a fault of Yunlu or of a model that cuts its own weights; please report it.",
         )
-    return Piece(name, shape, box, local.detach())
+    return TensorShard(name, shape, box, local.detach())
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of a distributed tensor that lies here; a plain tensor itself."""
-    return cast("Any", tensor)._local_tensor if is_spread(tensor) else tensor
+    return cast("Any", tensor)._local_tensor if is_distributed(tensor) else tensor
 
 
-def is_spread(tensor: Tensor | None) -> TypeIs[DTensor]:
+def is_distributed(tensor: Tensor | None) -> TypeIs[DTensor]:
     """Whether this is one of torch's distributed tensors.
 
     Workers that cut nothing never load them, which takes most of a second.
@@ -184,18 +184,18 @@ def is_spread(tensor: Tensor | None) -> TypeIs[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> Box:
+def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> TensorSlice:
     # torch computes this too, but wrongly where FSDP lies over an uneven cut of the same dimension.
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return Box((0,) * len(shape), (0,) * len(shape))
+        return TensorSlice((0,) * len(shape), (0,) * len(shape))
     offset, size = [0] * len(shape), list(shape)
     for axis in _in_order_of_cutting(name, tensor):
         dim, ways = _cut_dim(tensor, axis), tensor.device_mesh.size(axis)
         chunk = -(-size[dim] // ways)
         start = min(chunk * coordinate[axis], size[dim])
         offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)
-    return Box(tuple(offset), tuple(size))
+    return TensorSlice(tuple(offset), tuple(size))
 
 
 def _in_order_of_cutting(name: str, tensor: DTensor) -> list[int]:
@@ -237,17 +237,17 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
 
 def weights_of(
     modules: Iterable[nn.Module], *, aliases: Mapping[str, str] | None = None
-) -> dict[str, Piece]:
+) -> dict[str, TensorShard]:
     """Weights and persistent buffers of one or several stages, under whole-model names.
 
     Tied weights stand once. ``aliases`` of the whole model give the parts of a tie that a pipeline
     keeps on two workers the same name.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     for module in modules:
         for name, value in _tied(module.state_dict())[0].items():
             known = (aliases or {}).get(name, name)
-            pieces.setdefault(known, piece_of(known, value))
+            pieces.setdefault(known, shard_of(known, value))
     return pieces
 
 
@@ -271,7 +271,7 @@ def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return kept, aliases
 
 
-def fill(pieces: Iterable[Piece], reader: Reader) -> None:
+def fill(pieces: Iterable[TensorShard], reader: ShardReader) -> None:
     """Copy into the live tensors; nothing is touched where the state is another model's."""
     wanted = list(pieces)
     check_fit(wanted, reader.specs())
@@ -281,7 +281,7 @@ def fill(pieces: Iterable[Piece], reader: Reader) -> None:
                 piece.tensor.copy_(reader.read(piece.name, piece.box))
 
 
-def check_fit(wanted: Iterable[Piece], specs: Mapping[str, Spec]) -> None:
+def check_fit(wanted: Iterable[TensorShard], specs: Mapping[str, TensorSpec]) -> None:
     """Refuse state that lacks a tensor, or has it in another shape."""
     for piece in wanted:
         found = specs.get(piece.name)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from yunlu.planning.layout import AXES, Layout, RankCoordinates
 from yunlu.training.communication.allreduce.doubling import doubling_sum
 from yunlu.training.communication.transport import connect
-from yunlu.training.parallel.redistribute import exchange, gather_json, gather_specs
+from yunlu.training.parallel.redistribute import redistribute, gather_json, gather_specs
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
-from yunlu.training.parallel.tensor_slices import piece_of
+from yunlu.training.parallel.tensor_slices import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -145,12 +145,12 @@ class World:
     def pass_on(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """The tensors of one worker, for all."""
         ours = tensors if self.rank == source else {}
-        held = [piece_of(name, tensor) for name, tensor in ours.items()]
+        held = [shard_of(name, tensor) for name, tensor in ours.items()]
         found = {
             name: torch.empty(spec.shape, dtype=spec.dtype)
             for name, spec in gather_specs(held).items()
         }
-        exchange(held, [piece_of(name, tensor) for name, tensor in found.items()])
+        redistribute(held, [shard_of(name, tensor) for name, tensor in found.items()])
         return found
 
     def wait_for(self, work: dist.Work) -> None:

@@ -1,6 +1,6 @@
 """Lower precision with FP32 master weights: arithmetic, loss scale, and what adapts them."""
 
-from yunlu.training.precision.adaptive import Move
+from yunlu.training.precision.adaptive import PrecisionChange
 from yunlu.training.precision.autocast import Precision
 from yunlu.training.precision.device import check_precision
 

@@ -22,9 +22,9 @@ from yunlu.training.precision.modules import (
     run_in_full,
 )
 from yunlu.training.precision.policy import judge
-from yunlu.training.precision.range_probes import FiniteLook, RangeLook
-from yunlu.training.precision.ranges import Format
-from yunlu.training.precision.spikes import Spikes
+from yunlu.training.precision.range_probes import FiniteProbe, RangeProbe
+from yunlu.training.precision.ranges import FloatFormat
+from yunlu.training.precision.spikes import SpikeDetector
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -44,7 +44,7 @@ _RATIO = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class PrecisionChange:
     """One module moved between low and full precision."""
 
     module: str
@@ -67,7 +67,7 @@ class Adaptive:
     """Watches the numbers of a model in low precision and decides who may stay there."""
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
-        self._form, self._dtype, self._device = Format.of(name, dtype), dtype, device
+        self._form, self._dtype, self._device = FloatFormat.of(name, dtype), dtype, device
         self._models: tuple[nn.Module, ...] = ()
         self._candidates: dict[str, nn.Module] = {}
         self._sizes: dict[str, int] = {}
@@ -76,8 +76,8 @@ class Adaptive:
         # The first step is looked at: what cannot be low is known before it does harm.
         self._next: Literal["range", "finite", "none"] = "range"
         self._next_at, self._wait = 0, 1
-        self._spikes, self._has_spiked = Spikes(), False
-        self._look: RangeLook | FiniteLook | None = None
+        self._spikes, self._has_spiked = SpikeDetector(), False
+        self._look: RangeProbe | FiniteProbe | None = None
 
     def attach(self, model: nn.Module, *copies: nn.Module) -> None:
         """Watch a model; the same modules of its copies move with it."""
@@ -118,12 +118,12 @@ class Adaptive:
             }
             is_range = self._next == "range"
             self._look = (
-                RangeLook(watched) if is_range else FiniteLook(self._models[0], self._candidates)
+                RangeProbe(watched) if is_range else FiniteProbe(self._models[0], self._candidates)
             )
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # compiled or not, hooks must be seen
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            dtype = self._dtype if isinstance(self._look, FiniteLook) else self._wide()
+            dtype = self._dtype if isinstance(self._look, FiniteProbe) else self._wide()
             if dtype is not None:
                 stack.enter_context(torch.autocast(self._device.type, dtype=dtype))
             stack.enter_context(self._look.watching())
@@ -131,12 +131,12 @@ class Adaptive:
 
     def before_update(self) -> None:
         """Just before the optimiser's step."""
-        if isinstance(self._look, RangeLook):
+        if isinstance(self._look, RangeProbe):
             self._look.before_update()
 
     def observe(
         self, *, step: int, loss: float, applied: bool, seen_at: float, scale: LossScale | None
-    ) -> list[Move]:
+    ) -> list[PrecisionChange]:
         """Take a finished step; returns what was moved.
 
         ``seen_at`` is the loss scale during the step, ``scale`` the one for the next.
@@ -144,10 +144,10 @@ class Adaptive:
         look, self._look = self._look, None
         spiked = self._spikes.add(loss) if applied else False
         broken = not applied or not math.isfinite(loss)
-        moves: list[Move] = []
-        if isinstance(look, FiniteLook):
+        moves: list[PrecisionChange] = []
+        if isinstance(look, FiniteProbe):
             moves = self._promote_culprits(look.read_culprits())
-        elif isinstance(look, RangeLook):
+        elif isinstance(look, RangeProbe):
             moves = self._weigh(look, seen_at, scale)
         self._plan_next(step, look, moved=bool(moves), broken=broken, spiked=spiked)
         return moves
@@ -173,7 +173,7 @@ class Adaptive:
         self._next, self._next_at, self._wait = state["next"]
         self._spikes.restore(state["spikes"])
         self._has_spiked = state["has_spiked"]
-        if isinstance(self._look, RangeLook):  # of a step that is given up
+        if isinstance(self._look, RangeProbe):  # of a step that is given up
             self._look.close()
         self._look = None
 
@@ -184,8 +184,8 @@ class Adaptive:
         )
         return torch.bfloat16 if has_bf16 or self._dtype == torch.bfloat16 else None
 
-    def _promote_culprits(self, culprits: list[str]) -> list[Move]:
-        moves: list[Move] = []
+    def _promote_culprits(self, culprits: list[str]) -> list[PrecisionChange]:
+        moves: list[PrecisionChange] = []
         for name in culprits:
             movable = self._movable_around(name)
             if movable is not None and not is_covered(movable, self._full):
@@ -201,7 +201,7 @@ class Adaptive:
             name = name.rpartition(".")[0]
         return name
 
-    def _weigh(self, look: RangeLook, seen_at: float, scale: LossScale | None) -> list[Move]:
+    def _weigh(self, look: RangeProbe, seen_at: float, scale: LossScale | None) -> list[PrecisionChange]:
         sizes = {
             name: size
             for name, size in self._sizes.items()
@@ -229,7 +229,7 @@ class Adaptive:
             moves += self._reconsider(name, unfit=name in unfit, judged=name in verdict.judged)
         return moves
 
-    def _reconsider(self, name: str, *, unfit: bool, judged: bool) -> list[Move]:
+    def _reconsider(self, name: str, *, unfit: bool, judged: bool) -> list[PrecisionChange]:
         kept = self._full[name]
         if unfit or not judged:
             self._full[name] = replace(kept, healthy=0)
@@ -240,14 +240,14 @@ class Adaptive:
         del self._full[name]
         self._move(name, "low")
         reason = f"fits {self._form.name} in {kept.patience} looks"
-        return [Move(module=name, to="low", reason=reason, low_share=self.low_share)]
+        return [PrecisionChange(module=name, to="low", reason=reason, low_share=self.low_share)]
 
-    def _to_full(self, name: str, reason: str, *, patience: int = _PATIENCE) -> Move:
+    def _to_full(self, name: str, reason: str, *, patience: int = _PATIENCE) -> PrecisionChange:
         times = self._promotions.get(name, 0)
         self._promotions[name] = times + 1
         self._full[name] = _Full(reason=reason, patience=patience * 2 ** min(times, 10))
         self._move(name, "full")
-        return Move(module=name, to="full", reason=reason, low_share=self.low_share)
+        return PrecisionChange(module=name, to="full", reason=reason, low_share=self.low_share)
 
     def _move(self, name: str, to: Literal["low", "full"]) -> None:
         for model in self._models:
@@ -256,17 +256,17 @@ class Adaptive:
     def _plan_next(
         self,
         step: int,
-        look: RangeLook | FiniteLook | None,
+        look: RangeProbe | FiniteProbe | None,
         *,
         moved: bool,
         broken: bool,
         spiked: bool,
     ) -> None:
-        if isinstance(look, RangeLook):
+        if isinstance(look, RangeProbe):
             self._wait = 1 if moved else min(2 * self._wait, LONGEST_WAIT)
             self._next_at = step + self._wait
         self._has_spiked |= spiked
-        was_finite_look = isinstance(look, FiniteLook)
+        was_finite_look = isinstance(look, FiniteProbe)
         if broken and (moved or not was_finite_look):
             # An overflow: of the forward pass, which names its culprit, or of the loss scale,
             # which has been halved and needs nobody.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.training.precision.adaptive import Adaptive, Move
+from yunlu.training.precision.adaptive import Adaptive, PrecisionChange
 from yunlu.training.precision.device import check_precision
 from yunlu.training.precision.fp32_ops import keep_in_fp32
 from yunlu.training.precision.loss_scale import LossScale
@@ -93,7 +93,7 @@ class Precision:
             self._seen_at = self._scale.value
             self._scale.skip()
 
-    def observe(self, *, step: int, loss: float) -> list[Move]:
+    def observe(self, *, step: int, loss: float) -> list[PrecisionChange]:
         """Look at a finished step; returns the modules that were moved because of it."""
         if self._adaptive is None:
             return []

@@ -11,7 +11,7 @@ from yunlu.training.precision.range_probes import BACKWARD, FORWARD
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.training.precision.ranges import Format, Range
+    from yunlu.training.precision.ranges import FloatFormat, ValueRange
 
 POWERS = range(-14, 25)
 """Loss scales to choose from, as powers of two."""
@@ -21,7 +21,7 @@ _ANY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PrecisionAdvice:
     """What one look at the ranges says."""
 
     power: int
@@ -33,13 +33,13 @@ class Verdict:
 
 
 def judge(
-    ranges: Mapping[str, Mapping[str, Range]],
+    ranges: Mapping[str, Mapping[str, ValueRange]],
     sizes: Mapping[str, int],
-    form: Format,
+    form: FloatFormat,
     *,
     power: int,
     scales: bool,
-) -> Verdict:
+) -> PrecisionAdvice:
     """Weigh the ranges of a step.
 
     Args:
@@ -60,11 +60,11 @@ def judge(
         reason = _misfit(spans, form, power, shift)
         if reason is not None:
             unfit[name] = reason
-    return Verdict(power=power + shift, unfit=unfit, judged=frozenset(finite))
+    return PrecisionAdvice(power=power + shift, unfit=unfit, judged=frozenset(finite))
 
 
 def _choose_shift(
-    ranges: Mapping[str, Mapping[str, Range]], sizes: Mapping[str, int], form: Format, power: int
+    ranges: Mapping[str, Mapping[str, ValueRange]], sizes: Mapping[str, int], form: FloatFormat, power: int
 ) -> int:
     """The change of scale that leaves most parameters low; none where the one in use does."""
     bands: dict[str, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ def _choose_shift(
 
 
 def _common_band(
-    spans: Mapping[str, Range], kinds: tuple[str, ...], form: Format
+    spans: Mapping[str, ValueRange], kinds: tuple[str, ...], form: FloatFormat
 ) -> tuple[int, int]:
     bands = [spans[kind].band(form) for kind in kinds if kind in spans]
     return (
@@ -95,7 +95,7 @@ def _common_band(
     )
 
 
-def _misfit(spans: Mapping[str, Range], form: Format, power: int, change: int) -> str | None:
+def _misfit(spans: Mapping[str, ValueRange], form: FloatFormat, power: int, change: int) -> str | None:
     """Why the format cannot hold the ranges at a scale; none where it can."""
     for kind in FORWARD + BACKWARD:
         span = spans.get(kind)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.training.precision.modules import is_covered, tensors_in
-from yunlu.training.precision.ranges import Range, measure, read
+from yunlu.training.precision.ranges import ValueRange, measure, read
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -27,7 +27,7 @@ BACKWARD = ("input gradients", "output gradients", "weight gradients")
 _RATIO_SAMPLE = 1 << 12
 
 
-class RangeLook:
+class RangeProbe:
     """Sizes of activations and gradients in a step that runs with the range of FP32.
 
     Seen there, a number that FP16 would lose is still what it is: overflow and underflow are
@@ -76,10 +76,10 @@ class RangeLook:
             if norm > 0  # what starts at zero moves infinitely far
         }
 
-    def read_ranges(self) -> dict[str, dict[str, Range]]:
+    def read_ranges(self) -> dict[str, dict[str, ValueRange]]:
         """Ranges by module and kind."""
         self.close()
-        found: dict[str, dict[str, Range]] = {}
+        found: dict[str, dict[str, ValueRange]] = {}
         for (name, kind), span in read(self._measured).items():
             found.setdefault(name, {})[kind] = span
         return found
@@ -126,7 +126,7 @@ class RangeLook:
             self._measured[name, kind].append(measure(values))
 
 
-class FiniteLook:
+class FiniteProbe:
     """Where the forward pass of a step in low precision first stops being finite."""
 
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:

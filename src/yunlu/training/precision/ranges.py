@@ -28,7 +28,7 @@ LOST_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class FloatFormat:
     """What a precision can hold."""
 
     name: str
@@ -37,7 +37,7 @@ class Format:
     """Values below this power of two round to zero."""
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype) -> Format:
+    def of(cls, name: str, dtype: torch.dtype) -> FloatFormat:
         """The limits of a floating-point type, subnormal numbers included."""
         limits = torch.finfo(dtype)
         smallest = math.log2(limits.smallest_normal * limits.eps)
@@ -45,7 +45,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class ValueRange:
     """The magnitudes of one kind of number in one module, in one step."""
 
     top: float
@@ -53,7 +53,7 @@ class Range:
     counts: tuple[float, ...] = ()
     """How many have each power of two, from ``_LOWEST`` on."""
 
-    def band(self, form: Format) -> tuple[int, int]:
+    def band(self, form: FloatFormat) -> tuple[int, int]:
         """Factors, as powers of two, between which the format can hold these numbers.
 
         At the lower end only ``LOST_SHARE`` of them rounds to zero; at the upper end the largest
@@ -65,7 +65,7 @@ class Range:
         highest = math.floor(math.log2(form.largest / self.top)) - 1 if self.top else _BINS
         return lowest, highest
 
-    def lost_share(self, power: int, form: Format) -> float:
+    def lost_share(self, power: int, form: FloatFormat) -> float:
         """Share of the sum of magnitudes that rounds to zero after a factor of ``2**power``."""
         shares, lost = self._shares(), form.lowest_power - power - (_LOWEST + 1)
         return float(shares[min(lost, len(shares)) - 1]) if lost > 0 and len(shares) else 0.0
@@ -94,12 +94,12 @@ def merge(measured: Sequence[Tensor]) -> Tensor:
     return torch.cat([stacked[:, 0].amax()[None], stacked[:, 1:].sum(0)])
 
 
-def read(measured: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[tuple[str, str], Range]:
+def read(measured: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[tuple[str, str], ValueRange]:
     """Bring ranges over from the device, all in one go."""
     if not measured:
         return {}
     rows: list[list[float]] = torch.stack([merge(each) for each in measured.values()]).tolist()
     return {
-        key: Range(top=top, counts=tuple(counts))
+        key: ValueRange(top=top, counts=tuple(counts))
         for key, (top, *counts) in zip(measured, rows, strict=True)
     }

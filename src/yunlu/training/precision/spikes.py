@@ -9,7 +9,7 @@ _WARM = 20
 _DEVIATIONS = 8.0
 
 
-class Spikes:
+class SpikeDetector:
     """Mean and deviation of the recent losses."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def started(words: Sequence[str], *, quiet: bool = False) -> Generator[subprocess.Popen[str]]:
+def start_child(words: Sequence[str], *, quiet: bool = False) -> Generator[subprocess.Popen[str]]:
     """A process that watches its standard input; ended at the latest with this block."""
     with subprocess.Popen(  # noqa: S603 - our own modules
         words,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
-from yunlu.training.probing.child_process import end_with_parent, started
+from yunlu.training.probing.child_process import end_with_parent, start_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def measure_start_and_link(
     with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
         store = str(Path(directory) / "store")
         began_at = time.time()
-        with started([*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]) as child:
+        with start_child([*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]) as child:
             assert child.stdout is not None
             line = child.stdout.readline()
             if not line:

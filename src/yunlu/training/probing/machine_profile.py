@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.planning.machine_profile import MachineProfile
-from yunlu.training.probing.child_process import started
-from yunlu.training.probing.profile_store import keep_probe, recall_probe
+from yunlu.training.probing.child_process import start_child
+from yunlu.training.probing.profile_store import save_profile, load_profile
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 
 
-def known_probe(machine: Machine) -> MachineProfile:
+def load_or_measure(machine: Machine) -> MachineProfile:
     """What is stored, or a quick look that then is."""
-    found = recall_probe(machine)
+    found = load_profile(machine)
     if found is None:
-        found = _look()
-        keep_probe(found)
+        found = _measure_in_subprocess()
+        save_profile(found)
     return found
 
 
-def _look() -> MachineProfile:
+def _measure_in_subprocess() -> MachineProfile:
     """In a process of its own: arrays that were timed here would count in the run's peak of memory."""
-    with started([*_PROGRAM, "--threads", str(torch.get_num_threads())], quiet=True) as child:
+    with start_child([*_PROGRAM, "--threads", str(torch.get_num_threads())], quiet=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"probed"'):

@@ -34,7 +34,7 @@ from yunlu.training.probing.microbenchmarks import (
     with_threads,
 )
 from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
-from yunlu.training.probing.profile_store import keep_probe
+from yunlu.training.probing.profile_store import save_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -195,7 +195,7 @@ def main() -> int:
         sys.stdout.flush()
 
     probed = measure_machine(quick=asked.quick, told=tell)
-    keep_probe(probed)
+    save_profile(probed)
     sys.stdout.write(json.dumps({"probed": probed.model_dump(mode="json")}) + "\n")
     return 0
 

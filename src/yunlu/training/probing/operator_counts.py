@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from yunlu.planning.machine_profile import Kind
     from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
-    from yunlu.training.autotune.timer import ModelMeter
+    from yunlu.training.autotune.timer import ModelTimer
     from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import Parts
+    from yunlu.training.training_inputs import TrainingInputs
 
 _COUNTED_S = 0.01
 """What may be computed once more only to count it."""
@@ -151,7 +151,7 @@ def _attention_size(args: Any, *, is_backward: bool) -> float:
 
 
 def count_step(
-    job: Job, parts: Parts, meter: ModelMeter, settings: StepSettings, *, sample_s: float
+    job: Job, parts: TrainingInputs, meter: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> OperatorWork:
     """A step's operators, as the run's own first samples give them."""
     model = parts.model
@@ -171,7 +171,7 @@ def count_step(
 
 
 def _count_pass(
-    model: nn.Module, meter: ModelMeter, settings: StepSettings, *, sample_s: float
+    model: nn.Module, meter: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> Pass:
     load_s, few = meter.load_s_per_sample, max(1, int(_COUNTED_S / max(sample_s, 1e-9)))
     counted = settings.model_copy(update={"micro_batch": min(settings.micro_batch, few)})

@@ -37,17 +37,17 @@ _OWN_LOAD = 0.5
 """What a worker that started some seconds ago is in that mean, and what any machine does besides."""
 
 
-def probe_files() -> tuple[Path, ...]:
+def profile_files() -> tuple[Path, ...]:
     """Where the figures of this machine are kept, and where an earlier version kept them."""
     folder = read_settings().cache / FOLDER
     return tuple(folder / name for name in file_names(cpu_name(), socket.gethostname()))
 
 
-def recall_probe(machine: Machine) -> MachineProfile | None:
+def load_profile(machine: Machine) -> MachineProfile | None:
     """What was measured of the best device with the torch and the threads at hand."""
     device, threads = machine.best_device, torch.get_num_threads()
     probes: list[MachineProfile] = []
-    for path in probe_files():
+    for path in profile_files():
         with suppress(OSError):
             probes += parse_profiles(path.read_bytes())
     alike = [
@@ -60,9 +60,9 @@ def recall_probe(machine: Machine) -> MachineProfile | None:
     return choose_profile(alike, threads=threads)
 
 
-def keep_probe(probed: MachineProfile) -> None:
+def save_profile(probed: MachineProfile) -> None:
     """Store it among those of other devices and versions; without a place for it, do nothing."""
-    path = probe_files()[0]
+    path = profile_files()[0]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path):
@@ -78,14 +78,14 @@ def _alone(path: Path) -> Generator[None]:
         yield
 
 
-def load_of_others(machine: Machine) -> float:
+def background_load(machine: Machine) -> float:
     """How many cores others keep busy, by the system's mean of the last minute; a GPU is one's own."""
     if machine.best_device.kind != "cpu":
         return 0.0
     return max(psutil.getloadavg()[0] - _OWN_LOAD, 0.0)
 
 
-def recall_calibration() -> Calibration:
+def load_calibration() -> Calibration:
     """What runs have taught; nothing where there were none."""
     try:
         text = (read_settings().cache / learnt.FILE).read_bytes()

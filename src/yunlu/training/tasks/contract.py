@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from yunlu.training.data.lengths import lengths_of
-from yunlu.training.tasks.task import Batch, Packs, SavesParts, Task
+from yunlu.training.tasks.task import Batch, SupportsPacking, SavesArtifacts, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +143,7 @@ class TaskContract:
         """Samples laid end to end must not see each other, nor count otherwise."""
         task, splits = self._load()
         model = self._build(task).eval()
-        if not isinstance(task, Packs) or not task.can_pack(model):
+        if not isinstance(task, SupportsPacking) or not task.can_pack(model):
             return
         samples = [splits.train[index] for index in range(min(6, len(splits.train)))]
         padded, packed = task.collate(samples), task.pack(samples)
@@ -185,7 +185,7 @@ class TaskContract:
         """Who opens an exported model must not run its maker's code."""
         task, _ = self._load()
         self._build(task)
-        if not isinstance(task, SavesParts):
+        if not isinstance(task, SavesArtifacts):
             return
         task.save_parts(tmp_path)
         for file in (path for path in tmp_path.rglob("*") if path.is_file()):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from yunlu.core.errors import ModelError
 from yunlu.training.data.features import find_column
 from yunlu.training.data.images import (
-    PictureFiles,
-    Pictures,
-    Shape,
-    find_scale,
-    find_shape,
-    load_pictures,
+    ImageFiles,
+    ImageArrays,
+    ImageShape,
+    infer_scale,
+    infer_image_shape,
+    load_images,
     measure,
 )
 from yunlu.training.data.sources import load_tables
@@ -26,9 +26,9 @@ from yunlu.training.models.hf import names_hf
 from yunlu.training.models.initial_weights import read_parts
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
-    Labelled,
+    LabelledSamples,
     Labels,
-    OneLabel,
+    SingleLabelTask,
     ends_in_softmax,
     label_config,
     read_hf_config,
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
 
 _IMAGE_NAMES = ("image", "img", "picture", "pixels", "x")
 
 
-class ImageClassification(OneLabel):
+class ImageClassification(SingleLabelTask):
     """Images to labels: one label per image, scored by accuracy.
 
     Images become one shape and are normalised with the statistics of the training images, or with
@@ -129,18 +129,18 @@ class ImageClassification(OneLabel):
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
 
     def _read_part(
-        self, table: Table | None, images: str, target: str, part: str
-    ) -> Labelled[Pictures | PictureFiles] | None:
+        self, table: DataTable | None, images: str, target: str, part: str
+    ) -> LabelledSamples[ImageArrays | ImageFiles] | None:
         if table is None:
             return None
         # Labels first: a wrong one is found before thousands of images are decoded.
         targets = self.labels.encode(
             table[target], table[images], part=part, row_of=table.source_row
         )
-        return Labelled(load_pictures(table[images], self.shape), targets)
+        return LabelledSamples(load_images(table[images], self.shape), targets)
 
-    def _learn_normalisation(self, job: Job, pictures: Pictures | PictureFiles) -> None:
-        self._scale = find_scale(pictures)
+    def _learn_normalisation(self, job: Job, pictures: ImageArrays | ImageFiles) -> None:
+        self._scale = infer_scale(pictures)
         given = read_hf_preprocessor(job.model) if self._by_name else {}
         start = read_parts(job.model)
         if "deviation" in start:  # trained weights keep the normalisation they were trained with
@@ -155,11 +155,11 @@ class ImageClassification(OneLabel):
         )
 
 
-def _choose_shape(job: Job, train: Table, images: str) -> Shape:
+def _choose_shape(job: Job, train: DataTable, images: str) -> ImageShape:
     wanted = job.data.image_size
     edges = None if wanted == "auto" else (wanted, wanted)
     if not names_hf(job.model.name):
-        return find_shape(train[images], edges=edges)
+        return infer_image_shape(train[images], edges=edges)
     config = read_hf_config(job.model)
     size = getattr(config, "image_size", None)
     built_for = (size, size) if isinstance(size, int) else tuple(size) if size else None
@@ -170,10 +170,10 @@ def _choose_shape(job: Job, train: Table, images: str) -> Shape:
             hint="remove data.image_size, or set model.args.image_size with model.pretrained: false",
         )
     channels = getattr(config, "num_channels", 3)
-    return find_shape(train[images], edges=built_for or edges, channels=channels)
+    return infer_image_shape(train[images], edges=built_for or edges, channels=channels)
 
 
-def _wants_channels_last(model: nn.Module, shape: Shape) -> bool:
+def _wants_channels_last(model: nn.Module, shape: ImageShape) -> bool:
     """Where a Keras model's input says so; sizes that do not fit the images are refused."""
     expected = getattr(getattr(model, "keras_model", None), "input_shape", None)
     if not isinstance(expected, tuple) or len(expected) != 4:

@@ -19,9 +19,9 @@ from yunlu.training.models.hf import names_hf
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
     SOUND_NAMES,
-    Labelled,
+    LabelledSamples,
     Labels,
-    OneLabel,
+    SingleLabelTask,
     choose_front,
     ends_in_softmax,
     label_config,
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
 
 _WHOLE_SHARE = 0.99
 """All but the longest percent of the training sounds stay whole: an outlier does not slow the rest."""
 
 
-class KeywordSpotting(OneLabel):
+class KeywordSpotting(SingleLabelTask):
     """Short sounds to labels: one label per sound, scored by accuracy.
 
     Sounds become log-mel frames of one length, longer ones cut at the end, shorter ones padded; the
@@ -114,15 +114,15 @@ class KeywordSpotting(OneLabel):
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
 
     def _read_part(
-        self, table: Table | None, sounds: str, target: str, part: str
-    ) -> Labelled[Sounds] | None:
+        self, table: DataTable | None, sounds: str, target: str, part: str
+    ) -> LabelledSamples[Sounds] | None:
         if table is None:
             return None
         # Labels first: a wrong one is found before thousands of sounds are decoded.
         targets = self.labels.encode(
             table[target], table[sounds], part=part, row_of=table.source_row
         )
-        return Labelled(Sounds(table[sounds], self.front), targets)
+        return LabelledSamples(Sounds(table[sounds], self.front), targets)
 
     def _fit(self, sound: Tensor) -> Tensor:
         sound = self.front.normalise(sound[: self.length])

@@ -141,15 +141,15 @@ class LanguageModeling:
         length, fill = self.max_length, self.tokenizer.pad
         return extend(scores_of, prompts, count=count, length=length, fill=fill)
 
-    def _cut(self, texts: list[str], data: DataSpec, part: str) -> Blocks:
+    def _cut(self, texts: list[str], data: DataSpec, part: str) -> TokenBlocks:
         stream = _encode_stream(self.tokenizer, texts)
         if len(stream) < 2:
             raise DataError(f"the {part} text is empty: two tokens are the least to learn from")
         in_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        return Blocks(stream, length=self.max_length, in_bytes=in_bytes, limit=data.limit)
+        return TokenBlocks(stream, length=self.max_length, in_bytes=in_bytes, limit=data.limit)
 
 
-class Blocks:
+class TokenBlocks:
     """A stream of tokens in blocks that overlap by one: each token but the first is a target once."""
 
     def __init__(

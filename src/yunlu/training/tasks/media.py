@@ -77,7 +77,7 @@ class Labels:
 Inputs = TypeVar("Inputs", bound="Samples")
 
 
-class Labelled(Generic[Inputs]):
+class LabelledSamples(Generic[Inputs]):
     """Pairs of an input and the index of its label."""
 
     def __init__(self, inputs: Inputs, targets: Tensor) -> None:
@@ -125,7 +125,7 @@ def classification_loss(
     return loss_sum(scores, targets, label_smoothing=label_smoothing), scores
 
 
-class OneLabel:
+class SingleLabelTask:
     """What tasks that answer each sample with one label do alike."""
 
     metric = "accuracy"

@@ -16,7 +16,7 @@ from yunlu.core.files import write_atomically
 from yunlu.training.data.features import customary, find_column
 from yunlu.training.data.sources import Tables, load_tables
 from yunlu.training.models.build import build_model
-from yunlu.training.models.matrix_factorization import Factors
+from yunlu.training.models.matrix_factorization import MatrixFactorization
 from yunlu.training.tasks.scoring import RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Scorer, Splits, call, logits_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
 
 USERS = ("user", "userid", "customer", "customerid", "reviewer", "reviewerid", "visitor")
 ITEMS = ("item", "itemid", "film", "filmid", "movie", "movieid", "product", "productid", "book")
@@ -35,7 +35,7 @@ TRAIN_NEGATIVES, TEST_NEGATIVES, CUT = 4, 99, 10
 _NEGATIVE_STREAM = 3
 
 
-class Pairs(NamedTuple):
+class UserItemPairs(NamedTuple):
     """Interactions ``(samples, candidates)``: one candidate with a rating, or a choice and others."""
 
     users: Tensor
@@ -43,22 +43,22 @@ class Pairs(NamedTuple):
     targets: Tensor
 
 
-class PairSamples:
+class UserItemSamples:
     """A whole part in memory, as tensors."""
 
     def __init__(self, users: np.ndarray, items: np.ndarray, targets: np.ndarray) -> None:
-        self._all = Pairs(*map(torch.from_numpy, (users, items, targets)))
+        self._all = UserItemPairs(*map(torch.from_numpy, (users, items, targets)))
 
     def __len__(self) -> int:
         return len(self._all.users)
 
-    def __getitem__(self, index: int) -> Pairs:
+    def __getitem__(self, index: int) -> UserItemPairs:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[Pairs]:
-        """Torch's convention for fetching in one go; here all come as one ``Pairs``."""
+    def __getitems__(self, indices: list[int]) -> list[UserItemPairs]:
+        """Torch's convention for fetching in one go; here all come as one ``UserItemPairs``."""
         chosen = torch.tensor(indices)
-        return [Pairs(*(tensor[chosen] for tensor in self._all))]
+        return [UserItemPairs(*(tensor[chosen] for tensor in self._all))]
 
 
 class Recommendation:
@@ -105,9 +105,9 @@ class Recommendation:
     def build(self, job: Job) -> nn.Module:
         """``factors``, or a model of the user's that takes ``(users, items)``."""
         sizes = {"users": len(self._users) + 1, "items": len(self._items) + 1}
-        return build_model(job.model, builtins={"factors": Factors}, sizes=sizes)
+        return build_model(job.model, builtins={"factors": MatrixFactorization}, sizes=sizes)
 
-    def collate(self, samples: Sequence[Pairs]) -> Batch:
+    def collate(self, samples: Sequence[UserItemPairs]) -> Batch:
         """Pairs to one flat batch of users and items."""
         users, items, targets = (
             parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -140,7 +140,7 @@ class Recommendation:
     def scorer(self) -> Scorer:
         """RMSE, MAE and R² of ratings; AUC and hit rate of choices."""
         if self._columns[2] is None:
-            return RankScorer()
+            return RankingScorer()
         return RegressionScorer(scale=self._std)
 
     def save_parts(self, directory: Path) -> None:
@@ -156,12 +156,12 @@ class Recommendation:
         text = json.dumps(parts, ensure_ascii=False)
         write_atomically(directory / "recommendation.json", text)
 
-    def _rated(self, table: Table, rating: str, part: str) -> PairSamples:
+    def _rated(self, table: DataTable, rating: str, part: str) -> UserItemSamples:
         users, items = self._numbers(table)
         scaled = (_ratings(table, rating, part) - self._mean) / self._std
-        return PairSamples(users[:, None], items[:, None], scaled.astype(np.float32)[:, None])
+        return UserItemSamples(users[:, None], items[:, None], scaled.astype(np.float32)[:, None])
 
-    def _choices(self, tables: Tables, *, seed: int) -> dict[str, PairSamples]:
+    def _choices(self, tables: Tables, *, seed: int) -> dict[str, UserItemSamples]:
         """Each choice beside items its user never chose in any part, drawn once for all epochs."""
         numbers = {part: self._numbers(table) for part, table in _parts(tables)}
         chosen = np.unique(
@@ -169,7 +169,7 @@ class Recommendation:
                 [users * (len(self._items) + 1) + items for users, items in numbers.values()]
             )
         )
-        samples: dict[str, PairSamples] = {}
+        samples: dict[str, UserItemSamples] = {}
         for place, (part, (users, items)) in enumerate(numbers.items()):
             rng = np.random.default_rng((seed, _NEGATIVE_STREAM, place))
             count = TRAIN_NEGATIVES if part == "training" else TEST_NEGATIVES
@@ -178,17 +178,17 @@ class Recommendation:
             targets = np.zeros(candidates.shape, dtype=np.float32)
             targets[:, 0] = 1.0
             everyone = np.repeat(users[:, None], candidates.shape[1], axis=1)
-            samples[part] = PairSamples(everyone, candidates, targets)
+            samples[part] = UserItemSamples(everyone, candidates, targets)
         return samples
 
-    def _numbers(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+    def _numbers(self, table: DataTable) -> tuple[np.ndarray, np.ndarray]:
         user, item, _ = self._columns
         users = [self._users.get(str(name), 0) for name in table[user]]
         items = [self._items.get(str(name), 0) for name in table[item]]
         return np.array(users, dtype=np.int64), np.array(items, dtype=np.int64)
 
 
-class RankScorer:
+class RankingScorer:
     """Where the chosen item, first of its row, stands among the others; ties count half."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class RankScorer:
         )
 
 
-def _find_columns(job: Job, table: Table) -> tuple[str, str, str | None]:
+def _find_columns(job: Job, table: DataTable) -> tuple[str, str, str | None]:
     asked = job.data.input
     if asked is not None and (isinstance(asked, str) or len(asked) != 2):
         raise DataError(f"data.input is {asked!r}; expected two columns: [user, item]")
@@ -236,12 +236,12 @@ def _find_columns(job: Job, table: Table) -> tuple[str, str, str | None]:
     )
 
 
-def _names(table: Table, column: str) -> list[str]:
+def _names(table: DataTable, column: str) -> list[str]:
     """Each name once, in the order of spelling: numbers must not depend on the order of rows."""
     return sorted({str(name) for name in table[column]})
 
 
-def _ratings(table: Table, column: str, part: str) -> np.ndarray:
+def _ratings(table: DataTable, column: str, part: str) -> np.ndarray:
     values = table[column]
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf" or values.ndim != 1:
         raise DataError(f"column {column!r} of the {part} data does not hold one number per row")
@@ -253,7 +253,7 @@ def _ratings(table: Table, column: str, part: str) -> np.ndarray:
     return values
 
 
-def _parts(tables: Tables) -> list[tuple[str, Table]]:
+def _parts(tables: Tables) -> list[tuple[str, DataTable]]:
     named = (
         ("training", tables.train),
         ("validation", tables.validation),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
     from yunlu.training.data.tokenizer import Tokenizer
 
 SOURCE_NAMES = ("source", "src", "input", "article", "document", "question", "prompt", "text", "x")
@@ -150,9 +150,9 @@ class Seq2Seq:
         loss = loss_sum(logits, batch.targets, label_smoothing=self._label_smoothing)
         return loss, Answers(logits, partial(self._write, model))
 
-    def scorer(self) -> WritingScorer:
+    def scorer(self) -> GenerationScorer:
         """Exact match and character error rate of written texts, accuracy of given ones."""
-        return WritingScorer(self.tokenizer)
+        return GenerationScorer(self.tokenizer)
 
     def save_parts(self, directory: Path) -> None:
         """How to turn text into the model's input and back."""
@@ -178,20 +178,20 @@ class Seq2Seq:
         begin = source.new_full((len(source), 1), tokenizer.bos)
         return extend(scores_of, begin, count=longest, length=longest + 1, fill=tokenizer.pad)
 
-    def _read_part(self, table: Table | None, names: tuple[str, str], part: str) -> Pairs | None:
+    def _read_part(self, table: DataTable | None, names: tuple[str, str], part: str) -> SequencePairs | None:
         if table is None:
             return None
         sources, targets = (texts_of(table, [name], part=part) for name in names)
         return self._encode(sources, targets, self.max_length)
 
-    def _encode(self, sources: list[str], targets: list[str], max_length: int) -> Pairs:
-        return Pairs(
+    def _encode(self, sources: list[str], targets: list[str], max_length: int) -> SequencePairs:
+        return SequencePairs(
             encode(self.tokenizer, sources, max_length=max_length),
             encode(self.tokenizer, targets, max_length=max_length, closed=True),
         )
 
 
-class Pairs:
+class SequencePairs:
     """The ids of sources and targets."""
 
     def __init__(self, sources: TokenLists, targets: TokenLists) -> None:
@@ -210,7 +210,7 @@ class Pairs:
         return self.sources[index], self.targets[index]
 
 
-class WritingScorer:
+class GenerationScorer:
     """Compares what the model writes by itself, for the first samples: writing is slow."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -265,7 +265,7 @@ class WritingScorer:
         return self._tokenizer.decode([token for token in written if token not in nothing]).strip()
 
 
-def _pair_columns(table: Table, job: Job) -> tuple[str, str]:
+def _pair_columns(table: DataTable, job: Job) -> tuple[str, str]:
     """Source and target: as named, by custom, or the two columns there are, in order."""
     asked = job.data.input
     if isinstance(asked, list):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
 
 _TEXT_NAMES = ("text", "transcript", "transcription", "sentence", "y")
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class SpeechToText:
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
 
     def _read_part(
-        self, table: Table | None, sounds: str, texts: str, part: str
+        self, table: DataTable | None, sounds: str, texts: str, part: str
     ) -> Utterances | None:
         if table is None:
             return None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from yunlu.spec.job import Job
     from yunlu.training.data.sources import Tables
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
 
 TARGETS = ("label", "target", "y", "class", "category", "species", "outcome", "output", "labels")
 
@@ -120,7 +120,7 @@ class _Tabular(ABC):
         text = json.dumps(parts, ensure_ascii=False, indent=1)
         write_atomically(directory / "tabular.json", text)
 
-    def _samples(self, table: Table, part: str) -> RowSamples:
+    def _samples(self, table: DataTable, part: str) -> RowSamples:
         features = torch.from_numpy(self._features.encode(table))
         return RowSamples(features, self._targets(table, part))
 
@@ -144,7 +144,7 @@ class _Tabular(ABC):
         """Learn what the targets need."""
 
     @abstractmethod
-    def _targets(self, table: Table, part: str) -> Tensor: ...
+    def _targets(self, table: DataTable, part: str) -> Tensor: ...
 
     @abstractmethod
     def _meaning(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class TabularClassification(_Tabular):
                 f"column {self._target!r} has one label only, {self._labels[0]!r}: nothing to tell apart"
             )
 
-    def _targets(self, table: Table, part: str) -> Tensor:
+    def _targets(self, table: DataTable, part: str) -> Tensor:
         place = {label: number for number, label in enumerate(self._labels)}
         words = label_words(table, self._target, part)
         for index, word in enumerate(words):
@@ -232,14 +232,14 @@ class TabularRegression(_Tabular):
         self._mean = start.get("mean", float(values.mean()))
         self._std = start.get("std", float(values.std()) or 1.0)
 
-    def _targets(self, table: Table, part: str) -> Tensor:
+    def _targets(self, table: DataTable, part: str) -> Tensor:
         scaled = (self._numbers(table, part) - self._mean) / self._std
         return torch.from_numpy(scaled.astype(np.float32))
 
     def _meaning(self) -> dict[str, Any]:
         return {"mean": self._mean, "std": self._std}
 
-    def _numbers(self, table: Table, part: str) -> np.ndarray:
+    def _numbers(self, table: DataTable, part: str) -> np.ndarray:
         column = table[self._target]
         if not is_numeric(column) or np.ndim(column) != 1:
             odd = next((i for i, cell in enumerate(column) if not _is_number(cell)), 0)
@@ -264,7 +264,7 @@ def _is_number(cell: Any) -> bool:
     return True
 
 
-def label_words(table: Table, name: str, part: str) -> list[str]:
+def label_words(table: DataTable, name: str, part: str) -> list[str]:
     """A column of labels as words: ``3`` for 3 and for 3.0; a missing one is an error."""
     words: list[str] = []
     for index, value in enumerate(table[name]):

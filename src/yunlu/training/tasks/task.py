@@ -137,7 +137,7 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class SavesParts(Protocol):
+class SavesArtifacts(Protocol):
     """A task with more to export than weights: labels, a tokenizer, feature statistics."""
 
     def save_parts(self, directory: Path) -> None:
@@ -146,7 +146,7 @@ class SavesParts(Protocol):
 
 
 @runtime_checkable
-class Heeds(Protocol):
+class DeclaresKeys(Protocol):
     """A task that says which of the special keys of a job it reads, so that none is set in vain."""
 
     heeds: frozenset[str]
@@ -154,7 +154,7 @@ class Heeds(Protocol):
 
 
 @runtime_checkable
-class Packs(Protocol):
+class SupportsPacking(Protocol):
     """A task that can lay samples end to end instead of padding them."""
 
     def can_pack(self, model: nn.Module) -> bool:
@@ -175,7 +175,7 @@ def padding_options(task: Task, model: nn.Module, splits: Splits) -> list[Paddin
     lengths = lengths_of(splits.train)
     if lengths is None or (lengths == lengths[:1]).all():
         return ["pad"]
-    packs = isinstance(task, Packs) and task.can_pack(model)
+    packs = isinstance(task, SupportsPacking) and task.can_pack(model)
     return ["pad", "bucket", "pack"] if packs else ["pad", "bucket"]
 
 
@@ -200,7 +200,7 @@ def collate_for(task: Task, padding: Padding) -> Callable[[Sequence[Any]], Batch
     """What makes batches for training; evaluation always pads."""
     if padding != "pack":
         return task.collate
-    assert isinstance(task, Packs)
+    assert isinstance(task, SupportsPacking)
     return task.pack
 
 

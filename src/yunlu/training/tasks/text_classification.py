@@ -30,7 +30,7 @@ from yunlu.training.models.transformer import TransformerClassifier
 from yunlu.training.tasks.decoding import unwrapped
 from yunlu.training.tasks.media import (
     Labels,
-    OneLabel,
+    SingleLabelTask,
     ends_in_softmax,
     label_config,
 )
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from yunlu.spec.job import Job
-    from yunlu.training.data.table import Table
+    from yunlu.training.data.table import DataTable
     from yunlu.training.data.tokenizer import Tokenizer
 
 TEXT_NAMES = (
@@ -65,7 +65,7 @@ LABEL_NAMES = (
 _EXAMPLES, _SEARCHED = 6, 500
 
 
-class TextClassification(OneLabel):
+class TextClassification(SingleLabelTask):
     """Texts to labels: one label per text, scored by accuracy.
 
     A Hugging Face model gets ``input_ids`` and ``attention_mask``; any other ``(ids, mask)``.
@@ -174,7 +174,7 @@ class TextClassification(OneLabel):
         return call_packed(model, inputs, lengths=inputs.pop("lengths").tolist())
 
     def _read_part(
-        self, table: Table | None, inputs: Sequence[str], target: str, part: str
+        self, table: DataTable | None, inputs: Sequence[str], target: str, part: str
     ) -> LabelledTexts | None:
         if table is None:
             return None
@@ -182,7 +182,7 @@ class TextClassification(OneLabel):
         known = self._known(table, inputs, target, part)
         return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), known)
 
-    def _known(self, table: Table, inputs: Sequence[str], target: str, part: str) -> Tensor:
+    def _known(self, table: DataTable, inputs: Sequence[str], target: str, part: str) -> Tensor:
         return self.labels.encode(
             table[target], table[inputs[0]], part=part, row_of=table.source_row
         )
@@ -244,7 +244,7 @@ class TextScorer(ClassScorer):
                 )
 
 
-def _text_columns(table: Table, job: Job, target: str) -> list[str]:
+def _text_columns(table: DataTable, job: Job, target: str) -> list[str]:
     """The columns that hold the text: as named, by custom, or the only one with words in it."""
     asked = job.data.input
     if asked is not None:

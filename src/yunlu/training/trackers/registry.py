@@ -58,7 +58,7 @@ class TrackerThread:
     def __init__(
         self, trackers: Sequence[Tracker], warn: Callable[[str], None], *, capacity: int = 10_000
     ) -> None:
-        self._lanes = [_Lane(tracker, warn, capacity) for tracker in trackers]
+        self._lanes = [_TrackerQueue(tracker, warn, capacity) for tracker in trackers]
 
     def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Open every tracker, without waiting for it."""
@@ -120,7 +120,7 @@ def _alike(one: _Item, other: _Item) -> bool:
     return one.metrics.keys() == other.metrics.keys()
 
 
-class _Lane:
+class _TrackerQueue:
     """One tracker, its backlog, and the thread that works it off."""
 
     def __init__(self, tracker: Tracker, warn: Callable[[str], None], capacity: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from yunlu.planning.plan import AutotuneTrial, StepSettings
-from yunlu.training.autotune.cache import recall, remember
-from yunlu.training.autotune.search import Found
+from yunlu.training.autotune.cache import load_cached, save_cached
+from yunlu.training.autotune.search import TunedSettings
 
 
 @pytest.fixture(autouse=True)
@@ -15,31 +15,31 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def found(threads: int) -> Found:
+def found(threads: int) -> TunedSettings:
     trial = AutotuneTrial(name="threads", value="1", sample_s=1.0, speedup=2.0, kept=True)
     settings = StepSettings(threads=threads, micro_batch=8)
-    return Found(settings=settings, reasons={"threads": "why"}, trials=(trial,))
+    return TunedSettings(settings=settings, reasons={"threads": "why"}, trials=(trial,))
 
 
 def test_the_same_shape_gets_the_same_settings_marked_as_remembered() -> None:
-    remember(["here", 7], found(1))
-    again = recall(["here", 7])
+    save_cached(["here", 7], found(1))
+    again = load_cached(["here", 7])
     assert again is not None
     assert again.settings == found(1).settings
     assert all(trial.remembered for trial in again.trials)
-    assert recall(["here", 8]) is None
+    assert load_cached(["here", 8]) is None
 
 
 def test_of_two_runs_that_measured_at_once_the_first_to_write_decides_for_both() -> None:
-    assert remember(["here"], found(1)).settings.threads == 1
-    assert remember(["here"], found(2)).settings.threads == 1
+    assert save_cached(["here"], found(1)).settings.threads == 1
+    assert save_cached(["here"], found(2)).settings.threads == 1
 
 
 def test_a_damaged_entry_or_no_cache_at_all_only_means_measuring_again(own_cache: Path) -> None:
-    remember(["here"], found(1))
+    save_cached(["here"], found(1))
     (entry,) = (own_cache / "settings").iterdir()
     entry.write_text("{")
-    assert recall(["here"]) is None
+    assert load_cached(["here"]) is None
     own_cache.rename(own_cache.with_name("gone"))
     own_cache.write_text("a file where the cache should be")
-    assert remember(["there"], found(2)).settings.threads == 2
+    assert save_cached(["there"], found(2)).settings.threads == 2

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.plan import StepSettings
-from yunlu.training.autotune.search import Lever, search
+from yunlu.training.autotune.search import Knob, search
 
 START = StepSettings(threads=2, micro_batch=8)
 
@@ -31,8 +31,8 @@ class TableMeter:
         return 1.0
 
 
-def lever(field: str, *values: object, **more: object) -> Lever:
-    return Lever(
+def lever(field: str, *values: object, **more: object) -> Knob:
+    return Knob(
         field=field,
         options=lambda now: [now.model_copy(update={field: value}) for value in values],
         **more,  # type: ignore[arg-type]

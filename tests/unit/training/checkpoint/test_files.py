@@ -19,11 +19,11 @@ from yunlu.core.errors import CheckpointError, TrainingError
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.manifest import pack_manifest
-from yunlu.training.checkpoint.save_group import Crew, Shares, assign_writers
-from yunlu.training.checkpoint.storage import LocalPlace
+from yunlu.training.checkpoint.save_group import SaveGroup, WriterAssignment, assign_writers
+from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.checkpoint.tensor_files import describe_bytes
-from yunlu.training.parallel.tensor_slices import Box, Piece, piece_of
+from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, shard_of
 
 WEIGHTS = "rank-00000.safetensors"
 
@@ -198,15 +198,15 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
 def test_any_box_of_a_tensor_can_be_read(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 6 * 5).view(4, 6, 5)
     reader = read(write(tmp_path, Snapshot(step=1, tensors={"model": {"w": tensor}}, state={})))
-    assert torch.equal(reader.read("model/w", Box((1, 2, 0), (2, 3, 5))), tensor[1:3, 2:5])
-    assert reader.read("model/w", Box((1, 2, 0), (0, 3, 5))).shape == (0, 3, 5)
+    assert torch.equal(reader.read("model/w", TensorSlice((1, 2, 0), (2, 3, 5))), tensor[1:3, 2:5])
+    assert reader.read("model/w", TensorSlice((1, 2, 0), (0, 3, 5))).shape == (0, 3, 5)
 
 
 def test_live_tensors_are_saved_as_they_were_though_training_goes_on(tmp_path: Path) -> None:
     live = {"w": torch.full((1000, 100), 1.0), "buffer": torch.full((10,), 1.0)}
     kept = store(tmp_path, keep_last=9)
     for step, defer in ((1, False), (2, True), (3, True)):
-        pieces = {"model": {name: piece_of(name, tensor) for name, tensor in live.items()}}
+        pieces = {"model": {name: shard_of(name, tensor) for name, tensor in live.items()}}
         kept.save(
             Snapshot(step=step, pieces=pieces, state={}), defer=defer, moving={"model/buffer"}
         )
@@ -226,7 +226,7 @@ def test_memory_for_the_copy_is_used_again(tmp_path: Path) -> None:
     kept.wait()
     memory = kept._buffer._memory.data_ptr()
     for step in (1, 2):
-        pieces = {"model": {"w": piece_of("w", torch.ones(1000))}}
+        pieces = {"model": {"w": shard_of("w", torch.ones(1000))}}
         kept.save(Snapshot(step=step, pieces=pieces, state={}))
         assert kept._buffer._memory.data_ptr() == memory
     kept.close()
@@ -235,34 +235,34 @@ def test_memory_for_the_copy_is_used_again(tmp_path: Path) -> None:
 def test_a_save_that_is_given_up_publishes_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
     alone_of_two = CheckpointStore(
         tmp_path, keep_last=1, keep_best=1, metric="loss", lower_is_better=True,
-        saved=lambda entry, seconds: pytest.fail("published"), crew=Crew(rank=0, size=2, token="g1"),
+        saved=lambda entry, seconds: pytest.fail("published"), crew=SaveGroup(rank=0, size=2, token="g1"),
     )  # fmt: skip
-    alone_of_two._shares = Shares(Crew())  # the other one does not answer here
+    alone_of_two._shares = WriterAssignment(SaveGroup())  # the other one does not answer here
     alone_of_two.save(snapshot(1))
     pool = alone_of_two._pool
     alone_of_two.abandon()
     pool.shutdown()
-    assert files.entries(LocalPlace(tmp_path)) == []
+    assert files.entries(LocalStorage(tmp_path)) == []
     assert store(tmp_path).open_newest(pytest.fail) is None
 
 
 def test_a_worker_that_never_reports_ends_the_save(tmp_path: Path) -> None:
-    crew = Crew(rank=0, size=2, token="g1")
-    place = LocalPlace(tmp_path)
+    crew = SaveGroup(rank=0, size=2, token="g1")
+    place = LocalStorage(tmp_path)
     directory = place.begin(1, crew.token)
     files.write_part(place, directory, crew, {}, groups=[], between=lambda: None)
     with pytest.raises(CheckpointError, match=r"\[1\] have not saved"):
         files.publish(place, directory, crew, snapshot(1), patience_s=0, between=lambda: None)
-    files.report_failure(place, directory, Crew(rank=1, size=2, token="g1"), "disk full")
+    files.report_failure(place, directory, SaveGroup(rank=1, size=2, token="g1"), "disk full")
     with pytest.raises(CheckpointError, match="Worker 1 could not save its part: disk full"):
         files.publish(place, directory, crew, snapshot(1), patience_s=0, between=lambda: None)
 
 
 def test_a_save_with_a_hole_is_not_published(tmp_path: Path) -> None:
-    crew = Crew()
-    place = LocalPlace(tmp_path)
+    crew = SaveGroup()
+    place = LocalStorage(tmp_path)
     directory = place.begin(1, crew.token)
-    half = Piece("model/w", (8,), Box((0,), (4,)), torch.zeros(4))
+    half = TensorShard("model/w", (8,), TensorSlice((0,), (4,)), torch.zeros(4))
     files.write_part(
         place, directory, crew, {"model/w": half}, groups=["model"], between=lambda: None
     )
@@ -272,7 +272,7 @@ def test_a_save_with_a_hole_is_not_published(tmp_path: Path) -> None:
 
 
 def test_replicas_share_the_writing() -> None:
-    box = Box((0,), (100,))
+    box = TensorSlice((0,), (100,))
     parts = [(f"w{number}", box, 400 + number) for number in range(12)]
     writers = assign_writers([parts, parts, parts])
     assert sorted(name for names in writers for name in names) == sorted(name for name, *_ in parts)
@@ -284,7 +284,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, loss in enumerate([0.9, 0.2, 0.8, 0.7, 0.6], start=1):
         kept.save(snapshot(step, loss=loss))
     kept.close()
-    assert [entry.step for entry in files.entries(LocalPlace(tmp_path))] == [2, 4, 5]
+    assert [entry.step for entry in files.entries(LocalStorage(tmp_path))] == [2, 4, 5]
     best = kept.open_best(pytest.fail)
     assert best is not None
     assert best.step == 2
@@ -295,7 +295,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
     for step, loss in enumerate([float("nan"), 0.5, float("nan"), 0.4, float("nan")], start=1):
         kept.save(snapshot(step, loss=loss))
     kept.close()
-    assert [entry.step for entry in files.entries(LocalPlace(tmp_path))] == [4, 5]
+    assert [entry.step for entry in files.entries(LocalStorage(tmp_path))] == [4, 5]
     best = kept.open_best(pytest.fail)
     assert best is not None
     assert best.step == 4
@@ -327,7 +327,7 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_displace_new_ones(tmp_pat
     found = after.open_newest(lambda _: None)
     assert found is not None
     assert found.step == 6
-    assert {entry.step for entry in files.entries(LocalPlace(tmp_path))} == {3, 6, 9}
+    assert {entry.step for entry in files.entries(LocalStorage(tmp_path))} == {3, 6, 9}
 
 
 def test_the_newest_good_one_is_found_behind_damaged_ones(tmp_path: Path) -> None:

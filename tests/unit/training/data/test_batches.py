@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.batches import Share, micro_indices, sequential_batches, step_batches
+from yunlu.training.data.batches import BatchShard, micro_indices, sequential_batches, step_batches
 from yunlu.training.data.sample_order import StepOrder, digest_of
 from yunlu.training.tasks.task import Batch
 
@@ -125,7 +125,7 @@ def test_replicas_share_out_every_step_and_meet_in_every_micro_batch(
         iter(
             list(
                 micro_indices(
-                    order, micro_batch, 0, steps, lengths=lengths, share=Share(r, replicas)
+                    order, micro_batch, 0, steps, lengths=lengths, share=BatchShard(r, replicas)
                 )
             )
         )
@@ -147,7 +147,7 @@ def test_a_stand_in_counts_for_nothing_and_digests_add_up() -> None:
     order = StepOrder(samples=5, batch=5, seed=1)
     parts: list[Batch] = []
     for replica in range(7):
-        share = Share(replica, 7)
+        share = BatchShard(replica, 7)
         (micros,) = step_batches(
             Numbers(),
             collate,

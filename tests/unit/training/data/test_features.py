@@ -5,11 +5,11 @@ import pytest
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.features import ONE_HOT_LIMIT, FeatureMap, find_column, fit_features
-from yunlu.training.data.table import ImageRef, Table
+from yunlu.training.data.table import ImageRef, DataTable
 
 
-def fit(columns: dict[str, object], *, embed: bool = True) -> tuple[FeatureMap, Table]:
-    table = Table(columns)  # pyright: ignore[reportArgumentType]
+def fit(columns: dict[str, object], *, embed: bool = True) -> tuple[FeatureMap, DataTable]:
+    table = DataTable(columns)  # pyright: ignore[reportArgumentType]
     return fit_features(table, list(columns), embed=embed), table
 
 
@@ -18,7 +18,7 @@ def test_numbers_are_standardised_by_the_training_data_alone() -> None:
     train = features.encode(table)
     assert train.mean() == pytest.approx(0)
     assert train.std() == pytest.approx(1)
-    later = features.encode(Table({"x": np.array([2.0, 102.0])}))
+    later = features.encode(DataTable({"x": np.array([2.0, 102.0])}))
     assert later[0, 0] == pytest.approx(0)
     assert later[1, 0] == pytest.approx(100 / np.sqrt(2 / 3))
 
@@ -31,7 +31,7 @@ def test_a_missing_number_is_the_mean_with_an_indicator() -> None:
 
 def test_a_number_missing_only_later_is_the_mean() -> None:
     features, _ = fit({"x": np.array([1.0, 3.0])})
-    assert features.encode(Table({"x": np.array([np.nan])})).tolist() == [[0.0]]
+    assert features.encode(DataTable({"x": np.array([np.nan])})).tolist() == [[0.0]]
 
 
 def test_a_constant_or_wholly_missing_column_makes_no_noise() -> None:
@@ -44,7 +44,7 @@ def test_a_constant_or_wholly_missing_column_makes_no_noise() -> None:
 def test_words_are_one_hot_and_an_unseen_word_is_all_zeros() -> None:
     features, table = fit({"w": ["b", "a", "", "b"]})
     assert features.encode(table).tolist() == [[0, 1], [1, 0], [0, 0], [0, 1]]
-    assert features.encode(Table({"w": ["zebra"]})).tolist() == [[0, 0]]
+    assert features.encode(DataTable({"w": ["zebra"]})).tolist() == [[0, 0]]
 
 
 def test_many_words_are_numbered_for_an_embedding_in_the_last_column() -> None:
@@ -86,7 +86,7 @@ def test_images_are_no_features() -> None:
 def test_words_where_training_had_numbers_are_refused() -> None:
     features, _ = fit({"x": np.arange(3.0)})
     with pytest.raises(DataError, match="was numbers in training; here it has 'many'"):
-        features.encode(Table({"x": ["many"]}))
+        features.encode(DataTable({"x": ["many"]}))
 
 
 def test_a_fitted_map_survives_json() -> None:
@@ -96,7 +96,7 @@ def test_a_fitted_map_survives_json() -> None:
 
 
 def test_a_column_is_found_in_any_customary_spelling() -> None:
-    table = Table({"userId": [1], "ITEM_ID": [2]})
+    table = DataTable({"userId": [1], "ITEM_ID": [2]})
     assert find_column(table, None, ("user", "userid"), key="data.input") == "userId"
     assert find_column(table, None, ("itemid",), key="data.input") == "ITEM_ID"
     with pytest.raises(DataError, match=r"cannot tell which column is the target.*userId"):

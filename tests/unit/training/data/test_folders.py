@@ -9,7 +9,7 @@ import pytest
 from yunlu.core.errors import DataError
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.sources import load_tables
-from yunlu.training.data.table import AudioRef, ImageRef, Table
+from yunlu.training.data.table import AudioRef, ImageRef, DataTable
 
 
 def write(root: Path, *names: str) -> Path:
@@ -20,7 +20,7 @@ def write(root: Path, *names: str) -> Path:
     return root
 
 
-def whole(source: object, **fields: Any) -> Table:
+def whole(source: object, **fields: Any) -> DataTable:
     none = {"validation": 0, "test": 0}
     spec = DataSpec.model_validate({"train": str(source), "split": none, **fields})
     return load_tables(spec, seed=0).train

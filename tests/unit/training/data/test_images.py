@@ -9,14 +9,14 @@ from PIL import Image
 from yunlu.core.errors import DataError
 from yunlu.training.data import images
 from yunlu.training.data.images import (
-    PictureFiles,
-    Pictures,
-    Shape,
-    find_scale,
-    find_shape,
-    load_pictures,
+    ImageFiles,
+    ImageArrays,
+    ImageShape,
+    infer_scale,
+    infer_image_shape,
+    load_images,
     measure,
-    read_picture,
+    read_image,
 )
 from yunlu.training.data.table import ImageRef
 
@@ -35,16 +35,16 @@ def test_the_first_image_decides_size_and_colour(tmp_path: Path) -> None:
     colour = save(tmp_path / "colour.png", colours())
     grey = save(tmp_path / "grey.png", colours(4, 4).convert("L"))
 
-    assert find_shape([colour, grey]) == Shape(channels=3, height=6, width=8)
-    assert find_shape([grey, colour]) == Shape(channels=1, height=4, width=4)
-    assert find_shape([grey], edges=(2, 3), channels=3) == Shape(channels=3, height=2, width=3)
+    assert infer_image_shape([colour, grey]) == ImageShape(channels=3, height=6, width=8)
+    assert infer_image_shape([grey, colour]) == ImageShape(channels=1, height=4, width=4)
+    assert infer_image_shape([grey], edges=(2, 3), channels=3) == ImageShape(channels=3, height=2, width=3)
 
 
 def test_a_png_is_read_pixel_by_pixel(tmp_path: Path) -> None:
     image = colours()
     ref = save(tmp_path / "a.png", image)
 
-    read = read_picture(ref, find_shape([ref]))
+    read = read_image(ref, infer_image_shape([ref]))
 
     assert read.dtype == torch.uint8
     np.testing.assert_array_equal(read.numpy(), np.asarray(image).transpose(2, 0, 1))
@@ -54,9 +54,9 @@ def test_images_are_brought_to_one_size_and_one_number_of_channels(tmp_path: Pat
     flat = Image.new("RGB", (20, 10), (200, 100, 50))
     refs = [save(tmp_path / "a.png", flat), save(tmp_path / "b.png", flat.convert("L"))]
 
-    read = load_pictures(refs, Shape(channels=3, height=4, width=4))
+    read = load_images(refs, ImageShape(channels=3, height=4, width=4))
 
-    assert isinstance(read, Pictures)
+    assert isinstance(read, ImageArrays)
     assert read.images.shape == (2, 3, 4, 4)
     assert read[0].flatten(1)[:, 0].tolist() == [200, 100, 50]
     assert len(set(read[1].flatten().tolist())) == 1
@@ -69,20 +69,20 @@ def test_a_photograph_held_sideways_is_turned_upright(tmp_path: Path) -> None:
     exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees to the right
     ref = save(tmp_path / "turned.png", Image.fromarray(np.rot90(upright)), exif=exif)
 
-    shape = find_shape([ref])
+    shape = infer_image_shape([ref])
 
     assert (shape.height, shape.width) == (4, 8)
-    np.testing.assert_array_equal(read_picture(ref, shape)[0].numpy(), upright)
+    np.testing.assert_array_equal(read_image(ref, shape)[0].numpy(), upright)
 
 
 def test_sixteen_bit_grey_is_scaled_and_not_clipped(tmp_path: Path) -> None:
     deep = Image.fromarray(np.array([[0, 256, 32_768, 65_535]], dtype=np.uint16))
     ref = save(tmp_path / "deep.png", deep)
 
-    shape = find_shape([ref])
+    shape = infer_image_shape([ref])
 
     assert shape.channels == 1
-    assert read_picture(ref, shape).flatten().tolist() == [0, 1, 128, 255]
+    assert read_image(ref, shape).flatten().tolist() == [0, 1, 128, 255]
 
 
 def test_transparent_drawings_lie_on_white(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_transparent_drawings_lie_on_white(tmp_path: Path) -> None:
     drawing.putpixel((1, 0), (10, 20, 30, 255))
     ref = save(tmp_path / "drawing.png", drawing)
 
-    assert read_picture(ref, find_shape([ref]))[:, 0].T.tolist() == [[255, 255, 255], [10, 20, 30]]
+    assert read_image(ref, infer_image_shape([ref]))[:, 0].T.tolist() == [[255, 255, 255], [10, 20, 30]]
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40])
@@ -99,7 +99,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     with pytest.raises(DataError, match=r"broken\.png cannot be decoded"):
-        load_pictures([ImageRef(str(path))], Shape(channels=1, height=2, width=2))
+        load_images([ImageRef(str(path))], ImageShape(channels=1, height=2, width=2))
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:3000])
 
     with pytest.raises(DataError, match=r"cut\.png cannot be decoded"):
-        read_picture(ref, Shape(channels=3, height=64, width=64))
+        read_image(ref, ImageShape(channels=3, height=64, width=64))
 
 
 def test_any_flipped_byte_gives_an_image_or_a_named_error(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_any_flipped_byte_gives_an_image_or_a_named_error(tmp_path: Path) -> Non
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
-            read_picture(ref, Shape(channels=3, height=16, width=16))
+            read_image(ref, ImageShape(channels=3, height=16, width=16))
         except DataError as error:
             assert "flipped.gif" in error.message  # noqa: PT017 - either outcome is right
 
@@ -136,20 +136,20 @@ def test_a_small_file_that_claims_a_huge_picture_is_refused(tmp_path: Path, edge
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + body)
 
     with pytest.raises(DataError, match=r"bomb\.png claims"):
-        find_shape([ImageRef(str(path))])
+        infer_image_shape([ImageRef(str(path))])
 
 
 def test_large_data_is_decoded_when_asked_for_and_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = [save(tmp_path / f"{row}.png", colours(8 + row, 8)) for row in range(3)]
-    shape = find_shape(refs)
-    kept = load_pictures(refs, shape)
+    shape = infer_image_shape(refs)
+    kept = load_images(refs, shape)
     monkeypatch.setattr(images, "MEMORY_LIMIT_BYTES", 100)
 
-    lazy = load_pictures(refs, shape)
+    lazy = load_images(refs, shape)
 
-    assert isinstance(lazy, PictureFiles)
+    assert isinstance(lazy, ImageFiles)
     assert all(torch.equal(lazy[row], kept[row]) for row in range(3))
     assert measure(lazy, 1 / 255) == measure(kept, 1 / 255)
 
@@ -163,10 +163,10 @@ def test_arrays_come_with_channels_first_last_or_not_at_all(
 ) -> None:
     array = np.random.default_rng(0).random(shape, dtype=np.float32)
 
-    found = find_shape(array)
-    read = load_pictures(array, found)
+    found = infer_image_shape(array)
+    read = load_images(array, found)
 
-    assert found == Shape(channels=channels, height=8, width=6)
+    assert found == ImageShape(channels=channels, height=8, width=6)
     assert read[4].shape == (channels, 8, 6)
     assert float(read[4].sum()) == pytest.approx(float(array[4].sum()), rel=1e-4)
 
@@ -175,7 +175,7 @@ def test_read_only_arrays_are_copied() -> None:
     array = np.zeros((2, 4, 4), dtype=np.float32)
     array.flags.writeable = False
 
-    read = load_pictures(array, find_shape(array))
+    read = load_images(array, infer_image_shape(array))
     read[0][:] = 1
 
     assert array.sum() == 0
@@ -184,7 +184,7 @@ def test_read_only_arrays_are_copied() -> None:
 def test_arrays_are_resized_and_grey_ones_coloured() -> None:
     array = np.full((2, 8, 8), 7, dtype=np.uint8)
 
-    read = load_pictures(array, Shape(channels=3, height=16, width=16))
+    read = load_images(array, ImageShape(channels=3, height=16, width=16))
 
     assert read[1].dtype == torch.uint8
     assert read[1].shape == (3, 16, 16)
@@ -194,7 +194,7 @@ def test_arrays_are_resized_and_grey_ones_coloured() -> None:
 @pytest.mark.parametrize("shape", [(5, 64), (5, 8, 8, 7), (5,)])
 def test_an_array_that_holds_no_images_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="array of shape"):
-        find_shape(np.zeros(shape, dtype=np.float32))
+        infer_image_shape(np.zeros(shape, dtype=np.float32))
 
 
 def test_a_value_that_is_not_finite_is_found() -> None:
@@ -202,7 +202,7 @@ def test_a_value_that_is_not_finite_is_found() -> None:
     array[2, 1, 1] = np.nan
 
     with pytest.raises(DataError, match="image 2 holds"):
-        load_pictures(array, find_shape(array))
+        load_images(array, infer_image_shape(array))
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_a_value_that_is_not_finite_is_found() -> None:
     ],
 )
 def test_pixels_are_brought_to_one_where_they_count_to_255(array: np.ndarray, scale: float) -> None:
-    assert find_scale(load_pictures(array, find_shape(array))) == scale
+    assert infer_scale(load_images(array, infer_image_shape(array))) == scale
 
 
 def test_statistics_are_those_of_each_channel() -> None:
     array = np.random.default_rng(0).integers(0, 256, (20, 5, 5, 3), dtype=np.uint8)
     array[..., 2] = 9
 
-    mean, deviation = measure(load_pictures(array, find_shape(array)), 1 / 255)
+    mean, deviation = measure(load_images(array, infer_image_shape(array)), 1 / 255)
 
     scaled = array / 255
     np.testing.assert_allclose(mean, scaled.mean(axis=(0, 1, 2)))
@@ -232,7 +232,7 @@ def test_statistics_are_those_of_each_channel() -> None:
 
 
 def test_several_images_at_once_are_those_one_by_one() -> None:
-    read = Pictures(torch.arange(24).reshape(6, 1, 2, 2))
+    read = ImageArrays(torch.arange(24).reshape(6, 1, 2, 2))
 
     assert all(
         torch.equal(image, read[row])

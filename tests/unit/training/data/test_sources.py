@@ -9,8 +9,8 @@ import pytest
 from yunlu.core.errors import DataError
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.sources import Tables, load_tables, read_text
-from yunlu.training.data.synthetic import MADE, made
-from yunlu.training.data.table import Table
+from yunlu.training.data.synthetic import GENERATORS, generator_of
+from yunlu.training.data.table import DataTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +145,7 @@ def test_a_made_path_is_read_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_numbers(tmp_path / "a.csv", 20)
-    monkeypatch.setitem(MADE, "numbers", lambda seed: path)
+    monkeypatch.setitem(GENERATORS, "numbers", lambda seed: path)
     assert list(load("made:numbers").train["x"]) == list(load(path).train["x"])
 
 
@@ -155,11 +155,11 @@ def test_an_unknown_made_set_suggests_the_nearest() -> None:
 
 
 def test_a_registered_maker_is_found_by_name() -> None:
-    made("tens")(lambda seed: Table({"x": np.arange(10)}))
+    generator_of("tens")(lambda seed: DataTable({"x": np.arange(10)}))
     try:
         assert len(load("made:tens").train) == 8
     finally:
-        del MADE["tens"]
+        del GENERATORS["tens"]
 
 
 def test_made_films_are_the_same_each_time_whatever_the_seed_of_the_job() -> None:

@@ -10,7 +10,7 @@ import soundfile
 from yunlu.core.errors import DataError, MissingPartError
 from yunlu.training.data.synthetic_speech import (
     DIGITS,
-    PARTS,
+    SPLITS,
     SAMPLE_RATE,
     WORDS,
     Clip,
@@ -48,7 +48,7 @@ def test_the_plan_is_the_same_for_the_same_seed(plan: object) -> None:
 @pytest.mark.parametrize("plan", [plan_words, plan_digits])
 def test_nobody_speaks_in_two_parts_nor_at_the_same_speed_and_pitch(plan: object) -> None:
     clips: list[Clip] = plan(0)  # pyright: ignore[reportCallIssue]
-    by_part = {part.name: [c for c in clips if c.path.startswith(part.name)] for part in PARTS}
+    by_part = {part.name: [c for c in clips if c.path.startswith(part.name)] for part in SPLITS}
 
     assert len({clip.path for clip in clips}) == len(clips)
     for held_out in ("validation", "test"):
@@ -58,7 +58,7 @@ def test_nobody_speaks_in_two_parts_nor_at_the_same_speed_and_pitch(plan: object
 
 
 def test_every_word_is_as_frequent_as_every_other() -> None:
-    for part in PARTS:
+    for part in SPLITS:
         counts = Counter(clip.text for clip in plan_words(0) if clip.path.startswith(part.name))
         assert set(counts) == set(WORDS)
         assert len(set(counts.values())) == 1
@@ -100,7 +100,7 @@ def test_the_same_clips_are_made_byte_for_byte(tmp_path: Path) -> None:
 @needs_espeak
 def test_every_voice_sounds_different(tmp_path: Path) -> None:
     """espeak-ng answers an unknown variant with its usual voice, and says nothing."""
-    voices = [voice for part in PARTS for voice in part.voices]
+    voices = [voice for part in SPLITS for voice in part.voices]
     clips = [
         Clip(path=f"{number}.wav", text="down", voice=voice, speed=150, pitch=50)
         for number, voice in enumerate(voices)

@@ -9,17 +9,17 @@ import pytest
 
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.sources import load_tables, read_text
-from yunlu.training.data.synthetic import make
-from yunlu.training.data.synthetic_text import make_dates, make_reviews
-from yunlu.training.data.table import Table
+from yunlu.training.data.synthetic import generate
+from yunlu.training.data.synthetic_text import generate_dates, generate_reviews
+from yunlu.training.data.table import DataTable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_the_same_seed_makes_the_same_data() -> None:
-    assert make_reviews(1).fingerprint == make_reviews(1).fingerprint
-    assert make_reviews(1).fingerprint != make_reviews(2).fingerprint
+    assert generate_reviews(1).fingerprint == generate_reviews(1).fingerprint
+    assert generate_reviews(1).fingerprint != generate_reviews(2).fingerprint
 
 
 @pytest.mark.parametrize("name", ["reviews", "dates"])
@@ -31,14 +31,14 @@ def test_no_text_of_the_test_part_stands_in_the_training_part(name: str) -> None
 
 
 def test_the_moods_are_balanced() -> None:
-    counts = Counter(make_reviews(0)["label"])
+    counts = Counter(generate_reviews(0)["label"])
     assert set(counts) == {"negative", "neutral", "positive"}
     assert min(counts.values()) > 0.3 * sum(counts.values())
 
 
 def test_counting_words_does_not_solve_the_reviews() -> None:
     """Naive Bayes, the best that sums of words can do here, stays far from what is expected."""
-    table = make_reviews(0)
+    table = generate_reviews(0)
     rows = list(zip(table["label"], (set(text.split()) for text in table["text"]), strict=True))
     train, test = rows[:4800], rows[4800:]
     labels = Counter(label for label, _ in train)
@@ -59,7 +59,7 @@ def test_counting_words_does_not_solve_the_reviews() -> None:
 
 
 def test_dates_are_real_and_written_with_their_own_numbers() -> None:
-    table = make_dates(0)
+    table = generate_dates(0)
     for source, target in zip(table["source"][:500], table["target"][:500], strict=True):
         date = datetime.date.fromisoformat(target)
         digits = re.findall(r"\d+", source)
@@ -69,7 +69,7 @@ def test_dates_are_real_and_written_with_their_own_numbers() -> None:
 
 def test_dates_come_in_many_forms() -> None:
     shapes = {
-        re.sub(r"[A-Za-z]+", "a", re.sub(r"\d+", "0", text)) for text in make_dates(0)["source"]
+        re.sub(r"[A-Za-z]+", "a", re.sub(r"\d+", "0", text)) for text in generate_dates(0)["source"]
     }
     assert len(shapes) >= 10
 
@@ -78,10 +78,10 @@ def test_the_python_docs_are_prose_in_a_file_that_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path))
-    path = make("python-docs")
-    assert not isinstance(path, Table)
+    path = generate("python-docs")
+    assert not isinstance(path, DataTable)
     first = path.stat().st_mtime_ns
-    assert make("python-docs") == path
+    assert generate("python-docs") == path
     assert path.stat().st_mtime_ns == first
     text = read_text("made:python-docs")
     assert len(text) > 200_000

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.table import FileRef, ImageRef, Table
+from yunlu.training.data.table import FileRef, ImageRef, DataTable
 
 
-def small() -> Table:
-    return Table({"x": np.arange(4.0), "word": ["a", "b", "c", "d"]})
+def small() -> DataTable:
+    return DataTable({"x": np.arange(4.0), "word": ["a", "b", "c", "d"]})
 
 
 def test_taking_rows_keeps_columns_together_and_remembers_where_they_stood() -> None:
@@ -20,7 +20,7 @@ def test_taking_rows_keeps_columns_together_and_remembers_where_they_stood() -> 
 
 def test_columns_of_different_length_are_refused() -> None:
     with pytest.raises(DataError, match="x: 2, y: 3"):
-        Table({"x": [1, 2], "y": [1, 2, 3]})
+        DataTable({"x": [1, 2], "y": [1, 2, 3]})
 
 
 def test_an_unknown_column_suggests_the_nearest() -> None:
@@ -33,10 +33,10 @@ def test_equal_content_has_an_equal_fingerprint_and_any_change_another() -> None
     original = small().fingerprint
     assert small().fingerprint == original
     changed = [
-        Table({"x": np.array([0.0, 1.0, 2.0, 3.5]), "word": ["a", "b", "c", "d"]}),
-        Table({"x": np.arange(4.0), "word": ["a", "b", "cd", ""]}),
-        Table({"y": np.arange(4.0), "word": ["a", "b", "c", "d"]}),
-        Table({"x": np.arange(4), "word": ["a", "b", "c", "d"]}),
+        DataTable({"x": np.array([0.0, 1.0, 2.0, 3.5]), "word": ["a", "b", "c", "d"]}),
+        DataTable({"x": np.arange(4.0), "word": ["a", "b", "cd", ""]}),
+        DataTable({"y": np.arange(4.0), "word": ["a", "b", "c", "d"]}),
+        DataTable({"x": np.arange(4), "word": ["a", "b", "c", "d"]}),
         small().take([0, 1, 2, 3]),
     ]
     assert len({original, *(table.fingerprint for table in changed)}) == 6

@@ -9,7 +9,7 @@ import torch
 from tests.unit.training.tiny_hf import save_tokenizer
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
-from yunlu.training.data.table import ImageRef, Table
+from yunlu.training.data.table import ImageRef, DataTable
 from yunlu.training.data.text import TokenLists, encode, fit_length, pad, texts_of
 from yunlu.training.data.tokenizer import ByteTokenizer, HfTokenizer
 
@@ -50,25 +50,25 @@ def test_a_target_ends_with_its_mark_whatever_the_tokenizer_does(tmp_path: Path)
 
 
 def test_several_columns_are_joined_and_numbers_spelled() -> None:
-    table = Table({"title": ["a", "b"], "stars": np.array([1, 2])})
+    table = DataTable({"title": ["a", "b"], "stars": np.array([1, 2])})
     assert texts_of(table, ["title", "stars"], part="training") == ["a\n1", "b\n2"]
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_missing_text_is_named_with_its_row(missing: object) -> None:
-    table = Table({"text": ["a", missing, "b"]}).take([0, 1])
+    table = DataTable({"text": ["a", missing, "b"]}).take([0, 1])
     with pytest.raises(DataError, match="row 2 of the test data has no 'text'"):
         texts_of(table, ["text"], part="test")
 
 
 def test_a_column_of_lists_is_not_text() -> None:
     with pytest.raises(DataError, match="holds list, not text"):
-        texts_of(Table({"x": [[1], [2]]}), ["x"], part="training")
+        texts_of(DataTable({"x": [[1], [2]]}), ["x"], part="training")
 
 
 def test_files_are_not_text() -> None:
     with pytest.raises(DataError, match="holds ImageRef, not text"):
-        texts_of(Table({"image": [ImageRef("cat/1.png")]}), ["image"], part="training")
+        texts_of(DataTable({"image": [ImageRef("cat/1.png")]}), ["image"], part="training")
 
 
 def test_a_length_beyond_what_the_tokenizer_allows_is_refused() -> None:

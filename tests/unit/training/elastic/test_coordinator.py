@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.control_server import ControlConnection, ControlServer
 from yunlu.training.elastic.coordinator import MAX_START_FAILURES, Coordinator
 from yunlu.training.elastic.event_reporter import EventReporter
-from yunlu.training.elastic.membership import FIRST_ASIDE_S, LOCAL
+from yunlu.training.elastic.membership import FIRST_EXCLUSION_S, LOCAL
 from yunlu.training.elastic.messages import (
     Done,
     Failed,
@@ -37,24 +37,24 @@ class Ship:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.run = open_run(path)
-        self.links = ControlServer("127.0.0.1", "token")
+        self.server = ControlServer("127.0.0.1", "token")
         self.doors: list[socket.socket] = []
         self.node_starts = 0
-        self.captain = Coordinator(
-            self.links,
+        self.coordinator = Coordinator(
+            self.server,
             EventReporter(self.run),
             devices=2,
             spares=0,
             start_node=self.start_node,
             save=lambda: None,
         )
-        self.captain.layouts = {1: Layout(), 2: Layout(dp=2)}
-        self.captain.generation, self.captain.history = 1, {1: Layout(dp=2)}
-        self.captain.stage = "running"
+        self.coordinator.layouts = {1: Layout(), 2: Layout(dp=2)}
+        self.coordinator.generation, self.coordinator.history = 1, {1: Layout(dp=2)}
+        self.coordinator.stage = "running"
         for rank in range(2):
-            member = self.captain.roster.add(LOCAL, at=self.now)
-            member.rank, member.status, member.link = rank, "busy", self.open_link()
-            self.captain.watchdog.watch(member.number, node=LOCAL, at=self.now)
+            worker = self.coordinator.membership.add(LOCAL, at=self.now)
+            worker.rank, worker.status, worker.connection = rank, "busy", self.open_link()
+            self.coordinator.watchdog.watch(worker.number, node=LOCAL, at=self.now)
 
     def start_node(self) -> None:
         self.node_starts += 1
@@ -63,23 +63,23 @@ class Ship:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.doors += [ours, theirs]
-        link = ControlConnection(ours, self.now, Any)  # type: ignore[arg-type]
-        self.links._selector.register(ours, 1, link)
-        return link
+        connection = ControlConnection(ours, self.now, Any)  # type: ignore[arg-type]
+        self.server._selector.register(ours, 1, connection)
+        return connection
 
-    def hear(self, number: int, message: Any) -> None:
-        link = self.captain.roster.members[number].link
-        assert link is not None
-        self.captain.hear(link, message)
+    def handle_message(self, number: int, message: Any) -> None:
+        connection = self.coordinator.membership.workers[number].connection
+        assert connection is not None
+        self.coordinator.handle_message(connection, message)
 
     def live(self, span_s: float, *beats: Heartbeat) -> None:
         until = self.now + span_s
         while self.now < until:
             self.now += 0.25
-            for number, beat in enumerate(beats):
-                if self.captain.roster.members[number].link is not None:
-                    self.hear(number, beat)
-            self.captain.tick()
+            for number, heartbeat in enumerate(beats):
+                if self.coordinator.membership.workers[number].connection is not None:
+                    self.handle_message(number, heartbeat)
+            self.coordinator.tick()
 
     def greet(self, node: str, pid: int, devices: int = 1) -> ControlConnection:
         hello = NodeHello(
@@ -90,12 +90,12 @@ class Ship:
             process_started_at=0,
             devices=devices,
         )
-        link = self.open_link()
-        self.captain.hear(link, hello)
-        return link
+        connection = self.open_link()
+        self.coordinator.handle_message(connection, hello)
+        return connection
 
     def there(self) -> list[int]:
-        return [m.number for m in self.captain.roster.members.values() if m.is_there]
+        return [m.number for m in self.coordinator.membership.workers.values() if m.is_present]
 
     def warnings(self) -> list[str]:
         events = [event for event, _ in self.run.read_events()]
@@ -106,7 +106,7 @@ class Ship:
 def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ship]:
     found = Ship(tmp_path, monkeypatch)
     yield found
-    found.links.close_all()
+    found.server.close_all()
     for door in found.doors:
         door.close()
 
@@ -116,113 +116,113 @@ def settled(detail: str = "") -> Paused:
 
 
 def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(ship: Ship) -> None:
-    ship.captain._begin_halt("test", ship.now)
-    beat = Heartbeat(generation=1, phase="step")
-    ship.live(9, beat, beat)
+    ship.coordinator._begin_halt("test", ship.now)
+    heartbeat = Heartbeat(generation=1, phase="step")
+    ship.live(9, heartbeat, heartbeat)
     assert ship.there() == [0, 1]
-    ship.live(2, beat, beat)
+    ship.live(2, heartbeat, heartbeat)
     assert ship.there() == []
 
 
 @pytest.mark.parametrize("phase", ["first step", "loading"])
 def test_a_first_step_may_take_long_to_leave(ship: Ship, phase: str) -> None:
-    ship.captain._begin_halt("test", ship.now)
-    beat = Heartbeat(generation=1, phase=phase)
-    ship.live(100, beat, beat)
+    ship.coordinator._begin_halt("test", ship.now)
+    heartbeat = Heartbeat(generation=1, phase=phase)
+    ship.live(100, heartbeat, heartbeat)
     assert ship.there() == [0, 1]
 
 
 def test_a_supervisor_that_slept_hears_everything_before_it_judges(ship: Ship) -> None:
-    ship.captain._begin_halt("test", ship.now)
-    ship.captain.tick()
+    ship.coordinator._begin_halt("test", ship.now)
+    ship.coordinator.tick()
     ship.now += 60
-    ship.hear(0, Heartbeat(generation=1, phase="step"))
-    ship.hear(0, settled())
-    ship.captain.tick()  # the other's words are still on their way
+    ship.handle_message(0, Heartbeat(generation=1, phase="step"))
+    ship.handle_message(0, settled())
+    ship.coordinator.tick()  # the other's words are still on their way
     assert ship.there() == [0, 1]
 
 
 def test_the_cause_is_told_when_it_is_given_up(ship: Ship) -> None:
-    ship.hear(0, settled("gloo: the cable is torn"))
-    ship.captain._barren = 5
-    ship.hear(1, settled("connection closed by peer"))
-    assert ship.captain.outcome is not None
+    ship.handle_message(0, settled("gloo: the cable is torn"))
+    ship.coordinator._barren = 5
+    ship.handle_message(1, settled("connection closed by peer"))
+    assert ship.coordinator.outcome is not None
     (error,) = [e.data for e, _ in ship.run.read_events() if e.kind is EventKind.ERROR]
     assert "the cable is torn" in error["message"]
 
 
 def test_a_node_that_cannot_be_replaced_does_not_end_the_training(ship: Ship) -> None:
-    beat = Heartbeat(generation=1, phase="evaluate")
+    heartbeat = Heartbeat(generation=1, phase="evaluate")
     failure = Failed(code="internal", message="no disk", traceback="")
-    ship.captain.hear(ship.greet(LOCAL, 0), Prepared())
+    ship.coordinator.handle_message(ship.greet(LOCAL, 0), Prepared())
     for pid in range(1, 2 + MAX_START_FAILURES):
-        link = ship.captain.roster.nodes[LOCAL].link
-        assert link is not None
+        connection = ship.coordinator.membership.nodes[LOCAL].connection
+        assert connection is not None
         if pid > 1:
-            ship.captain.hear(link, failure)
-        ship.links.close(link)
-        ship.captain.lose(link)
-        ship.live(100, beat, beat)
+            ship.coordinator.handle_message(connection, failure)
+        ship.server.close(connection)
+        ship.coordinator.connection_lost(connection)
+        ship.live(100, heartbeat, heartbeat)
         if pid >= MAX_START_FAILURES:
             break
         assert ship.node_starts == pid
         ship.greet(LOCAL, pid)
     assert ship.node_starts == MAX_START_FAILURES - 1
-    assert ship.captain.outcome is None
+    assert ship.coordinator.outcome is None
     assert sum("no disk" in words for words in ship.warnings()) == MAX_START_FAILURES - 1
     assert sum("are not replaced" in words for words in ship.warnings()) == 1
     for number in (0, 1):
-        ship.captain._lose_member(ship.captain.roster.members[number], "killed", "x")
+        ship.coordinator._lose_member(ship.coordinator.membership.workers[number], "killed", "x")
     ship.live(1)
-    assert ship.captain.outcome is not None
-    assert ship.captain.outcome.state is RunState.FAILED
+    assert ship.coordinator.outcome is not None
+    assert ship.coordinator.outcome.state is RunState.FAILED
 
 
 def test_a_second_node_of_one_name_and_one_without_devices_are_refused(ship: Ship) -> None:
-    nodes = ship.captain.roster.nodes
+    nodes = ship.coordinator.membership.nodes
     first = ship.greet("far", 7)
     ship.greet("far", 8)
-    assert nodes["far"].link is first
+    assert nodes["far"].connection is first
     again = ship.greet("far", 7)  # the same process, in a new connection
-    assert nodes["far"].link is again
+    assert nodes["far"].connection is again
     ship.greet("empty", 9, devices=0)
     assert "empty" not in nodes
 
 
 def test_figures_are_not_worth_a_run(ship: Ship) -> None:
     ship.run.crew_metrics.mkdir()  # nothing can be appended to it
-    beat = Heartbeat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
-    ship.live(3, beat, beat)
-    assert ship.captain.outcome is None
+    heartbeat = Heartbeat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
+    ship.live(3, heartbeat, heartbeat)
+    assert ship.coordinator.outcome is None
 
 
 def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
     for number in range(2):
-        assert ship.captain.outcome is None
-        ship.hear(number, Done(generation=1, ending="changed", step=3))
-    assert ship.captain.outcome is not None
-    assert ship.captain.outcome.is_changing
-    assert ship.captain.outcome.state is RunState.RUNNING
+        assert ship.coordinator.outcome is None
+        ship.handle_message(number, Done(generation=1, ending="changed", step=3))
+    assert ship.coordinator.outcome is not None
+    assert ship.coordinator.outcome.is_changing
+    assert ship.coordinator.outcome.state is RunState.RUNNING
 
 
-def step_aside(ship: Ship) -> None:
+def request_exclusion(ship: Ship) -> None:
     """The second worker does, after a first step."""
-    ship.hear(0, Heartbeat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
-    ship.hear(1, LeaveNotice(is_aside=True))
+    ship.handle_message(0, Heartbeat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
+    ship.handle_message(1, LeaveNotice(is_excluded=True))
 
 
 def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs(
     ship: Ship,
 ) -> None:
-    step_aside(ship)
-    assert ship.captain.stage == "pausing"
-    assert (ship.captain.roster.seats, ship.captain.roster.target) == (1, 2)
+    request_exclusion(ship)
+    assert ship.coordinator.stage == "pausing"
+    assert (ship.coordinator.membership.seats, ship.coordinator.membership.target) == (1, 2)
     for number in (0, 1):
         live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
-        ship.hear(number, Paused(generation=1, step=1, live=live))
-    assert ship.captain.history[2] == Layout()
-    assert ship.captain.roster.members[0].rank == 0
-    ship.hear(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
+        ship.handle_message(number, Paused(generation=1, step=1, live=live))
+    assert ship.coordinator.history[2] == Layout()
+    assert ship.coordinator.membership.workers[0].rank == 0
+    ship.handle_message(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
     assert ship.there() == [0]
     crew = [event.data for event, _ in ship.run.read_events() if event.kind is EventKind.CREW]
     assert crew[-1]["reason"] == "member 1 steps aside"
@@ -230,47 +230,47 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
 
 
 def test_who_stepped_aside_is_tried_again_later_and_later(ship: Ship) -> None:
-    step_aside(ship)
-    node = ship.captain.roster.nodes[LOCAL]
-    ship.captain._recall(ship.now + FIRST_ASIDE_S - 1)
+    request_exclusion(ship)
+    node = ship.coordinator.membership.nodes[LOCAL]
+    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S - 1)
     assert node.seats == 1
-    ship.captain._recall(ship.now + FIRST_ASIDE_S)
+    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S)
     assert node.seats == 2
     node.set_aside(at=ship.now)
-    ship.captain._recall(ship.now + 2 * FIRST_ASIDE_S - 1)
+    ship.coordinator._recall(ship.now + 2 * FIRST_EXCLUSION_S - 1)
     assert node.seats == 1
-    ship.captain._recall(ship.now + 2 * FIRST_ASIDE_S)
+    ship.coordinator._recall(ship.now + 2 * FIRST_EXCLUSION_S)
     assert node.seats == 2
 
 
 def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(ship: Ship) -> None:
-    node = ship.captain.roster.nodes[LOCAL]
+    node = ship.coordinator.membership.nodes[LOCAL]
     node.wanted = 4
     for _ in range(3):
         node.set_aside(at=ship.now)
-    assert node.aside_until == ship.now + FIRST_ASIDE_S
-    ship.captain._recall(ship.now + FIRST_ASIDE_S)
+    assert node.excluded_until == ship.now + FIRST_EXCLUSION_S
+    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S)
     assert node.seats == 4
 
 
 def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
-    step_aside(ship)
-    ship.hear(0, LeaveNotice(is_aside=True))
-    assert not ship.captain.roster.members[0].is_leaving
-    assert ship.captain.roster.seats == 1
+    request_exclusion(ship)
+    ship.handle_message(0, LeaveNotice(is_excluded=True))
+    assert not ship.coordinator.membership.workers[0].is_leaving
+    assert ship.coordinator.membership.seats == 1
 
 
 def test_who_stands_aside_is_called_back_where_nobody_else_is_left(ship: Ship) -> None:
-    step_aside(ship)
-    node = ship.captain.roster.nodes[LOCAL]
+    request_exclusion(ship)
+    node = ship.coordinator.membership.nodes[LOCAL]
     node.wanted = 1  # the other's device goes
-    assert ship.captain.roster.seats == 0
-    ship.captain._recall(ship.now)
-    assert ship.captain.roster.seats == 1
+    assert ship.coordinator.membership.seats == 0
+    ship.coordinator._recall(ship.now)
+    assert ship.coordinator.membership.seats == 1
 
 
 def test_to_save_takes_those_too_who_were_to_step_aside(ship: Ship) -> None:
-    step_aside(ship)
-    ship.captain.stop()
-    assert not ship.captain.roster.members[1].is_leaving
-    assert ship.captain.roster.seats == 2
+    request_exclusion(ship)
+    ship.coordinator.stop()
+    assert not ship.coordinator.membership.workers[1].is_leaving
+    assert ship.coordinator.membership.seats == 2

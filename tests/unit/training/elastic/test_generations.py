@@ -14,105 +14,105 @@ def by_dp(devices: int) -> Layout:
     return Layout(dp=devices)
 
 
-def holding(layout: Layout, rank: int, step: int, generation: int = 1) -> HeldState:
+def held_state(layout: Layout, rank: int, step: int, generation: int = 1) -> HeldState:
     return HeldState(step=step, generation=generation, place=layout.place_of(rank))
 
 
 def survivors(layout: Layout, steps: dict[int, int]) -> list[WorkerReport]:
     """Members are numbered like their ranks."""
-    return [WorkerReport(member=r, rank=r, live=holding(layout, r, s)) for r, s in steps.items()]
+    return [WorkerReport(worker=r, rank=r, live=held_state(layout, r, s)) for r, s in steps.items()]
 
 
 def test_a_spare_takes_the_place_of_the_dead_one_and_the_others_keep_theirs() -> None:
     layout = Layout(dp=3)
-    reports = [*survivors(layout, {0: 7, 2: 7}), WorkerReport(member=9)]
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    worker_reports = [*survivors(layout, {0: 7, 2: 7}), WorkerReport(worker=9)]
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
-    assert found.seats == (0, 9, 2)
-    assert (found.restore.kind, found.restore.step, found.restore.is_moving) == ("live", 7, True)
-    assert not found.guests
+    assert found.workers == (0, 9, 2)
+    assert (found.restore.kind, found.restore.step, found.restore.needs_transfer) == ("live", 7, True)
+    assert not found.departing
 
 
 def test_whoever_is_a_step_ahead_gives_to_the_rest() -> None:
     layout = Layout(dp=3)
-    reports = [*survivors(layout, {0: 6, 1: 7}), WorkerReport(member=9)]
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    worker_reports = [*survivors(layout, {0: 6, 1: 7}), WorkerReport(worker=9)]
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
-    assert found.seats == (0, 1, 9)
+    assert found.workers == (0, 1, 9)
     assert found.restore.step == 7
-    assert [giver.meeting_rank for giver in found.restore.givers] == [1]
+    assert [giver.handoff_rank for giver in found.restore.sources] == [1]
 
 
 def test_nothing_moves_where_everyone_has_its_part() -> None:
     layout = Layout(dp=3)
-    reports = survivors(layout, {0: 7, 2: 7})
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
+    worker_reports = survivors(layout, {0: 7, 2: 7})
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
     assert found.layout == Layout(dp=2)
-    assert not found.restore.is_moving
+    assert not found.restore.needs_transfer
 
 
 def test_a_lost_shard_comes_back_from_its_buddy() -> None:
     layout = Layout(fsdp=3)
-    reports = survivors(layout, {0: 12, 2: 12})
-    copies = {0: [0, 2], 2: [2, 1]}  # each keeps its own part and that of the one before it
-    reports = [
+    worker_reports = survivors(layout, {0: 12, 2: 12})
+    replicas = {0: [0, 2], 2: [2, 1]}  # each keeps its own part and that of the one before it
+    worker_reports = [
         WorkerReport(
-            member=report.member,
+            worker=report.worker,
             rank=report.rank,
             live=report.live,
-            copies=tuple(holding(layout, rank, 10) for rank in copies[report.member]),
+            replicas=tuple(held_state(layout, rank, 10) for rank in replicas[report.worker]),
         )
-        for report in reports
+        for report in worker_reports
     ]
     found = plan_generation(
-        reports, layouts={1: layout}, current=1, target=3, replan=lambda n: Layout(fsdp=n)
+        worker_reports, layouts={1: layout}, current=1, target=3, replan=lambda n: Layout(fsdp=n)
     )
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("copies", 10)
     assert found.before == layout
-    assert {giver.holding.place.fsdp for giver in found.restore.givers} == {0, 1, 2}
+    assert {giver.held_state.place.fsdp for giver in found.restore.sources} == {0, 1, 2}
 
 
 def test_without_copies_the_disk_decides() -> None:
     layout = Layout(fsdp=2)
-    reports = survivors(layout, {0: 12})
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    worker_reports = survivors(layout, {0: 12})
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("checkpoint", None)
 
 
 def test_who_leaves_gives_what_nobody_else_has() -> None:
     layout = Layout(fsdp=3)
-    reports = survivors(layout, {0: 5, 1: 5, 2: 5})
-    reports[1] = WorkerReport(member=1, rank=1, live=reports[1].live, is_leaving=True)
+    worker_reports = survivors(layout, {0: 5, 1: 5, 2: 5})
+    worker_reports[1] = WorkerReport(worker=1, rank=1, live=worker_reports[1].live, is_leaving=True)
     found = plan_generation(
-        reports, layouts={1: layout}, current=1, target=2, replan=lambda n: Layout(fsdp=n)
+        worker_reports, layouts={1: layout}, current=1, target=2, replan=lambda n: Layout(fsdp=n)
     )
     assert found is not None
-    assert found.seats == (0, 2)
-    assert found.guests == (1,)
-    assert {giver.meeting_rank for giver in found.restore.givers} == {0, 1, 2}
+    assert found.workers == (0, 2)
+    assert found.departing == (1,)
+    assert {giver.handoff_rank for giver in found.restore.sources} == {0, 1, 2}
 
 
 def test_who_leaves_a_replica_gives_nothing() -> None:
     layout = Layout(dp=3)
-    reports = survivors(layout, {0: 5, 1: 5, 2: 5})
-    reports[0] = WorkerReport(member=0, rank=0, live=reports[0].live, is_leaving=True)
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    worker_reports = survivors(layout, {0: 5, 1: 5, 2: 5})
+    worker_reports[0] = WorkerReport(worker=0, rank=0, live=worker_reports[0].live, is_leaving=True)
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
-    assert not found.guests
-    assert sorted(found.seats) == [1, 2]
+    assert not found.departing
+    assert sorted(found.workers) == [1, 2]
 
 
 def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
     wide, narrow = Layout(dp=2, fsdp=2), Layout(fsdp=2)
-    reports = [
-        WorkerReport(member=0, rank=0, copies=(holding(wide, 0, 4, 1),)),
-        WorkerReport(member=1, rank=1, copies=(holding(narrow, 1, 4, 2),)),
+    worker_reports = [
+        WorkerReport(worker=0, rank=0, replicas=(held_state(wide, 0, 4, 1),)),
+        WorkerReport(worker=1, rank=1, replicas=(held_state(narrow, 1, 4, 2),)),
     ]
     found = plan_generation(
-        reports, layouts={1: wide, 2: narrow}, current=2, target=2, replan=lambda _: narrow
+        worker_reports, layouts={1: wide, 2: narrow}, current=2, target=2, replan=lambda _: narrow
     )
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("copies", 4)
@@ -120,8 +120,8 @@ def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
 
 def test_under_zero1_each_replica_is_a_part_of_its_own() -> None:
     layout = Layout(dp=2, zero1=True)
-    reports = survivors(layout, {0: 3})
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
+    worker_reports = survivors(layout, {0: 3})
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=2, replan=by_dp)
     assert found is not None
     assert found.restore.kind == "checkpoint"
 
@@ -139,30 +139,30 @@ LAYOUTS = st.builds(
 @st.composite
 def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     layout, after = draw(LAYOUTS), draw(LAYOUTS)
-    reports: list[WorkerReport] = []
+    worker_reports: list[WorkerReport] = []
     for rank in range(layout.world):
         if draw(st.booleans()):
             live = draw(st.sampled_from([None, 8, 9]))
             kept = draw(st.lists(st.integers(0, layout.world - 1), max_size=3, unique=True))
-            reports.append(
+            worker_reports.append(
                 WorkerReport(
-                    member=rank,
+                    worker=rank,
                     rank=rank,
-                    live=None if live is None else holding(layout, rank, live),
-                    copies=tuple(
-                        holding(layout, owner, draw(st.sampled_from([5, 7]))) for owner in kept
+                    live=None if live is None else held_state(layout, rank, live),
+                    replicas=tuple(
+                        held_state(layout, owner, draw(st.sampled_from([5, 7]))) for owner in kept
                     ),
                     is_leaving=draw(st.integers(0, 4)) == 0,
                 )
             )
     spares = draw(st.integers(0, 3))
-    reports += [WorkerReport(member=100 + number) for number in range(spares)]
-    return layout, reports, draw(st.integers(1, 12)), after
+    worker_reports += [WorkerReport(worker=100 + number) for number in range(spares)]
+    return layout, worker_reports, draw(st.integers(1, 12)), after
 
 
 @given(crews())
 def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
-    layout, reports, target, after = crew
+    layout, worker_reports, target, after = crew
 
     def replan(devices: int) -> Layout:
         return (
@@ -173,37 +173,37 @@ def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layo
             else by_dp(devices)
         )
 
-    found = plan_generation(reports, layouts={1: layout}, current=1, target=target, replan=replan)
-    able = {report.member for report in reports if not report.is_leaving}
+    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=target, replan=replan)
+    able = {report.worker for report in worker_reports if not report.is_leaving}
     if found is None:
         assert not able
         return
     # Every seat is taken, once, by somebody who stays.
-    assert len(found.seats) == found.layout.world <= min(target, len(able))
-    assert len(set(found.seats)) == len(found.seats)
-    assert set(found.seats) <= able
-    assert not set(found.seats) & set(found.guests)
+    assert len(found.workers) == found.layout.world <= min(target, len(able))
+    assert len(set(found.workers)) == len(found.workers)
+    assert set(found.workers) <= able
+    assert not set(found.workers) & set(found.departing)
     # What is given is held by the giver, all of one step, and the whole state.
-    by_member = {report.member: report for report in reports}
-    meeting = [*found.seats, *found.guests]
+    by_member = {report.worker: report for report in worker_reports}
+    meeting = [*found.workers, *found.departing]
     parts = cut_of(layout).parts()
-    for giver in found.restore.givers:
-        report = by_member[meeting[giver.meeting_rank]]
-        assert giver.holding.step == found.restore.step
-        assert giver.holding in (report.copies if giver.is_copy else (report.live,))
-    given = {part_at(layout, giver.holding.place) for giver in found.restore.givers}
+    for giver in found.restore.sources:
+        report = by_member[meeting[giver.handoff_rank]]
+        assert giver.held_state.step == found.restore.step
+        assert giver.held_state in (report.replicas if giver.is_replica else (report.live,))
+    given = {part_at(layout, giver.held_state.place) for giver in found.restore.sources}
     assert given in (set(), parts)
     # There is no newer step that is whole, live or in copies.
     held: dict[int, set[tuple[int, ...]]] = {}
-    for report in reports:
-        for each in (*((report.live,) if report.live else ()), *report.copies):
+    for report in worker_reports:
+        for each in (*((report.live,) if report.live else ()), *report.replicas):
             held.setdefault(each.step, set()).add(part_at(layout, each.place))
     whole = [step for step, found_parts in held.items() if found_parts == parts]
     assert found.restore.step == max(whole, default=None)
     # If nothing moves, everyone has its part already.
-    if found.restore.givers and not found.restore.is_moving:
-        for rank, member in enumerate(found.seats):
-            live = by_member[member].live
+    if found.restore.sources and not found.restore.needs_transfer:
+        for rank, worker in enumerate(found.workers):
+            live = by_member[worker].live
             assert live is not None
             mine = part_at(layout, live.place)
             assert mine == part_at(found.layout, found.layout.place_of(rank))
@@ -213,18 +213,18 @@ def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layo
 def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, layout.world - 1))
     steps = {rank: 4 for rank in range(layout.world) if rank != lost}
-    copies = tuple(holding(layout, rank, 4) for rank in range(layout.world))
-    reports = [
-        WorkerReport(member=r.member, rank=r.rank, live=r.live, copies=copies)
+    replicas = tuple(held_state(layout, rank, 4) for rank in range(layout.world))
+    worker_reports = [
+        WorkerReport(worker=r.worker, rank=r.rank, live=r.live, replicas=replicas)
         for r in survivors(layout, steps)
-    ] + [WorkerReport(member=99)]
+    ] + [WorkerReport(worker=99)]
     found = plan_generation(
-        reports, layouts={1: layout}, current=1, target=layout.world, replan=lambda _: layout
+        worker_reports, layouts={1: layout}, current=1, target=layout.world, replan=lambda _: layout
     )
     assert found is not None
     expected = [99 if rank == lost else rank for rank in range(layout.world)]
     if layout.world > 1:
-        assert list(found.seats) == expected
+        assert list(found.workers) == expected
 
 
 def test_places_travel_as_json() -> None:

@@ -16,15 +16,15 @@ LIMITS = Deadlines()
 class Sea:
     """Two or more members whose beats the test sends, tick by tick."""
 
-    def __init__(self, members: int = 2, node: str = "local") -> None:
+    def __init__(self, workers: int = 2, node: str = "local") -> None:
         self.dog = Watchdog(LIMITS)
         self.now = 0.0
         self.stopped: set[int] = set()
-        self.beats = {number: Heartbeat(generation=1, phase="step") for number in range(members)}
+        self.beats = {number: Heartbeat(generation=1, phase="step") for number in range(workers)}
         for number in self.beats:
             self.dog.watch(number, node=node, at=0)
         self.node = node
-        self.dog.hear_node(node, at=0)
+        self.dog.observe_node(node, at=0)
 
     def live(
         self, span_s: float, *, silent: set[int] | None = None, node: bool = True
@@ -33,16 +33,16 @@ class Sea:
         until = self.now + span_s
         while self.now < until:
             self.now += 0.25
-            for number, beat in self.beats.items():
+            for number, heartbeat in self.beats.items():
                 if number not in (silent or set()):
-                    self.dog.hear(number, beat, at=self.now)
+                    self.dog.observe(number, heartbeat, at=self.now)
             if node:
-                self.dog.hear_node(self.node, at=self.now)
-            found += self.look()
+                self.dog.observe_node(self.node, at=self.now)
+            found += self.find_lost()
         return found
 
-    def look(self) -> list[HealthVerdict]:
-        return self.dog.look(
+    def find_lost(self) -> list[HealthVerdict]:
+        return self.dog.find_lost(
             at=self.now,
             is_stopped=lambda number: number in self.stopped,
             is_remote=lambda node: node != "local",
@@ -50,8 +50,8 @@ class Sea:
         )
 
     def move(self, number: int, **changes: Any) -> None:
-        beat = self.beats[number]
-        self.beats[number] = beat.model_copy(update={"progress": beat.progress + 1, **changes})
+        heartbeat = self.beats[number]
+        self.beats[number] = heartbeat.model_copy(update={"progress": heartbeat.progress + 1, **changes})
 
     def step(
         self, seconds: dict[int, float], waits: dict[int, float] | None = None
@@ -61,8 +61,8 @@ class Sea:
             wait_s = (waits or {}).get(number, 0.0)
             step = self.beats[number].step + 1
             self.move(number, step=step)
-            beat = self.beats[number].model_copy(update={"steps": ((step, step_s, wait_s),)})
-            found += self.dog.hear(number, beat, at=self.now)
+            heartbeat = self.beats[number].model_copy(update={"steps": ((step, step_s, wait_s),)})
+            found += self.dog.observe(number, heartbeat, at=self.now)
         return found
 
 
@@ -71,7 +71,7 @@ def test_a_stopped_process_is_found_within_two_seconds() -> None:
     assert not sea.live(5)
     sea.stopped = {1}
     (verdict, *_) = sea.live(2, silent={1})
-    assert (verdict.member, verdict.what) == (1, "hung")
+    assert (verdict.worker, verdict.what) == (1, "hung")
 
 
 def test_a_late_sign_of_life_on_a_busy_machine_is_no_fault() -> None:
@@ -82,14 +82,14 @@ def test_a_late_sign_of_life_on_a_busy_machine_is_no_fault() -> None:
 
 def test_a_silent_process_is_hung_in_the_end() -> None:
     verdicts = Sea().live(LIMITS.silent_s + 0.5, silent={1})
-    assert {verdict.member for verdict in verdicts} == {1}
+    assert {verdict.worker for verdict in verdicts} == {1}
 
 
 def test_a_node_that_falls_silent_as_a_whole_is_cut_off() -> None:
     sea = Sea(node="far")
     sea.live(3)
     verdicts = sea.live(LIMITS.node_silent_s + 0.5, silent={0, 1}, node=False)
-    assert {(verdict.member, verdict.what) for verdict in verdicts} == {
+    assert {(verdict.worker, verdict.what) for verdict in verdicts} == {
         (0, "cut off"),
         (1, "cut off"),
     }
@@ -104,7 +104,7 @@ def test_who_was_itself_asleep_does_not_blame_others() -> None:
     sea = Sea()
     sea.live(1)
     sea.now += 100
-    assert not sea.look()
+    assert not sea.find_lost()
     assert not sea.live(3)
 
 
@@ -113,7 +113,7 @@ def test_the_one_that_works_on_while_all_wait_is_stuck() -> None:
     sea.move(0, phase="sync")
     sea.move(2, phase="sync")
     verdicts = sea.live(LIMITS.step_s + 0.5)
-    assert {(verdict.member, verdict.what) for verdict in verdicts} == {(1, "hung")}
+    assert {(verdict.worker, verdict.what) for verdict in verdicts} == {(1, "hung")}
 
 
 def test_three_times_as_long_is_slow_and_not_stuck() -> None:
@@ -144,9 +144,9 @@ def test_a_straggler_is_named_once_and_again_when_it_is_over() -> None:
     # Everyone's step takes as long: what differs is how much of it was waiting.
     waits = {0: 0.5, 1: 0.5, 2: 0.0, 3: 0.5}
     told = [v for _ in range(3 * STRAGGLER_STEPS) for v in sea.step(slow, waits)]
-    assert [(verdict.member, verdict.what) for verdict in told] == [(2, "straggler")]
+    assert [(verdict.worker, verdict.what) for verdict in told] == [(2, "straggler")]
     told = [v for _ in range(3 * STRAGGLER_STEPS) for v in sea.step(dict.fromkeys(range(4), 1.0))]
-    assert [(verdict.member, verdict.what) for verdict in told] == [(2, "recovered")]
+    assert [(verdict.worker, verdict.what) for verdict in told] == [(2, "recovered")]
 
 
 @given(st.lists(st.floats(0.05, 4.0), min_size=5, max_size=60))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.training.elastic.messages import (
     Assignment,
     Failed,
@@ -24,19 +24,19 @@ from yunlu.training.elastic.worker_agent import WorkerAgent
 
 
 def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None:
-    member = WorkerAgent(0, node="local", run=open_run(tmp_path))
-    seats = (RankAssignment(member=0, host="here", pid=1),)
-    member.assignment = Assignment(
+    worker = WorkerAgent(0, node="local", run=open_run(tmp_path))
+    workers = (RankAssignment(worker=0, host="here", pid=1),)
+    worker.assignment = Assignment(
         generation=3,
         layout=Layout(),
         rank=0,
-        seats=seats,
-        meeting_rank=0,
+        workers=workers,
+        handoff_rank=0,
         restore=Restore(kind="start"),
     )
-    member._post(Paused(generation=2, step=1))
-    member._post(LeaveNotice())
-    outbox = member._outbox
+    worker._post(Paused(generation=2, step=1))
+    worker._post(LeaveNotice())
+    outbox = worker._outbox
     ours, theirs = socket.socketpair()
     hellos: list[WorkerHello] = []
 
@@ -45,15 +45,15 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
 
         def connect(self, hello: WorkerHello) -> bool:
             hellos.append(hello)
-            member.settled(5, live=False)
+            worker.settled(5, live=False)
             return True
 
     line: Any = Line()
-    member._contact = line
-    with ours, theirs, member._wake, member._woken, selectors.DefaultSelector() as selector:
-        assert member._reconnect(selector)
+    worker._contact = line
+    with ours, theirs, worker._wake, worker._woken, selectors.DefaultSelector() as selector:
+        assert worker._reconnect(selector)
     assert not hellos[0].is_ready
-    assert member._outbox is outbox
+    assert worker._outbox is outbox
     assert [message.kind for message in outbox] == ["leaving", "settled"]
     assert outbox[1].step == 5
 
@@ -61,11 +61,11 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
 def test_a_worker_out_of_memory_says_so_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member = WorkerAgent(0, node="local", run=open_run(tmp_path))
+    worker = WorkerAgent(0, node="local", run=open_run(tmp_path))
     monkeypatch.setattr("yunlu.training.elastic.worker_agent._LAST_WORDS_S", 0.0)
-    with member._wake, member._woken:
-        member.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    (words,) = member._outbox
+    with worker._wake, worker._woken:
+        worker.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    (words,) = worker._outbox
     assert isinstance(words, Failed)
     assert words.code == "training"
     assert words.message.startswith("Memory ran out")

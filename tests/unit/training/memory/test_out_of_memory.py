@@ -14,7 +14,7 @@ from torch import nn
 
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.training.memory.out_of_memory import (
-    StepStart,
+    StepRestorePoint,
     is_out_of_memory,
     memory_capped,
     smaller,
@@ -117,7 +117,7 @@ def test_a_single_sample_that_does_not_fit_ends_with_advice() -> None:
 
 def test_a_step_begins_anew_with_its_draws_averages_and_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
-    start = StepStart(model)
+    start = StepRestorePoint(model)
     model(torch.randn(3, 4))
     start.mark()
     before = {name: value.clone() for name, value in model.state_dict().items()}

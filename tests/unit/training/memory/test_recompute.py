@@ -18,7 +18,7 @@ from yunlu.training.memory.live_bytes import LiveBytes, peak_bytes
 from yunlu.training.memory.recompute import apply_recompute, recompute_savings
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.matrix_factorization import Factors
+from yunlu.training.models.matrix_factorization import MatrixFactorization
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
@@ -275,7 +275,7 @@ def test_the_compiler_takes_a_model_that_is_computed_again(mode: RecomputeMode) 
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Linear(3, 3), Factors(users=3, items=3, dim=4)], ids=["linear", "factors"]
+    "model", [nn.Linear(3, 3), MatrixFactorization(users=3, items=3, dim=4)], ids=["linear", "factors"]
 )
 def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError, match="no repeated blocks") as caught:

@@ -27,7 +27,7 @@ from yunlu.training.models.adapter import (
 )
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.conv_gru import ConvGRU
-from yunlu.training.models.matrix_factorization import Factors
+from yunlu.training.models.matrix_factorization import MatrixFactorization
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
@@ -219,7 +219,7 @@ def test_convolutions_are_adapted_when_they_are_named() -> None:
         (classifier, ["layers.0.feed.upp"], r"did you mean 'layers.0.feed.up'"),
         (classifier, ["norm"], r"norm is a LayerNorm; lora adapts"),
         (lambda: ConvNet(1, 3), "auto", r"ConvNet has no linear layers to adapt"),
-        (lambda: Factors(users=3, items=4), "auto", r"Factors has no linear layers"),
+        (lambda: MatrixFactorization(users=3, items=4), "auto", r"Factors has no linear layers"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(
@@ -239,7 +239,7 @@ def test_targets_that_cannot_be_adapted_are_refused(
         (MLP(inputs=3, outputs=2, hidden=[4], dropout=0.1), "layers.3"),
         (ConvNet(1, 3), "classify"),
         (ConvGRU(4, 5), "score"),
-        (Factors(users=3, items=4), None),
+        (MatrixFactorization(users=3, items=4), None),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "0"),
     ],
 )

@@ -13,12 +13,12 @@ from torch import nn
 
 from tests.unit.training import tiny_hf
 from yunlu.core.errors import ModelError
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_tokenizer
-from yunlu.training.export import Lineage, export
-from yunlu.training.models.initial_weights import Origin, begin_from, describe_start
+from yunlu.training.export import ModelLineage, export
+from yunlu.training.models.initial_weights import WeightsOrigin, load_initial_weights, describe_start
 from yunlu.training.tasks.registry import open_task
 
 WORDS = ["fine", "poor", "grand", "dull", "bright", "sour"]
@@ -50,9 +50,9 @@ def prepare(job: Job) -> tuple[Any, nn.Module, Any]:
     return task, task.build(job), splits
 
 
-def begin(job: Job) -> tuple[nn.Module, Origin | None]:
+def begin(job: Job) -> tuple[nn.Module, WeightsOrigin | None]:
     task, model, _ = prepare(job)
-    return model, begin_from(model, job, task)
+    return model, load_initial_weights(model, job, task)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Path:
     run = open_run(tmp_path / "first-run")
     run.path.mkdir()
     run.events.touch()
-    lineage = Lineage(splits=splits, environment={}, step=1, scores={})
+    lineage = ModelLineage(splits=splits, environment={}, step=1, scores={})
     export(run, job, task, model, lineage)
     return run.model
 
@@ -189,7 +189,7 @@ def test_without_a_start_nothing_happens(tmp_path: Path) -> None:
     job = job_of(write_texts(tmp_path / "t.txt", ("a", "b")))
     task, model, _ = prepare(job)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert begin_from(model, job, task) is None
+    assert load_initial_weights(model, job, task) is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert describe_start(job.model) is None
 
@@ -200,7 +200,7 @@ def test_an_adapted_model_is_exported_plain_with_the_adapter_beside_it(
     pytest.importorskip("peft")
     job = on(start, tmp_path, "bad", "good", "odd", model={"adapter": {"rank": 2}})
     task, model, splits = prepare(job)
-    origin = begin_from(model, job, task)
+    origin = load_initial_weights(model, job, task)
     assert origin is not None
     assert origin.trained == sum(w.numel() for w in model.parameters() if w.requires_grad)
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_an_adapted_model_is_exported_plain_with_the_adapter_beside_it(
         expected = model(*batch.inputs)
     run = open_run(tmp_path / "second-run")
     run.path.mkdir()
-    lineage = Lineage(splits=splits, environment={}, step=3, scores={})
+    lineage = ModelLineage(splits=splits, environment={}, step=3, scores={})
     names = export(run, job, task, model, lineage)
     assert {"adapter/adapter_model.safetensors", "adapter/adapter_config.json"} <= set(names)
     assert weights_of(run.model).keys() == weights_of(start).keys()
@@ -266,12 +266,12 @@ def test_trained_weights_keep_the_statistics_they_were_trained_with(
     first, net, splits = prepare(job)
     run = open_run(tmp_path / "run")
     run.path.mkdir()
-    export(run, job, first, net, Lineage(splits=splits, environment={}, step=1, scores={}))
+    export(run, job, first, net, ModelLineage(splits=splits, environment={}, step=1, scores={}))
     fewer = {**mapping, "data": {"train": data, "limit": 90}, "train": {"seed": 4}}
     fresh = prepare(job_from_mapping(fewer))[0]
     again = job_from_mapping({**fewer, "model": {"name": model, "weights": str(run.model)}})
     second, other, _ = prepare(again)
-    assert begin_from(other, again, second) is not None
+    assert load_initial_weights(other, again, second) is not None
 
     def learned(task: Any, name: str) -> Any:
         directory = tmp_path / name

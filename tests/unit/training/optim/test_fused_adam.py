@@ -90,7 +90,7 @@ def test_a_plain_run_loads_no_compiler() -> None:
     program = """
 import sys, tempfile, torch
 from pathlib import Path
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.worker import run

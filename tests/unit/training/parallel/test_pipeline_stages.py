@@ -32,7 +32,7 @@ from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import Block, CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.pipeline_stages import Stage, check, shared_names, split, why_not_split
+from yunlu.training.parallel.pipeline_stages import PipelineStage, check, shared_names, split, why_not_split
 
 Inputs = tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -176,7 +176,7 @@ def test_untied_stages_share_nothing() -> None:
 
 
 def test_work_is_shared_out_evenly() -> None:
-    def layers(stages: list[Stage]) -> list[int]:
+    def layers(stages: list[PipelineStage]) -> list[int]:
         return [sum(isinstance(part, Block) for part in stage.modules()) for stage in stages]
 
     assert layers(split(_causal(layers=8), 4)) == [2, 2, 2, 2]

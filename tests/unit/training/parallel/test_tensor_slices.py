@@ -15,32 +15,32 @@ from torch import nn
 from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
 from yunlu.training.optim.fused_adam import FusedAdam
-from yunlu.training.parallel.optimizer_state import fill_optimizer, optimizer_pieces
-from yunlu.training.parallel.redistribute import Part, Uncovered, plan_transfers
+from yunlu.training.parallel.optimizer_state import fill_optimizer, optimizer_shards
+from yunlu.training.parallel.redistribute import SliceTransfer, UncoveredError, plan_transfers
 from yunlu.training.parallel.tensor_slices import (
-    Box,
-    Piece,
+    TensorSlice,
+    TensorShard,
     fill,
     find_aliases,
-    piece_of,
-    uncovered,
+    shard_of,
+    missing_elements,
     weights_of,
-    whole,
+    full_slice,
 )
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
     offset = tuple(draw(st.integers(0, length)) for length in shape)
-    return Box(
+    return TensorSlice(
         offset,
         tuple(draw(st.integers(0, length - at)) for length, at in zip(shape, offset, strict=True)),
     )
 
 
-def cut(shape: tuple[int, ...], ways: tuple[int, ...]) -> list[Box]:
+def cut(shape: tuple[int, ...], ways: tuple[int, ...]) -> list[TensorSlice]:
     """As torch cuts: chunks of equal size, the last ones smaller or empty."""
     ranges: list[list[tuple[int, int]]] = []
     for length, parts in zip(shape, ways, strict=True):
@@ -48,12 +48,12 @@ def cut(shape: tuple[int, ...], ways: tuple[int, ...]) -> list[Box]:
         starts = [min(chunk * part, length) for part in range(parts)]
         ranges.append([(start, min(chunk, length - start)) for start in starts])
     return [
-        Box(tuple(at for at, _ in one), tuple(size for _, size in one)) for one in product(*ranges)
+        TensorSlice(tuple(at for at, _ in one), tuple(size for _, size in one)) for one in product(*ranges)
     ]
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
     """A cut of the shape, with some replicas."""
     boxes = cut(shape, tuple(draw(st.integers(1, 4)) for _ in shape))
     copies = draw(st.integers(1, 2))
@@ -65,11 +65,11 @@ def test_what_is_taken_away_and_what_is_left_are_the_whole(data: st.DataObject) 
     shape = data.draw(SHAPES)
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     count = torch.zeros(shape, dtype=torch.int64)
-    count[one.intersect(other).within(whole(shape))] += 1
+    count[one.intersect(other).within(full_slice(shape))] += 1
     for rest in one.subtract(other):
-        count[rest.within(whole(shape))] += 1
+        count[rest.within(full_slice(shape))] += 1
     expected = torch.zeros(shape, dtype=torch.int64)
-    expected[one.within(whole(shape))] = 1
+    expected[one.within(full_slice(shape))] = 1
     assert torch.equal(count, expected)
 
 
@@ -77,10 +77,10 @@ def test_what_is_taken_away_and_what_is_left_are_the_whole(data: st.DataObject) 
 def test_a_cut_covers_everything(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     boxes = data.draw(layouts(shape))
-    assert uncovered(whole(shape), boxes) == []
+    assert missing_elements(full_slice(shape), boxes) == []
     held = [box for box in set(boxes) if not box.is_empty]
     if held:
-        assert uncovered(whole(shape), held[1:]) == [held[0]]
+        assert missing_elements(full_slice(shape), held[1:]) == [held[0]]
 
 
 @given(st.data())
@@ -88,8 +88,8 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
     shape = data.draw(SHAPES)
     before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
     size = max(len(before), len(after))
-    held = [[Part("w", shape, box, torch.int64)] for box in before] + [[]] * (size - len(before))
-    wanted = [[Part("w", shape, box, torch.int64)] for box in after] + [[]] * (size - len(after))
+    held = [[SliceTransfer("w", shape, box, torch.int64)] for box in before] + [[]] * (size - len(before))
+    wanted = [[SliceTransfer("w", shape, box, torch.int64)] for box in after] + [[]] * (size - len(after))
     limit = data.draw(st.sampled_from([8, 64, 1 << 20]))
     counts = [
         torch.zeros(parts[0].box.size if parts else (), dtype=torch.int64) for parts in wanted
@@ -97,8 +97,8 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
     for transfer in plan_transfers(held, wanted, limit_bytes=limit):
         source = held[transfer.source][transfer.holding].box
         target = wanted[transfer.destination][transfer.target].box
-        assert uncovered(transfer.box, [source]) == []
-        assert uncovered(transfer.box, [target]) == []
+        assert missing_elements(transfer.box, [source]) == []
+        assert missing_elements(transfer.box, [target]) == []
         assert transfer.nbytes <= limit
         counts[transfer.destination][transfer.box.within(target)] += 1
     for parts, count in zip(wanted, counts, strict=True):
@@ -107,8 +107,8 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
 
 def test_own_data_comes_first_and_holders_share_the_load() -> None:
     shape = (8, 8)
-    held = [[Part("w", shape, whole(shape), torch.float32)] for _ in range(3)] + [[], [], []]
-    wanted = [[Part("w", shape, whole(shape), torch.float32)] for _ in range(6)]
+    held = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(3)] + [[], [], []]
+    wanted = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(6)]
     sources = [transfer.source for transfer in plan_transfers(held, wanted, limit_bytes=1 << 20)]
     assert sources[:3] == [0, 1, 2]
     assert sorted(sources[3:]) == [0, 1, 2]
@@ -116,9 +116,9 @@ def test_own_data_comes_first_and_holders_share_the_load() -> None:
 
 def test_what_nobody_holds_is_named() -> None:
     shape = (4,)
-    held = [[Part("a", shape, Box((0,), (3,)), torch.float32)]]
-    wanted = [[Part("a", shape, whole(shape), torch.float32), Part("b", (), whole(()), torch.int8)]]
-    with pytest.raises(Uncovered) as caught:
+    held = [[SliceTransfer("a", shape, TensorSlice((0,), (3,)), torch.float32)]]
+    wanted = [[SliceTransfer("a", shape, full_slice(shape), torch.float32), SliceTransfer("b", (), full_slice(()), torch.int8)]]
+    with pytest.raises(UncoveredError) as caught:
         plan_transfers(held, wanted)
     assert caught.value.names == ("a", "b")
 
@@ -258,19 +258,19 @@ def test_state_that_cannot_be_cut_is_refused() -> None:
     leaf = torch.zeros(4, 4)
     optimizer = torch.optim.SGD([leaf], lr=0.1)
     optimizer.state[leaf]["absmax1"] = torch.zeros(7)
-    shard = {id(leaf): Piece("w", (8, 4), Box((4, 0), (4, 4)), leaf)}
+    shard = {id(leaf): TensorShard("w", (8, 4), TensorSlice((4, 0), (4, 4)), leaf)}
     with pytest.raises(CheckpointError, match="cannot be cut"):
-        optimizer_pieces(optimizer, shard)
-    of_one = {id(leaf): piece_of("w", leaf)}
-    assert optimizer_pieces(optimizer, of_one)[0]["w/absmax1"].shape == (7,)
+        optimizer_shards(optimizer, shard)
+    of_one = {id(leaf): shard_of("w", leaf)}
+    assert optimizer_shards(optimizer, of_one)[0]["w/absmax1"].shape == (7,)
 
 
 def test_plain_numbers_of_an_optimiser_come_back_as_what_they_were() -> None:
     leaf = torch.zeros(4)
     optimizer = torch.optim.SGD([leaf], lr=0.1)
     optimizer.state[leaf] |= {"step": 7, "scale": 0.1, "is_warm": True, "nothing": None}
-    names = {id(leaf): piece_of("w", leaf)}
-    pieces, packed = optimizer_pieces(optimizer, names)
+    names = {id(leaf): shard_of("w", leaf)}
+    pieces, packed = optimizer_shards(optimizer, names)
     fresh = torch.optim.SGD([leaf], lr=0.3)
     fill_optimizer(fresh, names, Memory({key: one.tensor for key, one in pieces.items()}), packed)
     assert fresh.state[leaf] == {"step": 7, "scale": 0.1, "is_warm": True}

@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from yunlu.training.precision import Move, Precision
 from yunlu.training.precision.adaptive import LONGEST_WAIT
 from yunlu.training.precision.modules import find_candidates
-from yunlu.training.precision.range_probes import FiniteLook, RangeLook
-from yunlu.training.precision.spikes import Spikes
+from yunlu.training.precision.range_probes import FiniteProbe, RangeProbe
+from yunlu.training.precision.spikes import SpikeDetector
 
 CPU = torch.device("cpu")
 
@@ -116,11 +116,11 @@ def test_bad_data_and_masks_are_nobodys_fault(bad: float) -> None:
     model = Masked()
     inputs = torch.randn(2, 3, 8)
     inputs[0, 0, 0] = bad
-    look = FiniteLook(model, find_candidates(model))
+    look = FiniteProbe(model, find_candidates(model))
     with look.watching(), Precision("fp16", CPU).forward():
         model(inputs)
     assert look.read_culprits() == []
-    healthy = FiniteLook(model, find_candidates(model))
+    healthy = FiniteProbe(model, find_candidates(model))
     with healthy.watching(), Precision("fp16", CPU).forward():
         model(torch.randn(2, 3, 8))
     assert healthy.read_culprits() == []
@@ -135,7 +135,7 @@ def test_overflow_is_put_down_to_where_it_starts() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Squared()), line(2, 2))
     with torch.no_grad():
         model[1][0].weight.fill_(0).fill_diagonal_(1e3)
-    look = FiniteLook(model, find_candidates(model))
+    look = FiniteProbe(model, find_candidates(model))
     with look.watching(), Precision("fp16", CPU).forward():
         model(torch.ones(1, 2) * 50)
     assert look.read_culprits() == ["1.1"]  # not the layer before, the ones around, or after
@@ -152,7 +152,7 @@ def test_two_culprits_side_by_side_are_both_found() -> None:
             return self.left(low * 1e3) + self.right(low * 1e3) + low
 
     model = Fork()
-    look = FiniteLook(model, find_candidates(model))
+    look = FiniteProbe(model, find_candidates(model))
     with look.watching(), Precision("fp16", CPU).forward():
         model(torch.ones(1, 2))
     assert look.read_culprits() == ["left", "right"]
@@ -218,11 +218,11 @@ def test_a_spike_of_the_loss_is_looked_at_and_a_torn_module_moved() -> None:
 
 
 def test_losses_that_wander_are_no_spikes() -> None:
-    spikes = Spikes()
+    spikes = SpikeDetector()
     assert not any(spikes.add(5.0 - 0.01 * step + 0.5 * (step % 3)) for step in range(200))
     assert spikes.add(60.0)
     assert not spikes.add(math.nan)
-    other = Spikes()
+    other = SpikeDetector()
     other.restore(spikes.state())
     assert other.state() == spikes.state()
     assert other.add(60.0)
@@ -236,7 +236,7 @@ def test_a_look_changes_nothing_in_what_the_model_computes() -> None:
     plain.square().mean().backward()
     exact = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
     model.zero_grad()
-    look = RangeLook(find_candidates(model))
+    look = RangeProbe(find_candidates(model))
     with look.watching():
         seen = model(inputs)
     seen.square().mean().backward()

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.training.precision.policy import POWERS, judge
-from yunlu.training.precision.ranges import LOST_SHARE, Format, Range, measure, read
+from yunlu.training.precision.ranges import LOST_SHARE, FloatFormat, ValueRange, measure, read
 
-FP16 = Format.of("fp16", torch.float16)
+FP16 = FloatFormat.of("fp16", torch.float16)
 
 
-def range_of(values: torch.Tensor) -> Range:
+def range_of(values: torch.Tensor) -> ValueRange:
     return read({("m", "k"): [measure(values)]})["m", "k"]
 
 
@@ -27,7 +27,7 @@ def spread(size: float, *, count: int = 512, seed: int = 0) -> torch.Tensor:
 def test_the_formats_have_their_known_limits() -> None:
     assert FP16.largest == 65504
     assert FP16.lowest_power == -25
-    assert Format.of("bf16", torch.bfloat16).lowest_power == -134
+    assert FloatFormat.of("bf16", torch.bfloat16).lowest_power == -134
 
 
 @given(st.integers(-60, 10), st.integers(-14, 24))
@@ -67,7 +67,7 @@ def test_several_tensors_are_one_range_and_infinities_show() -> None:
     assert math.isnan(range_of(torch.tensor([1.0, math.nan])).top)
 
 
-def gradients(**sizes: float) -> dict[str, dict[str, Range]]:
+def gradients(**sizes: float) -> dict[str, dict[str, ValueRange]]:
     """Modules with ordinary activations and gradients of these sizes, seen at scale 2**16."""
     calm = range_of(spread(1.0))
     return {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.unit.training.tiny_hf import save_gpt2
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
-from yunlu.training.tasks.language_modeling import Blocks, LanguageModeling
+from yunlu.training.tasks.language_modeling import TokenBlocks, LanguageModeling
 from yunlu.training.tasks.task import Batch
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def spell(task: LanguageModeling, samples: Any) -> str:
 @given(tokens=st.integers(2, 200), length=st.integers(1, 50))
 def test_every_token_but_the_first_is_a_target_once(tokens: int, length: int) -> None:
     stream = np.arange(tokens, dtype=np.uint16)
-    blocks = Blocks(stream, length=length, in_bytes=3 * tokens)
+    blocks = TokenBlocks(stream, length=length, in_bytes=3 * tokens)
     samples = [blocks[index] for index in range(len(blocks))]
     targets = [int(token) for block, _ in samples for token in block[1:]]
     assert targets == list(range(1, tokens))

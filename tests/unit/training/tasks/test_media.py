@@ -8,7 +8,7 @@ from torch.nn import functional
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.table import ImageRef
-from yunlu.training.tasks.media import Labelled, Labels, classification_loss, sole_input
+from yunlu.training.tasks.media import LabelledSamples, Labels, classification_loss, sole_input
 
 
 def test_labels_are_ordered_by_value_or_by_spelling() -> None:
@@ -52,7 +52,7 @@ def test_pairs_are_the_same_one_by_one_and_many_at_once() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.tensor([index, index])
 
-    pairs = Labelled(Plain(), torch.tensor([5, 6, 7]))
+    pairs = LabelledSamples(Plain(), torch.tensor([5, 6, 7]))
 
     assert [target for _, target in pairs.__getitems__([2, 0])] == [7, 5]
     assert torch.equal(pairs.__getitems__([2])[0][0], pairs[2][0])

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import sequential_batches
-from yunlu.training.data.synthetic import make
-from yunlu.training.data.table import Table
-from yunlu.training.models.matrix_factorization import Factors
-from yunlu.training.tasks.recommendation import TEST_NEGATIVES, RankScorer, Recommendation
-from yunlu.training.tasks.task import Batch, Samples, SavesParts, Task
+from yunlu.training.data.synthetic import generate
+from yunlu.training.data.table import DataTable
+from yunlu.training.models.matrix_factorization import MatrixFactorization
+from yunlu.training.tasks.recommendation import TEST_NEGATIVES, RankingScorer, Recommendation
+from yunlu.training.tasks.task import Batch, Samples, SavesArtifacts, Task
 
 
 def job(data: Any, **args: Any) -> Job:
@@ -50,8 +50,8 @@ def score(task: Recommendation, model: nn.Module, samples: Samples) -> dict[str,
 @pytest.fixture
 def choices(tmp_path: Path) -> Path:
     """The films people liked, without their ratings."""
-    films = make("films")
-    assert isinstance(films, Table)
+    films = generate("films")
+    assert isinstance(films, DataTable)
     liked = films.take(np.flatnonzero(np.asarray(films["rating"]) >= 4))
     rows = "".join(f"{u},{i}\n" for u, i in zip(liked["user"], liked["item"], strict=True))
     (tmp_path / "choices.csv").write_text("userId,movie_id\n" + rows)
@@ -60,7 +60,7 @@ def choices(tmp_path: Path) -> Path:
 
 def test_the_task_opens_the_door() -> None:
     assert isinstance(Recommendation(), Task)
-    assert isinstance(Recommendation(), SavesParts)
+    assert isinstance(Recommendation(), SavesArtifacts)
 
 
 def test_ratings_are_learned_far_beyond_what_averages_tell() -> None:
@@ -143,7 +143,7 @@ def test_one_fetch_of_many_pairs_equals_pairs_fetched_one_by_one() -> None:
 
 
 def test_ranks_count_ties_half() -> None:
-    scorer = RankScorer()
+    scorer = RankingScorer()
     scores = torch.tensor([[1.0, 0.0, 1.0, 2.0, 0.0], [3.0, 0.0, 1.0, 2.0, 0.0]])
     targets = torch.zeros(2, 5)
     scorer.add(scores.reshape(-1), Batch(inputs=(), targets=targets, samples=2, items=10))
@@ -185,7 +185,7 @@ def test_saved_parts_number_users_and_items_as_the_model_does(tmp_path: Path) ->
     task.save_parts(tmp_path)
     saved = json.loads((tmp_path / "recommendation.json").read_text())
     model = task.build(asked)
-    assert isinstance(model, Factors)
+    assert isinstance(model, MatrixFactorization)
     assert model.user_factors.num_embeddings == len(saved["users"]) + saved["first_number"]
     assert 2 < saved["mean"] < 4
 

@@ -12,7 +12,7 @@ from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import sequential_batches
 from yunlu.training.tasks.tabular import TabularClassification, TabularRegression
-from yunlu.training.tasks.task import Evaluation, SavesParts, Task
+from yunlu.training.tasks.task import Evaluation, SavesArtifacts, Task
 
 
 def job(data: Any, *, args: dict[str, Any] | None = None, **train: Any) -> Job:
@@ -48,7 +48,7 @@ def learn(task: Task, asked: Job, *, epochs: int) -> Evaluation:
 @pytest.mark.parametrize("task", [TabularClassification(), TabularRegression()])
 def test_the_tasks_open_the_door(task: object) -> None:
     assert isinstance(task, Task)
-    assert isinstance(task, SavesParts)
+    assert isinstance(task, SavesArtifacts)
 
 
 def test_classification_learns_far_above_the_majority() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.training.data.batches import load
-from yunlu.training.data.sample_order import weight_of
+from yunlu.training.data.sample_order import shard_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.client import ServerClient
     from yunlu.training.communication.servers.messages import Outcome
     from yunlu.training.communication.servers.rules import Ticket
-    from yunlu.training.data.sample_order import Order
+    from yunlu.training.data.sample_order import SampleOrder
     from yunlu.training.tasks.task import Batch, Samples
 
 
@@ -84,7 +84,7 @@ def ticket_batches(
     client: ServerClient,
     samples: Samples,
     collate: Callable[[Sequence[Any]], Batch],
-    order: Order,
+    order: SampleOrder,
     *,
     micro_batch: int,
     begin: Callable[[Ticket, int, Mapping[str, float]], None],
@@ -105,7 +105,7 @@ def ticket_batches(
         lengths: See there.
         digests: See there.
     """
-    weights = None if lengths is None else weight_of(lengths)
+    weights = None if lengths is None else shard_weight(lengths)
     while True:
         started_at = perf_counter()
         ticket, held = held or client.take_ticket(), None
@@ -128,7 +128,7 @@ def ticket_batches(
 
 
 def _find_samples(
-    order: Order, ticket: Ticket, shares: int, weights: NDArray[np.integer] | None
+    order: SampleOrder, ticket: Ticket, shares: int, weights: NDArray[np.integer] | None
 ) -> NDArray[np.int64]:
     """The samples of a ticket: the same whoever does it, in pieces of whatever size."""
     indices = next(order.steps_from(ticket.step))

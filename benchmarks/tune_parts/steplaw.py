@@ -21,8 +21,8 @@ from benchmarks.tune_parts.figures import Figure
 from yunlu.planning.hyperparameter_transfer import (
     STEP_LAW,
     Observed,
-    Scale,
-    Setting,
+    TransferScale,
+    RateAndBatch,
     Shift,
     fit_shift,
 )
@@ -49,7 +49,7 @@ Place = tuple[float, float]
 class Grid:
     """One model size trained on one number of tokens, at many rates and batches."""
 
-    scale: Scale
+    scale: TransferScale
     flops: float
     losses: dict[Place, float]
 
@@ -118,7 +118,7 @@ def load(path: Path) -> list[Grid]:
             place = rate, math.log2(float(row["bs"]) * _SEQUENCE)
             losses.setdefault((size, tokens, active), {})[place] = float(row["smooth loss"])
     return [
-        Grid(scale=Scale(parameters=size, tokens=tokens), flops=6 * active * tokens, losses=points)
+        Grid(scale=TransferScale(parameters=size, tokens=tokens), flops=6 * active * tokens, losses=points)
         for (size, tokens, active), points in sorted(losses.items())
     ]
 
@@ -182,12 +182,12 @@ def _across(step: float) -> list[Place]:
     return [(step, step), (-step, -step), (step, -step), (-step, step)]
 
 
-def _place(setting: Setting) -> Place:
+def _place(setting: RateAndBatch) -> Place:
     return math.log2(setting.lr), math.log2(setting.batch_tokens)
 
 
-def _setting(place: Place) -> Setting:
-    return Setting(lr=2.0 ** place[0], batch_tokens=2.0 ** place[1])
+def _setting(place: Place) -> RateAndBatch:
+    return RateAndBatch(lr=2.0 ** place[0], batch_tokens=2.0 ** place[1])
 
 
 def _excess(target: Grid, shift: Shift) -> float:

@@ -214,8 +214,8 @@ def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
     after = voyage.crew()
     assert after.pid != before.pid
     assert after.token == before.token
-    seats = {member.pid: member.rank for member in before.members if member.rank is not None}
-    assert {m.pid: m.rank for m in after.members if m.rank is not None} == seats
+    workers = {member.pid: member.rank for member in before.members if member.rank is not None}
+    assert {m.pid: m.rank for m in after.members if m.rank is not None} == workers
     assert after.generation == before.generation == 1
     recorded = json.loads((voyage.run.path / "worker.json").read_text())
     assert recorded["pid"] == after.pid

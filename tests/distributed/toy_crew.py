@@ -48,51 +48,51 @@ class State:
         self.counts = {i: n for i, n in self.counts.items() if i % layout.fsdp == place.fsdp}
 
 
-def body(member: WorkerAgent, job: dict[str, Any]) -> None:
+def body(agent: WorkerAgent, job: dict[str, Any]) -> None:
     state = State(job["steps"] * BATCH)
     torch.set_num_threads(1)
-    while (assignment := member.wait_assignment()) is not None:
+    while (assignment := agent.wait_assignment()) is not None:
         try:
-            if assignment.guests:
-                with member.meet(assignment):
+            if assignment.departing:
+                with agent.handoff_group(assignment):
                     state = pass_state(assignment, state, job)
-                if assignment.is_guest:
+                if assignment.is_departing:
                     continue
-            world = member.form(assignment)
-            if not assignment.guests:
+            world = agent.join_world(assignment)
+            if not assignment.departing:
                 state = pass_state(assignment, state, job)
             assert assignment.rank is not None
             state.cut(assignment.layout, assignment.rank)
-            member.taken(assignment, state.step)
+            agent.state_restored(assignment, state.step)
             if assignment.rank == 0 and assignment.generation == 1:
-                member.run.emit(EventKind.STATE, state="running")
-            ending = train(member, assignment, state, job)
+                agent.run.emit(EventKind.STATE, state="running")
+            ending = train(agent, assignment, state, job)
             if ending is None:
-                member.settled(state.step, live=True)
+                agent.report_paused(state.step, live=True)
                 continue
             counts = gather(assignment, state)
             if assignment.rank == 0:
                 found = {"step": state.step, "counts": [counts[i] for i in sorted(counts)]}
-                (member.run.path / "result.json").write_text(json.dumps(found))
+                (agent.run.path / "result.json").write_text(json.dumps(found))
             world.sum_over_all(torch.zeros(1))
             if job.get("linger") and assignment.rank == 0 and assignment.generation == 1:
-                member.beat(phase="export")
+                agent.report_progress(phase="export")
                 time.sleep(600)
-            member.done(ending, state.step)
+            agent.report_done(ending, state.step)
         except Exception as error:
-            if not member.is_broken(error):
+            if not agent.is_broken(error):
                 raise
             # Counts change only after the last collective of a step: what we hold is whole.
             sys.stderr.write(f"broken after step {state.step}: {error!r}\n")
-            member.settled(state.step, live=True, detail=str(error)[:200])
+            agent.report_paused(state.step, live=True, detail=str(error)[:200])
         finally:
-            member.part()
+            agent.leave_groups()
 
 
-def train(member: WorkerAgent, assignment: Assignment, state: State, job: dict[str, Any]) -> Any:
+def train(agent: WorkerAgent, assignment: Assignment, state: State, job: dict[str, Any]) -> Any:
     layout, rank = assignment.layout, assignment.rank or 0
     while state.step < job["steps"]:
-        member.check()
+        agent.check()
         began = time.perf_counter()
         if job.get("fail") == "step" and state.step == 3 and rank == 1:
             raise ValueError("rank 1 cannot go on")
@@ -103,9 +103,9 @@ def train(member: WorkerAgent, assignment: Assignment, state: State, job: dict[s
         used = torch.zeros(BATCH + 3, dtype=torch.int64)
         for sample in mine:
             used[sample - first] += 1
-        enough = (member.run.path / ENOUGH).exists()
-        used[-3:] = torch.tensor([member.wants_pause, member.wants_stop, enough])
-        member.beat(phase="sync")
+        enough = (agent.run.path / ENOUGH).exists()
+        used[-3:] = torch.tensor([agent.wants_pause, agent.wants_stop, enough])
+        agent.report_progress(phase="sync")
         waited = time.perf_counter()
         if not layout.is_single:
             dist.all_reduce(used)
@@ -115,7 +115,7 @@ def train(member: WorkerAgent, assignment: Assignment, state: State, job: dict[s
             if first + offset in state.counts:
                 state.counts[first + offset] += count
         state.step += 1
-        member.beat(
+        agent.report_progress(
             step=state.step, phase="step", step_s=time.perf_counter() - began, wait_s=wait_s
         )
         if over:
@@ -130,22 +130,22 @@ def train(member: WorkerAgent, assignment: Assignment, state: State, job: dict[s
 def pass_state(assignment: Assignment, state: State, job: dict[str, Any]) -> State:
     """Every giver tells all what it holds; everyone puts the whole together."""
     restore = assignment.restore
-    if not restore.givers:
+    if not restore.sources:
         return State(job["steps"] * BATCH)
-    if not restore.is_moving:
+    if not restore.needs_transfer:
         return state
     whole = State(job["steps"] * BATCH)
     whole.step = restore.step or 0
-    for giver in restore.givers:
-        if assignment.meeting_size == 1:
+    for giver in restore.sources:
+        if assignment.handoff_size == 1:
             whole.counts |= state.counts
             continue
         text = (
             json.dumps(list(state.counts.items()))
-            if giver.meeting_rank == assignment.meeting_rank
+            if giver.handoff_rank == assignment.handoff_rank
             else ""
         )
-        whole.counts |= dict(_tell(text, giver.meeting_rank))
+        whole.counts |= dict(_tell(text, giver.handoff_rank))
     return whole
 
 

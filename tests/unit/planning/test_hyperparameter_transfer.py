@@ -15,8 +15,8 @@ from yunlu.planning.hyperparameter_transfer import (
     DEEPSEEK,
     STEP_LAW,
     Observed,
-    Scale,
-    Setting,
+    TransferScale,
+    RateAndBatch,
     advise,
     fit_shift,
     why_no_rule,
@@ -24,8 +24,8 @@ from yunlu.planning.hyperparameter_transfer import (
 from yunlu.spec.job import Job
 
 EVIDENCE = Path(__file__).parents[4] / "shared" / "evidence" / "tune" / "steplaw"
-SMALL = Scale(parameters=2e8, tokens=4e9)
-LARGE = Scale(parameters=1e9, tokens=5e10)
+SMALL = TransferScale(parameters=2e8, tokens=4e9)
+LARGE = TransferScale(parameters=1e9, tokens=5e10)
 
 
 def job(**parts: Any) -> Job:
@@ -36,7 +36,7 @@ def job(**parts: Any) -> Job:
 
 def test_the_rules_say_what_their_papers_report() -> None:
     # DeepSeek-AI 2024, table 2: 7 G weights, 2 T tokens: 4.2e-4 and 2,304 sequences of 4,096 tokens.
-    deepseek = DEEPSEEK.at(Scale(parameters=7e9, tokens=2e12))
+    deepseek = DEEPSEEK.at(TransferScale(parameters=7e9, tokens=2e12))
     assert deepseek.lr == pytest.approx(4.2e-4, rel=0.02)
     assert deepseek.batch_tokens == pytest.approx(2304 * 4096, rel=0.05)
 
@@ -57,7 +57,7 @@ def test_step_law_has_the_exponents_of_its_published_fits() -> None:
     )
 
 
-def bowl(shift: tuple[float, float], scale: Scale, *, curvature: tuple[float, float]) -> Any:
+def bowl(shift: tuple[float, float], scale: TransferScale, *, curvature: tuple[float, float]) -> Any:
     """Losses of a training whose best rate and batch lie so many octaves from the rule's."""
 
     def observe(x: float, y: float) -> Observed:
@@ -65,7 +65,7 @@ def bowl(shift: tuple[float, float], scale: Scale, *, curvature: tuple[float, fl
         above = curvature[0] * (x - shift[0]) ** 2 + curvature[1] * (y - shift[1]) ** 2
         return Observed(
             scale=scale,
-            setting=Setting(lr=told.lr * 2**x, batch_tokens=told.batch_tokens * 2**y),
+            setting=RateAndBatch(lr=told.lr * 2**x, batch_tokens=told.batch_tokens * 2**y),
             loss=2.5 * math.exp(above / 200),
         )
 
@@ -87,7 +87,7 @@ def test_nine_runs_find_where_the_ground_of_a_bowl_is(x: float, y: float) -> Non
 def test_two_scales_are_laid_through_one_bowl() -> None:
     runs = [
         bowl((0.5, -0.5), scale, curvature=(0.8, 0.6))(*place)
-        for scale in (SMALL, Scale(parameters=2e8, tokens=1e10))
+        for scale in (SMALL, TransferScale(parameters=2e8, tokens=1e10))
         for place in CROSS
     ]
     found = fit_shift(runs)
@@ -116,10 +116,10 @@ def test_each_scale_gets_the_rule_that_was_fitted_on_its_like() -> None:
     assert found is not None
     assert found.rule is STEP_LAW
     assert "arXiv 2503.04715" in found.reason
-    huge = advise(job(), Scale(parameters=7e9, tokens=2e12))
+    huge = advise(job(), TransferScale(parameters=7e9, tokens=2e12))
     assert huge is not None
     assert huge.rule is DEEPSEEK
-    assert advise(job(), Scale(parameters=8e5, tokens=1e6)) is None
+    assert advise(job(), TransferScale(parameters=8e5, tokens=1e6)) is None
 
 
 def test_a_batch_that_is_chosen_already_gets_its_own_rate() -> None:

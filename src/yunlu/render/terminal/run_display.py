@@ -226,7 +226,7 @@ class PlainDisplay:
                 self._print(event_row("train", Text(step_line(course))))
             return
         if item.kind is EventKind.PROGRESS:
-            self._print(event_row("", Text(f"{happening.data.get('phase')} ...")))
+            self._print(event_row("", Text(f"{item.data.get('phase')} ...")))
         block = describe(item, course)
         if block is not None:
             self._print(block)

@@ -40,11 +40,11 @@ def test_an_assignment_arrives_as_it_was_sent() -> None:
         generation=3,
         layout=Layout(dp=2),
         rank=1,
-        seats=(
-            RankAssignment(member=4, host="a", pid=1),
-            RankAssignment(member=5, host="b", pid=2),
+        workers=(
+            RankAssignment(worker=4, host="a", pid=1),
+            RankAssignment(worker=5, host="b", pid=2),
         ),
-        meeting_rank=1,
+        handoff_rank=1,
         restore=Restore(kind="start"),
     )
     (found,) = Unpacker().feed(frame(sent))

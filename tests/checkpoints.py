@@ -11,7 +11,11 @@ from yunlu.training.checkpoint.files import CheckpointEntry, Snapshot
 from yunlu.training.checkpoint.reader import CheckpointReader
 from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.optimizer_state import fill_optimizer, parameter_shards, optimizer_shards
+from yunlu.training.parallel.optimizer_state import (
+    fill_optimizer,
+    optimizer_shards,
+    parameter_shards,
+)
 from yunlu.training.parallel.tensor_slices import TensorSlice, TensorSpec, full_slice
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from benchmarks.tune_parts.figures import Figure
 from yunlu.planning.hyperparameter_transfer import (
     STEP_LAW,
     Observed,
-    TransferScale,
     RateAndBatch,
     Shift,
+    TransferScale,
     fit_shift,
 )
 

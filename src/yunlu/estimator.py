@@ -17,6 +17,7 @@ from yunlu.core.errors import JobError, TrainingError, missing_part
 from yunlu.jobs import service
 from yunlu.jobs.publishing import publish
 from yunlu.jobs.run import error_of, move
+from yunlu.runs.run_store import Area, local
 from yunlu.runs.states import RunState
 from yunlu.spec.load import job_from_mapping
 from yunlu.spec.overrides import lay_fields
@@ -112,7 +113,7 @@ class _Estimator(BaseEstimator):
             if self.keep_run:
                 run = service.submit(job)
                 _train(run, live)
-                self.run_dir_: Path | None = run.path
+                self.run_dir_: Path | None = Path(run.address)
                 self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)
             else:
                 with TemporaryDirectory(prefix="yunlu-") as home:
@@ -270,7 +271,7 @@ def _train(run: RunStore, live: Any) -> None:
     """Live the run in this process: a grid of small fits should not wait for a process each."""
     state = RunState.FAILED
     try:
-        state = _import("yunlu.training.worker").run(run.path, task=live)
+        state = _import("yunlu.training.worker").run(run.address, task=live)
     finally:
         record = service.read_record(run)
         if record.state.is_active:  # an interrupt came between two of its own words
@@ -285,7 +286,7 @@ def _train(run: RunStore, live: Any) -> None:
 def _trained(job: Job, run: RunStore, net: Any, *, inputs: int, outputs: int) -> Any:
     """A plain module with the weights that the run exported."""
     fresh = _build(job, inputs=inputs, outputs=outputs)
-    exported = run.model / "model.safetensors"
+    exported = local(run).directory(Area.MODEL) / "model.safetensors"
     if exported.exists():
         # Weights that two layers share stand there once.
         weights = _import("safetensors.torch").load_file(exported)

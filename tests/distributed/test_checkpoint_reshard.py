@@ -33,11 +33,11 @@ from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
-    parameter_shards,
     optimizer_shards,
+    parameter_shards,
     wanted_optimizer,
 )
-from yunlu.training.parallel.redistribute import redistribute, gather_specs
+from yunlu.training.parallel.redistribute import gather_specs, redistribute
 from yunlu.training.parallel.tensor_slices import fill, join_groups, shard_of, weights_of
 from yunlu.training.parallel.world import World
 
@@ -111,7 +111,9 @@ class State:
             {"params": [leaf for leaf in self.leaves.values() if leaf.ndim < 2], "weight_decay": 0},
         ]
         self.optimizer = FusedAdam(groups, lr=0.5, betas=(0.8, 0.9), eps=1e-8, decoupled=True)
-        self.names = parameter_shards([self.part], [*self.part.parameters()], [*self.leaves.values()])
+        self.names = parameter_shards(
+            [self.part], [*self.part.parameters()], [*self.leaves.values()]
+        )
         self.moments: dict[str, dict[str, Tensor]] = {}
 
     def remember(self, world: World, seed: int) -> State:

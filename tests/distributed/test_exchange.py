@@ -14,11 +14,11 @@ from yunlu.training.parallel import redistribute as exchanges
 from yunlu.training.parallel.redistribute import (
     UncoveredError,
     broadcast_json,
-    redistribute,
     gather_json,
     gather_specs,
+    redistribute,
 )
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, full_slice
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, full_slice
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
@@ -62,7 +62,9 @@ def columns(rank: int, size: int) -> list[TensorShard]:
 
 
 def emptied(pieces: list[TensorShard]) -> list[TensorShard]:
-    return [TensorShard(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces]
+    return [
+        TensorShard(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces
+    ]
 
 
 def _reshard(world: World, chunk_bytes: int) -> None:

@@ -22,7 +22,7 @@ from tests.distributed.shared_steps import (
 from yunlu.planning.layout import Layout
 from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
-from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, remove_sync
+from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import RunStore
 from yunlu.training.elastic.messages import Assignment
 from yunlu.training.elastic.node import run_node
@@ -65,7 +65,7 @@ def body(agent: WorkerAgent, job: dict[str, Any]) -> None:
             state.cut(assignment.layout, assignment.rank)
             agent.state_restored(assignment, state.step)
             if assignment.rank == 0 and assignment.generation == 1:
-                agent.run.emit(EventKind.STATE, state="running")
+                agent.run.emit(StateChanged(state="running"))
             ending = train(agent, assignment, state, job)
             if ending is None:
                 agent.report_paused(state.step, live=True)

@@ -20,9 +20,17 @@ from typing import Any
 
 import psutil
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines, read_last
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    PlanMade,
+    StateChanged,
+    WorkerGroupFormed,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
@@ -55,32 +63,32 @@ class LightCrew:
         host = socket.gethostname()
         record_worker(run, WorkerProcess(pid=os.getpid(), process_started_at=self.started_at,
                                          host=host, detached=True))  # fmt: skip
-        run.emit(EventKind.LIFE, number=lives + 1, pid=os.getpid(),
-                 process_started_at=self.started_at)  # fmt: skip
-        run.emit(EventKind.STATE, state="planning")
+        run.emit(sample(AttemptStarted, number=lives + 1, pid=os.getpid(),
+                 process_started_at=self.started_at))  # fmt: skip
+        run.emit(StateChanged(state="planning"))
         if self.job.get("fate") == "crash":
             return 3
         steps = int(self.job.get("steps", 100))
-        run.emit(EventKind.PLAN, batch=BATCH, micro_batch=BATCH, steps=steps)
-        run.emit(EventKind.STATE, state="running")
+        run.emit(sample(PlanMade, batch=BATCH, micro_batch=BATCH, steps=steps))
+        run.emit(StateChanged(state="running"))
         last = read_last(run.ledger)
         step = last["step"] if last else 0
         while step < steps:
             if self.is_asked:
-                run.emit(EventKind.STATE, state="stopping", reason="asked to stop")
-                run.emit(EventKind.CHECKPOINT, step=step, path="x", bytes=1, seconds=0.0)
-                run.emit(EventKind.STATE, state="stopped")
+                run.emit(StateChanged(state="stopping", reason="asked to stop"))
+                run.emit(CheckpointSaved(step=step, path="x", bytes=1, seconds=0.0))
+                run.emit(StateChanged(state="stopped"))
                 return 0
             step = self.make_step(step, lives + 1)
-        run.emit(EventKind.STATE, state="finished")
+        run.emit(StateChanged(state="finished"))
         return 0
 
     def make_step(self, step: int, life: int) -> int:
         if self.generation == 0 or self.workers != self.target:
             self.generation, self.workers = self.generation + 1, self.target
             ranks = [{"rank": rank, "member": rank, "host": "here"} for rank in range(self.workers)]
-            self.run.emit(EventKind.CREW, generation=self.generation, layout=f"dp{self.workers}",
-                          reason="", from_step=step, redone_steps=0, ranks=ranks, lost_s=0.1)  # fmt: skip
+            self.run.emit(sample(WorkerGroupFormed, generation=self.generation, layout=f"dp{self.workers}",
+                          reason="", from_step=step, redone_steps=0, ranks=ranks, lost_s=0.1))  # fmt: skip
             self.save()
         span_s = float(self.job.get("step_s", 0.05)) / self.workers
         until = time.monotonic() + span_s

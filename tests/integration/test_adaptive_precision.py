@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
-from yunlu.training.precision import Move, Precision
+from yunlu.training.precision import Precision, PrecisionChange
 
 CPU = torch.device("cpu")
 STEPS = 80
@@ -66,7 +66,7 @@ class Training:
     adapt: bool = False
     losses: list[float] = field(default_factory=list)
     faint_losses: list[float] = field(default_factory=list)
-    moves: list[tuple[int, Move]] = field(default_factory=list)
+    moves: list[tuple[int, PrecisionChange]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)

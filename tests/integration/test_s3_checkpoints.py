@@ -17,7 +17,7 @@ from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.checkpoint.storage import MANIFEST, open_storage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice
 
 pytestmark = pytest.mark.slow
 

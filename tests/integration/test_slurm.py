@@ -27,6 +27,7 @@ from yunlu.executors.record import RECORD, known_record
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
+from yunlu.runs.events import AttemptStarted
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
@@ -268,7 +269,7 @@ def test_a_run_that_is_never_given_the_time_for_a_step_is_not_started_for_ever(
 ) -> None:
     executor = SlurmExecutor()
     for _ in range(2):
-        run.emit(EventKind.LIFE, number=1, pid=1, process_started_at=0.0, began_at=0.0)
+        run.emit(AttemptStarted(number=1, pid=1, process_started_at=0.0, began_at=0.0))
     service.start(run, on=executor, placement=N1)
     await_(run, lambda: state(run) == "planning", "it is being started")
     (lease,) = known_record(run).leases

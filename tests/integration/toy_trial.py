@@ -18,7 +18,17 @@ from typing import Any
 
 import psutil
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines, write_atomically
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    DataOpened,
+    ErrorRaised,
+    Evaluated,
+    PlanMade,
+    StateChanged,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
@@ -46,27 +56,27 @@ class ToyTrial:
         self.is_asked_to_stop = True
 
     def move(self, state: str, **about: Any) -> None:
-        self.run.emit(EventKind.STATE, state=state, **about)
+        self.run.emit(StateChanged(state=state, **about))
 
     def live(self) -> None:
         run = self.run
         lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
         started_at = psutil.Process().create_time()
         run.emit(
-            EventKind.LIFE, number=lives + 1, pid=os.getpid(), process_started_at=started_at,
+            AttemptStarted(number=lives + 1, pid=os.getpid(), process_started_at=started_at,
             began_at=started_at,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.move("planning")
         args, train = self.job["model"]["args"], self.job["train"]
         if args.get("fails"):
             message = f"a rate of {train['optimizer']['lr']} is not to my liking"
-            run.emit(EventKind.ERROR, code="training", message=message, hint="take another")
+            run.emit(ErrorRaised(code="training", message=message, hint="take another"))
             self.move("failed")
             return
         every = 0 if args.get("silent") else STEPS_PER_RUNG
         steps = math.ceil(train["epochs"]) * STEPS_PER_RUNG
-        run.emit(EventKind.DATA, train=40, validation=8, test=0)
-        run.emit(EventKind.PLAN, steps=steps, evaluate_every=every, batch=8, best_metric="loss")
+        run.emit(sample(DataOpened, train=40, validation=8, test=0))
+        run.emit(sample(PlanMade, steps=steps, evaluate_every=every, batch=8, best_metric="loss"))
         self.train(steps, train["optimizer"]["lr"], step_s=args.get("step_s", STEP_S))
 
     def train(self, steps: int, lr: float, *, step_s: float) -> None:
@@ -82,9 +92,9 @@ class ToyTrial:
             if rest == 0:
                 loss = loss_of(lr, rung)
                 run.emit(
-                    EventKind.EVALUATION, split="validation", step=step, rung=rung, loss=loss,
+                    Evaluated(split="validation", step=step, rung=rung, loss=loss,
                     metrics={"accuracy": 1 / (1 + loss)}, seconds=0.0,
-                )  # fmt: skip
+                ))  # fmt: skip
                 if step == steps:
                     break
                 if gate.saves:
@@ -101,7 +111,7 @@ class ToyTrial:
         path = self.run.checkpoints / f"step-{step:010d}"
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / "toy.json", "{}")
-        self.run.emit(EventKind.CHECKPOINT, step=step, path=f"checkpoints/{path.name}", bytes=1)
+        self.run.emit(sample(CheckpointSaved, step=step, path=f"checkpoints/{path.name}", bytes=1))
 
 
 def main() -> None:

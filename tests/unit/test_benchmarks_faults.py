@@ -32,9 +32,10 @@ from benchmarks.parallel_parts.workload import LAYOUTS, MICRO_BATCH
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sample_events import sample
 from tests.waiting import wait_until
+from yunlu.runs.events import DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -199,9 +200,9 @@ def test_a_journal_reads_on_and_leaves_half_a_line_for_later(tmp_path: Path) -> 
 
 def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    run.emit(EventKind.DATA, train=32)
+    run.emit(sample(DataOpened, train=32))
     ranks = [{"rank": 0}, {"rank": 1}]
-    run.emit(EventKind.CREW, generation=3, ranks=ranks)
+    run.emit(sample(WorkerGroupFormed, generation=3, ranks=ranks))
     run.metrics.write_text(json.dumps({"step": 1, "at": 5.0, "generation": 3}) + "\n")
     member = {"rank": 1, "pid": os.getpid(), "process_started_at": 0.0}
     gone = {"rank": 0, "pid": 2**22 + 1, "process_started_at": 0.0}
@@ -218,7 +219,7 @@ def test_the_ledger_of_a_run_answers_only_for_the_right_samples(tmp_path: Path) 
     order = StepOrder(samples=32, batch=4, seed=0).steps_from(0)
     right, wrong = next(order), next(order) + 1
     run = open_run(tmp_path)
-    run.emit(EventKind.DATA, train=32)
+    run.emit(sample(DataOpened, train=32))
     records = [
         {"step": step, "generation": 1, "samples": 4, "digest": f"{digest_of(taken):016x}"}
         for step, taken in ((1, right), (2, wrong))

@@ -29,14 +29,13 @@ from yunlu.render.terminal.event_lines import (
 from yunlu.render.terminal.page import make_console, state_text
 from yunlu.render.terminal.run_display import Course, step_line
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
-    from yunlu.jobs.report_model import CrewChange
+    from yunlu.jobs.report_model import WorkerGroupChange
     from yunlu.runs.run_dir import Event
     from yunlu.runs.run_store import RunStore
 
@@ -65,8 +64,8 @@ def logs(
     console = make_console()
     store = service.find(run)
     if rank is not None or member is not None:
-        path = _own_log(store, rank=rank, member=member)
-        _print_own_log(store, path, console, lines=lines, go_on=follow)
+        log = _own_log(store, rank=rank, member=member)
+        _print_own_log(store, log, console, lines=lines, go_on=follow)
         return 0
     if follow:
         _follow(store, console)
@@ -79,7 +78,7 @@ def logs(
     return 0
 
 
-def log_line(event: Event, before: CrewChange | None = None) -> Text:
+def log_line(event: Event, before: WorkerGroupChange | None = None) -> Text:
     """One event on one line, for ``yunlu logs``."""
     when = time.strftime("%H:%M:%S", time.localtime(event.at))
     kind = f"{event.kind.value:<{_KIND_WIDTH}}"
@@ -102,11 +101,11 @@ def _follow(run: RunStore, console: Console) -> None:
                 console.print(Text(f"          {step_line(course)}", style="dim"), soft_wrap=True)
 
 
-def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> Path:
-    """The file of one worker; a rank is looked up in the newest layout."""
+def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> str:
+    """Name of the text log of one worker; a rank is looked up in the newest layout."""
     if rank is not None:
         crew = newest_crew(run)
-        ranks = {each.rank: each.member for each in crew.ranks} if crew else {}
+        ranks = {each.rank: each.worker for each in crew.ranks} if crew else {}
         if rank not in ranks:
             raise StoreError(
                 f"{run.id} has no rank {rank}",
@@ -119,26 +118,29 @@ def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> Path:
                 f"rank {rank} is worker {ranks[rank]}, not {member}", hint="give one of the two"
             )
         member = ranks[rank]
-    path = run.logs / f"member-{member}.log"
+    name = f"member-{member}.log"
     # A name is a number or a word, never a way out of the directory.
-    if path.parent != run.logs or not path.is_file():
-        known = sorted(each.stem.removeprefix("member-") for each in run.logs.glob("member-*.log"))
+    names = run.names(Area.LOGS)
+    if name not in names:
+        known = [
+            log.removeprefix("member-").removesuffix(".log")
+            for log in names
+            if log.startswith("member-") and log.endswith(".log")
+        ]
         hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run.id}"
         raise StoreError(f"{run.id} has no log of worker {member}", hint=hint)
-    return path
+    return f"{Area.LOGS}/{name}"
 
 
-def _print_own_log(run: RunStore, path: Path, console: Console, *, lines: int, go_on: bool) -> None:
-    text = path.read_bytes()
+def _print_own_log(run: RunStore, log: str, console: Console, *, lines: int, go_on: bool) -> None:
+    text = run.read(log) or b""
     read = len(text)
     for line in text.decode(errors="replace").splitlines()[-lines:] if lines > 0 else ():
         console.print(Text.from_ansi(line), soft_wrap=True)
     if not go_on:
         return
     for _ in follow(run):
-        with path.open("rb") as file:
-            file.seek(read)
-            text = file.read()
+        text = run.read(log, offset=read) or b""
         whole = text[: text.rfind(b"\n") + 1]  # half a line is left for later
         read += len(whole)
         for line in whole.decode(errors="replace").splitlines():
@@ -153,7 +155,7 @@ def _print_tail(run: RunStore, console: Console, lines: int) -> None:
         console.print(Text.from_ansi(line), soft_wrap=True)
 
 
-def _gist(event: Event, before: CrewChange | None) -> Text:
+def _gist(event: Event, before: WorkerGroupChange | None) -> Text:
     data, text = event.data, Text()
     match event.kind:
         case EventKind.STATE:

@@ -13,7 +13,7 @@ from yunlu.jobs.service import find
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 
 
 def report(
@@ -36,25 +36,25 @@ def report(
     if html is not None:
         _copy_page(directory, html.expanduser())
     if json_:
-        print(directory.report_json.read_text(encoding="utf-8"), end="")
+        print((directory.read(Document.REPORT) or b"").decode(), end="")
     else:
         print_summary(written, Console(highlight=False))
     if open_:
-        webbrowser.open(directory.report_html.absolute().as_uri())
+        webbrowser.open(Path(directory.location(Document.REPORT_PAGE)).absolute().as_uri())
 
 
 def _directory(run: str) -> RunStore | None:
     """A path to a run's directory, wherever it lies; a bare word is a run of the store."""
     path = Path(run).expanduser()
-    is_run = (path / "job.json").is_file() or (path / "events.jsonl").is_file()
-    return open_run(path.resolve()) if is_run else None
+    run = open_run(path.resolve())
+    return run if run.has(Document.JOB) or run.has(Log.EVENTS) else None
 
 
 def _copy_page(run: RunStore, target: Path) -> None:
     try:
-        write_atomically(target, run.report_html.read_bytes())
+        write_atomically(target, run.read(Document.REPORT_PAGE) or b"")
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",
-            hint=f"It lies in {run.report_html}.",
+            hint=f"It lies in {run.location(Document.REPORT_PAGE)}.",
         ) from error

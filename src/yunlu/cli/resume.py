@@ -46,7 +46,7 @@ def resume(
 
 def _tell_queued(run: RunStore, *, json: bool) -> int:
     if json:
-        print(to_json({"run": run.id, "dir": str(run.path), "queued": True}))
+        print(to_json({"run": run.id, "dir": run.address, "queued": True}))
     else:
         words = f"\n queued again  [bold]{run.id}[/]; yunlu pool shows when it goes on"
         make_console().print(words)

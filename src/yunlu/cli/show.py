@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from yunlu.client.api import Run
-from yunlu.core.files import read_last
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service
 from yunlu.jobs.crew import read_change
@@ -23,12 +23,13 @@ from yunlu.render.terminal.page import (
     to_json,
 )
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, last_record
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from yunlu.jobs.report_model import CrewChange
+    from yunlu.jobs.report_model import WorkerGroupChange
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
 
@@ -49,7 +50,7 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
         return 0
     console = make_console()
     _print_head(console, store, record)
-    made = Run(store.path).plan
+    made = Run(Path(store.address)).plan
     if made is not None:
         console.print(plan_block(made))
     crew = read_change(data["crew"]) if data["crew"] else None
@@ -89,25 +90,25 @@ def _collect(run: RunStore) -> dict[str, Any]:
             for each in found[EventKind.EVALUATION]
         ],
         # Old checkpoints are removed as new ones come: what is still there counts.
-        "checkpoints": [entry for entry in kept if (run.path / entry["path"]).exists()],
+        "checkpoints": [entry for entry in kept if run.has(entry["path"])],
         "warnings": [str(each.get("message")) for each in found[EventKind.WARNING]],
         "paths": {
-            name: str(path)
-            for name, path in (
-                ("run", run.path),
-                ("job", run.job_source if run.job_source.exists() else run.job),
-                ("model", run.model),
-                ("report", run.report_html),
-                ("log", run.log),
-                ("logs", run.logs),
+            name: run.location(item) if item else run.address
+            for name, item in (
+                ("run", ""),
+                ("job", Document.JOB_SOURCE if run.has(Document.JOB_SOURCE) else Document.JOB),
+                ("model", Area.MODEL),
+                ("report", Document.REPORT_PAGE),
+                ("log", WORKER_LOG),
+                ("logs", Area.LOGS),
             )
-            if path.exists()
+            if run.has(item)
         },
     }
 
 
 def _read_noise(run: RunStore) -> dict[str, float]:
-    last = read_last(run.metrics) or {}
+    last = last_record(run, Log.METRICS) or {}
     return {key: value for key, value in last.items() if key.startswith("noise_")}
 
 
@@ -139,11 +140,11 @@ def _print_head(console: Console, run: RunStore, record: RunRecord) -> None:
         console.print(Text(f" yunlu resume {record.id} goes on", style="dim"))
 
 
-def _workers(crew: CrewChange) -> Table:
+def _workers(crew: WorkerGroupChange) -> Table:
     table = _small_table("rank", "worker", "host", "pid", "stage", "replica", "shard", "cut")
     for each in crew.ranks:
         place = (each.pp, each.dp, each.fsdp, each.tp)
-        cells = (each.rank, each.member, each.host, each.pid, *(at + 1 for at in place))
+        cells = (each.rank, each.worker, each.host, each.pid, *(at + 1 for at in place))
         table.add_row(*(Text("–" if cell is None else str(cell)) for cell in cells))
     return table
 

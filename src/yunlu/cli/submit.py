@@ -61,7 +61,7 @@ def submit(
     run = enqueue(asked, wanted, source=source_of(job))
     is_up = find_service(service.home()) is not None
     if json:
-        print(to_json({"run": run.id, "dir": str(run.path), "pool_is_up": is_up}))
+        print(to_json({"run": run.id, "dir": run.address, "pool_is_up": is_up}))
         return 0
     console = make_console()
     entry = read_entry(run)

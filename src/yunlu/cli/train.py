@@ -16,8 +16,8 @@ from yunlu.jobs.launch import find_launch
 from yunlu.jobs.run import error_of, log_tail
 from yunlu.render.terminal.page import ACCENT, make_console, to_json
 from yunlu.render.terminal.run_display import Display, JsonDisplay, LiveDisplay, PlainDisplay
+from yunlu.runs.run_store import WORKER_LOG
 from yunlu.runs.states import RunState
-from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.follow import LogCursor
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
 
 STOPPED_CODE = 130
 """What a shell gives a program that Ctrl-C ended."""
@@ -107,7 +108,7 @@ def watch(run: RunStore, *, json: bool, since: LogCursor | None = None) -> int:
 def leave(run: RunStore, *, json: bool) -> int:
     """Say where a run is that goes on without us."""
     if json:
-        print(to_json({"run": run.id, "dir": str(run.path)}))
+        print(to_json({"run": run.id, "dir": run.address}))
     else:
         make_console().print(f" started     yunlu logs -f {run.id}", highlight=False)
     return 0
@@ -178,7 +179,7 @@ def _write_report(run: RunStore, console: Console | None) -> None:
 def _why(run: RunStore, state: RunState) -> YunluError:
     error = error_of(event for event, _ in run.read_events())
     if error is None:
-        return StoreError(f"{run.id} is {state}", hint=f"see {run.log}")
+        return StoreError(f"{run.id} is {state}", hint=f"see {run.location(WORKER_LOG)}")
     if state is RunState.LOST:
         words = "".join(f"\n  {line}" for line in log_tail(run, 8))
         said = f"; its last words:{words}" if words else ""

@@ -19,8 +19,8 @@ from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
 from yunlu.jobs.start import Start, find_start
 from yunlu.planning.plan import Plan
+from yunlu.runs.events import Evaluated, Event
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import is_queued_again
 from yunlu.scheduler.queue import enqueue, read_asked, withdraw
@@ -61,11 +61,11 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The final evaluation: on the test data where there is some, else on the validation data."""
-        found = [event.data for event in self.events() if event.kind is EventKind.EVALUATION]
-        tested = [data for data in found if data.get("split") == "test"] or found
+        scored = [event for event in self.events() if isinstance(event, Evaluated)]
+        tested = [event for event in scored if event.split == "test"] or scored
         if not tested:
             return {}
-        return {"loss": tested[-1]["loss"], **tested[-1]["metrics"]}
+        return {"loss": tested[-1].loss, **tested[-1].metrics}
 
     @property
     def plan(self) -> Plan | None:
@@ -298,7 +298,7 @@ def runs() -> list[Run]:
 
 def load_run(run_id: str) -> Run:
     """The run with this id, a unique beginning of it, or the ``last`` one."""
-    return Run(service.find(run_id).path)
+    return Run(Path(service.find(run_id).address))
 
 
 def resume(
@@ -320,8 +320,8 @@ def resume(
         service.reopen_here(run)
         return _train_here(run, live)
     if (place := find_launch(waits=wait)) is not None:
-        return Run(see_through(service.find(run_id), place).path).wait()
-    return Run(service.find(run_id).path).resume(wait=wait)
+        return Run(Path(see_through(service.find(run_id), place).address)).wait()
+    return Run(Path(service.find(run_id).address)).resume(wait=wait)
 
 
 def submit(
@@ -356,7 +356,7 @@ def submit(
         budget_dollars=budget,
     )
     run = enqueue(validate(job, overrides=overrides), asked, source=source_of(job))
-    return Run(run.path)
+    return Run(Path(run.address))
 
 
 def source_of(job: str | Path | Job | None) -> Path | None:
@@ -406,15 +406,15 @@ def _train_elsewhere(job: Job, source: Path | None, *, wait: bool) -> Run:
         return Run(see_through(job, place, source=source).path).wait()
     store = service.submit(job, source=source)
     service.start(store)
-    run = Run(store.path)
+    run = Run(Path(store.address))
     return run.wait() if wait else run
 
 
 def _train_here(run: RunStore, live: Any) -> Run:
     try:
-        import_module(_WORKER).run(run.path, task=live)
+        import_module(_WORKER).run(run.address, task=live)
     finally:
         record = service.read_record(run)
         if record.state.is_active:  # an interrupt came between two of its own words
             move(run, record, RunState.STOPPED, reason="interrupted")
-    return Run(run.path).wait()
+    return Run(Path(run.address)).wait()

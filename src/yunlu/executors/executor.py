@@ -168,7 +168,7 @@ class Executor(Protocol):
         """How it stands. What changed since the last look is added to the run's happenings."""
         ...
 
-    def logs(self, run: RunStore) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[str, ...]:
         """Files with what its processes printed, the lead's first."""
         ...
 

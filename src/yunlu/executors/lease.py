@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -33,9 +32,11 @@ from yunlu.executors.worker_process import (
     program_for,
     worker_lock_is_free,
 )
+from yunlu.runs.documents import read_raw_job
+from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
+from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
-from yunlu.runs.states import RunState, replay_move
+from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import LOCAL, ask, read_crew
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def main() -> int:
 
 def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
     """What supervises a run on so many devices of one machine; others can join, even if it is one."""
-    job: dict[str, Any] = json.loads(run.job.read_bytes())
+    job = read_raw_job(run) or {}
     record = read_record(run)
     return program_for(
         devices,
@@ -130,21 +131,21 @@ class Holder:
             environment = worker_environment()
             environment.setdefault("YUNLU_BIND", _own_address())
             self._leads = True
-            return (*lead_program(self.run, lease.devices), str(self.run.path)), environment
+            return (*lead_program(self.run, lease.devices), self.run.address), environment
         return self._await_lead(lease), worker_environment(threads=1)
 
     def _wake_run(self, lease: Lease) -> bool:
         """Give a run whose life was broken off another one; whether it is to be trained."""
         with launch_lock(self.run, wait=True):
-            state = _state_of(self.run)
+            state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
                 return False
             if state in {RunState.PLANNING, RunState.RUNNING}:
                 reason = f"its lease on {lease.node} was ended"
-                self.run.emit(EventKind.STATE, state=RunState.LOST, reason=reason)
+                self.run.emit(StateChanged(state=RunState.LOST, reason=reason))
             if state is not RunState.PENDING:
                 reason = f"started again on {lease.node}"
-                self.run.emit(EventKind.STATE, state=RunState.PENDING, reason=reason)
+                self.run.emit(StateChanged(state=RunState.PENDING, reason=reason))
         return True
 
     def _await_lead(self, lease: Lease) -> Sequence[str]:
@@ -157,9 +158,9 @@ class Holder:
                 if crew is not None and has_begun and ask(crew, {"kind": "where"}, timeout_s=5):
                     taken = lease.name in crew.wanted
                     name = f"{lease.name}-{os.getpid()}" if taken else lease.name
-                    node = (sys.executable, "-m", crew.node_module, str(self.run.path))
+                    node = (sys.executable, "-m", crew.node_module, self.run.address)
                     return (*node, "--node", name, "--devices", str(lease.devices))
-            state = _state_of(self.run)
+            state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
                 break
             # One that rests may only wait to be led again; a device is not to wait long for that.
@@ -195,7 +196,7 @@ class Holder:
         """Whether the run would go on, if the cluster let it."""
         record = read_record(self.run)
         lease = record.find(self.name) if record and not record.is_ending else None
-        over = _state_of(self.run) in {RunState.FINISHED, RunState.FAILED}
+        over = read_view(self.run).state in {RunState.FINISHED, RunState.FAILED}
         # Who is never given the time for one step would be started for ever.
         over = over or _vain_lives(self.run) >= _VAIN
         return lease is not None and lease.is_wanted and not over
@@ -302,21 +303,13 @@ def _supervisor(run: RunStore) -> psutil.Process | None:
     return process if is_same and is_ours else None
 
 
-def _state_of(run: RunStore) -> RunState:
-    state = RunState.PENDING
-    for event, _ in run.read_events():
-        if event.kind is EventKind.STATE:
-            state = replay_move(state, RunState(event.data["state"]))
-    return state
-
-
 def _vain_lives(run: RunStore) -> int:
     """Lives in a row in which nobody made a step."""
     lives = 0
     for event, _ in run.read_events():
-        if event.kind is EventKind.CREW:
+        if isinstance(event, WorkerGroupFormed):
             lives = 0
-        lives += event.kind is EventKind.LIFE
+        lives += isinstance(event, AttemptStarted)
     return lives
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunlu.executors.executor import (
     Capabilities,
@@ -29,6 +28,8 @@ from yunlu.executors.record import (
     write_record,
 )
 from yunlu.executors.worker_process import is_asynchronous
+from yunlu.runs.documents import read_raw_job
+from yunlu.runs.run_store import text_logs
 from yunlu.runs.worker_group import count_workers, read_crew
 
 if TYPE_CHECKING:
@@ -168,10 +169,10 @@ class LeasedExecutor(ABC):
             leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
         )
 
-    def logs(self, run: RunStore) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[str, ...]:
         """As ``Executor.logs``."""
         known_record(run)
-        return tuple(path for path in (run.log, *sorted(run.logs.glob("*.log"))) if path.exists())
+        return text_logs(run)
 
     def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
         """As ``Executor.events``."""
@@ -180,7 +181,7 @@ class LeasedExecutor(ABC):
 
     def _ask(self, run: RunStore, record: Record, leases: Sequence[Lease]) -> None:
         """Ask for leases that stand in the record already; write down what they are called."""
-        directory = Path(record.directory) if record.directory else run.path
+        directory = Path(record.directory or run.address)
         for place, lease in enumerate(leases):
             lead = next((each.handle for each in record.leases if each.is_lead), None)
             try:
@@ -270,7 +271,7 @@ def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
     alive = [each for each in statuses if each.state is not LeaseState.GONE]
     if not alive or any(each.lease.is_lead for each in alive):
         return False
-    job: dict[str, Any] = json.loads(run.job.read_bytes())
+    job = read_raw_job(run) or {}
     return is_asynchronous(run, (job.get("communication") or {}).get("method"))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
 from yunlu.executors import limits, memory
 from yunlu.executors.executor import (
     Capabilities,
@@ -22,7 +20,6 @@ from yunlu.executors.executor import (
 from yunlu.executors.finding import read_address
 from yunlu.executors.lease import lead_program
 from yunlu.executors.record import (
-    RECORD,
     Happening,
     Lease,
     Record,
@@ -43,8 +40,9 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import WORKERS
+from yunlu.runs.documents import read_raw_job
+from yunlu.runs.home import find_runs
+from yunlu.runs.run_store import Area, Document, local, text_logs
 from yunlu.runs.worker_group import ask, count_workers, read_crew
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ class LocalExecutor:
     def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """As ``Executor.start``."""
         devices = self._check(run, placement)
-        with record_lock(run), locked(run.path.parent / _DEVICES_LOCK):
+        with record_lock(run), locked(local(run).home / _DEVICES_LOCK):
             before = read_record(run)
             slots = self._choose_gpus(run, devices) if self._gpus else ()
             record = Record(
@@ -175,11 +173,10 @@ class LocalExecutor:
             leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
         )
 
-    def logs(self, run: RunStore) -> tuple[Path, ...]:
+    def logs(self, run: RunStore) -> tuple[str, ...]:
         """As ``Executor.logs``."""
         known_record(run)
-        found = (run.log, *sorted(run.logs.glob("*.log")))
-        return tuple(path for path in found if path.exists())
+        return text_logs(run)
 
     def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
         """As ``Executor.events``."""
@@ -198,8 +195,7 @@ class LocalExecutor:
     def _choose_gpus(self, run: RunStore, devices: int) -> tuple[int, ...]:
         """The first that no other run has; who is to have how many is not for us to say."""
         taken: set[int] = set()
-        for path in run.path.parent.glob(f"*/{RECORD}"):
-            other = open_run(path.parent)
+        for other in find_runs(local(run).home, having=Document.LEASES):
             record = read_record(other)
             if record is not None and other.id != run.id:
                 slots = {slot for lease in record.wanted for slot in lease.slots}
@@ -212,8 +208,8 @@ class LocalExecutor:
 
     def _ask_for(self, run: RunStore, devices: int) -> str | None:
         """What the supervisor answers; none where it cannot be asked just now."""
-        if run.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
-            write_atomically(run.servers / WORKERS, str(devices))
+        if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
+            run.write(Document.TARGET_WORKERS, str(devices))
             return f"{devices} workers from now on"
         crew = read_crew(run)
         if crew is None:
@@ -265,7 +261,7 @@ def _end(run: RunStore, worker: WorkerProcess | None) -> None:
 def _declared_gb(run: RunStore) -> float | None:
     """What the job says that training takes on each device."""
     with suppress(OSError, ValueError, AttributeError):
-        told = json.loads(run.job.read_bytes()).get("train", {}).get("memory_gb")
+        told = (read_raw_job(run) or {}).get("train", {}).get("memory_gb")
         return float(told) if isinstance(told, int | float) else None
     return None
 

@@ -23,6 +23,7 @@ from yunlu.executors.ray_words import (
     size_selectors,
 )
 from yunlu.executors.record import read_happenings
+from yunlu.runs.run_store import WORKER_LOG, Area
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,11 +103,11 @@ class RayExecutor(LeasedExecutor):
                 f"{self.address} has no node {lease.node}",
                 hint=f"there are {', '.join(sorted(ids)) or 'none'}",
             )
-        log = run.log if lease.is_lead else run.logs / f"lease-{lease.name}.log"
+        log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
         order = Order(
-            run=str(run.path),
+            run=run.address,
             lease=lease.name,
-            log=str(log),
+            log=run.location(log),
             directory=str(directory),
             environment=self._environment(),
             version=__version__,

@@ -1,4 +1,4 @@
-"""What an executor knows of a run: ``executor.json`` and ``executor.jsonl`` in its directory.
+"""What an executor knows of a run: its leases and their events.
 
 Written before anything is started, so that nothing is started which nobody knows of.
 """
@@ -12,19 +12,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import append_lines, read_lines, write_atomically
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Placement
+from yunlu.runs.run_store import Claim, Document, Log
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
     from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
-
-RECORD = "executor.json"
-HAPPENINGS = "executor.jsonl"
-_LOCK = "executor.lock"
 
 
 class Lease(Value):
@@ -116,7 +112,8 @@ class Happening(Value):
 def read_record(run: RunStore) -> Record | None:
     """What is known; none where the run is with no executor."""
     try:
-        return Record.model_validate_json((run.path / RECORD).read_bytes())
+        content = run.read(Document.LEASES)
+        return None if content is None else Record.model_validate_json(content)
     except (OSError, ValueError):
         return None
 
@@ -126,7 +123,7 @@ def known_record(run: RunStore) -> Record:
     record = read_record(run)
     if record is None:
         raise StoreError(
-            f"{run.path} is with no executor: it has no {RECORD}",
+            f"{run.address} is with no executor: it has no {Document.LEASES}",
             hint="only a run that was started on one has leases",
         )
     return record
@@ -134,27 +131,27 @@ def known_record(run: RunStore) -> Record:
 
 def write_record(run: RunStore, record: Record) -> None:
     """Publish what is known, on disk before this returns."""
-    write_atomically(run.path / RECORD, record.model_dump_json(indent=1))
+    run.write(Document.LEASES, record.model_dump_json(indent=1))
 
 
 def tell(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
     """Add one happening."""
     told = Happening(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
-    append_lines(run.path / HAPPENINGS, [told.model_dump()])
+    run.append(Log.LEASE_EVENTS, [told.model_dump()])
 
 
 def read_happenings(run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
     """What happened, from a byte offset on, each with the offset after it."""
-    for found, after in read_lines(run.path / HAPPENINGS, offset=offset):
+    for found, after in run.read_log(Log.LEASE_EVENTS, offset=offset):
         yield Happening.model_validate(found), after
 
 
 @contextmanager
 def record_lock(run: RunStore) -> Generator[None]:
     """Hold the right to change the record."""
-    if not run.path.is_dir():
-        raise StoreError(f"there is no run in {run.path}")
-    with locked(run.path / _LOCK):
+    if not run.has(""):
+        raise StoreError(f"there is no run in {run.address}")
+    with run.claim(Claim.LEASES, wait=True):
         yield
 
 

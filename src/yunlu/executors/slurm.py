@@ -29,6 +29,7 @@ from yunlu.executors.slurm_words import (
     read_queue,
 )
 from yunlu.hardware.fleet import Node
+from yunlu.runs.run_store import WORKER_LOG, Area, local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -149,14 +150,14 @@ class SlurmExecutor(LeasedExecutor):
 
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        run.logs.mkdir(exist_ok=True)
-        log = run.log if lease.is_lead else run.logs / f"lease-{lease.name}.log"
+        local(run).directory(Area.LOGS).mkdir(exist_ok=True)
+        log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
         cpus = lease.devices * int(self.options.cpus)
         words = [
             "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append",
             f"--nodelist={lease.node}", f"--cpus-per-task={cpus}",
             f"--job-name={_job_name(run, lease.name)}", f"--comment={_OURS} devices={lease.devices}",
-            f"--chdir={directory}", f"--output={log}",
+            f"--chdir={directory}", f"--output={run.location(log)}",
             f"--signal=TERM@{self.options.notice_s}",
             *self._options(lease),
         ]  # fmt: skip
@@ -166,7 +167,7 @@ class SlurmExecutor(LeasedExecutor):
             sys.executable,
             "-m",
             "yunlu.executors.lease",
-            str(run.path),
+            run.address,
             lease.name,
         ]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={cpus}", *program]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
 
-_FOLDER = "usage"
+_AREA = "usage"
 _ANSWER_S = 3.0
 _QUERY = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
@@ -88,20 +87,17 @@ def read_gpus() -> tuple[tuple[float, float], ...]:
 
 def write_use(run: RunStore, lease: str, use: LeaseUse) -> None:
     """For whoever looks after the run from another machine; not worth a fault, nor a flush."""
-    folder = run.path / _FOLDER
     with suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        aside = folder / f".{lease}.{os.getpid()}.part"
-        aside.write_text(use.model_dump_json())
-        aside.replace(folder / f"{lease}.json")
+        run.write(f"{_AREA}/{lease}.json", use.model_dump_json(), durable=False)
 
 
 def read_uses(run: RunStore, leases: Iterable[str]) -> Iterator[tuple[str, LeaseUse]]:
     """What these leases wrote last."""
     for lease in leases:
         with suppress(OSError, ValueError):
-            path = run.path / _FOLDER / f"{lease}.json"
-            yield lease, LeaseUse.model_validate_json(path.read_bytes())
+            content = run.read(f"{_AREA}/{lease}.json")
+            if content is not None:
+                yield lease, LeaseUse.model_validate_json(content)
 
 
 @cache

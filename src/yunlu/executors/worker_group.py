@@ -59,7 +59,7 @@ def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None =
     """Be a node of a run until it ends; the exit code."""
     crew = read_crew(run)
     assert crew is not None
-    words = [sys.executable, "-m", crew.node_module, str(run.path)]
+    words = [sys.executable, "-m", crew.node_module, run.address]
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
         [*words, "--node", name, "--devices", str(devices)],
         cwd=directory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from yunlu.core.errors import StoreError, missing_part
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import worker_environment
+from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, local
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -110,7 +109,7 @@ def require_training() -> None:
 
 def is_asynchronous(run: RunStore, method: object) -> bool:
     """Whether its workers do not wait for each other: the job names that, or its crew chose it."""
-    return method == "asynchronous" or run.servers.is_dir()
+    return method == "asynchronous" or run.has(Area.SERVERS)
 
 
 def program_for(
@@ -169,13 +168,13 @@ def start_worker(
         environment: Variables that it is to have besides ours.
     """
     words = list(command or WORKER)
-    words += [str(run.path)] + ["--plan-only"] * plan_only
+    words += [run.address] + ["--plan-only"] * plan_only
     if directory is not None and not directory.is_dir():
         raise StoreError(
             f"the run was submitted from {directory}, which is no longer there",
             hint="put the directory back: relative paths in the job start from it",
         )
-    with run.log.open("ab") as log:
+    with local(run).open_text_log(WORKER_LOG) as log:
         child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
             words,
             stdin=subprocess.DEVNULL,
@@ -200,13 +199,13 @@ def start_worker(
 
 def record_worker(run: RunStore, worker: WorkerProcess) -> None:
     """Write down who is answerable for the run, before the worker can say so itself."""
-    write_atomically(run.path / "worker.json", json.dumps(asdict(worker)))
+    run.write(Document.WORKER, json.dumps(asdict(worker)))
 
 
 def recorded_worker(run: RunStore) -> WorkerProcess | None:
     """Who was last answerable for the run."""
     try:
-        return WorkerProcess(**json.loads((run.path / "worker.json").read_bytes()))
+        return WorkerProcess(**json.loads(run.read(Document.WORKER) or b""))
     except (OSError, ValueError, TypeError):  # absent, or of another version
         return None
 
@@ -214,27 +213,10 @@ def recorded_worker(run: RunStore) -> WorkerProcess | None:
 @contextmanager
 def launch_lock(run: RunStore, *, wait: bool) -> Generator[None]:
     """Hold the right to start, stop or bury the run's worker; ``BlockingIOError`` when taken."""
-    with _locked(run.path / "launch.lock", wait=wait):
+    with run.claim(Claim.LAUNCH, wait=wait):
         yield
 
 
 def worker_lock_is_free(run: RunStore) -> bool:
     """Whether no worker holds the run: a worker keeps ``worker.lock`` as long as it lives."""
-    path = run.path / "worker.lock"
-    if not path.exists():
-        return True
-    try:
-        with _locked(path, wait=False):
-            return True
-    except BlockingIOError:
-        return False
-
-
-@contextmanager
-def _locked(path: Path, *, wait: bool) -> Generator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)
+    return not run.is_claimed(Claim.WORKER)

@@ -18,6 +18,17 @@ class Device(Value):
     """Precisions with native arithmetic here."""
 
 
+class PrecisionSpeed(Value):
+    """Speed of a precision on a device."""
+
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    relative_speed: float
+    """Matrix products per second, as a multiple of fp32's."""
+    is_worth_using: bool
+    verdict: str
+    """The same for people."""
+
+
 class Machine(Value):
     """One node: its devices, cores and price."""
 

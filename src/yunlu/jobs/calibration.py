@@ -37,8 +37,9 @@ from yunlu.planning.machine_profile import (
     read_processor,
 )
 from yunlu.planning.plan import Measurement, Plan
-from yunlu.runs.home import open_run
+from yunlu.runs.home import find_runs
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -145,13 +146,18 @@ def usual_start_s() -> float | None:
     """From the start of a worker to its first step: of the newest runs here, else as the probe knows it."""
     starts_s: list[float] = []
     with suppress(OSError):  # one may be removed just now
-        logs = read_settings().home.glob("*/metrics.jsonl")
-        newest = heapq.nlargest(_STARTS, logs, key=lambda path: path.stat().st_mtime)
-        starts_s = [found for path in newest if (found := _start_s(open_run(path.parent)))]
+        runs = find_runs(read_settings().home, having=Log.METRICS)
+        newest = heapq.nlargest(_STARTS, runs, key=_last_written_at)
+        starts_s = [start_s for run in newest if (start_s := _start_s(run))]
     if starts_s:
         return median(starts_s)
     probed = stored_probe()
     return None if probed is None or probed.start is None else probed.start.worker_s
+
+
+def _last_written_at(run: RunStore) -> float:
+    stat = run.stat(Log.METRICS)
+    return stat.modified_at if stat else 0.0
 
 
 def _start_s(run: RunStore) -> float | None:
@@ -185,7 +191,7 @@ def _without_place(figure: RunMeasurement) -> RunMeasurement:
 def learn_from(runs: Iterable[RunStore]) -> int:
     """Add what these runs measured; how many were new. A run counts once, however often it is read."""
     known = {each.run for each in read_calibration().figures}
-    fresh = [run for run in runs if name_run(run.path) not in known]
+    fresh = [run for run in runs if name_run(Path(run.address)) not in known]
     figures = [figure for run in fresh for figure in figures_of(run)]
     if not figures:
         return 0
@@ -244,7 +250,7 @@ def figures_of(run: RunStore) -> list[RunMeasurement]:
         return []
     return [
         RunMeasurement(
-            run=name_run(run.path),
+            run=name_run(Path(run.address)),
             at=ended_at,
             quantity=quantity,
             device=foretold.device,
@@ -277,8 +283,7 @@ def _read(events: Iterable[Event]) -> tuple[Plan | None, Measurement | None, flo
 
 
 def _finished_runs() -> list[RunStore]:
-    home = read_settings().home
-    return [open_run(path.parent) for path in home.glob("*/plan.json")] if home.is_dir() else []
+    return [*find_runs(read_settings().home, having=Document.PLAN)]
 
 
 def _file() -> Path:

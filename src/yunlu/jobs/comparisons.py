@@ -42,7 +42,7 @@ def compare(recorded: Recorded, plan: Plan | None, *, complete: bool) -> tuple[C
         rows.append(
             Comparison(
                 quantity=quantity,
-                foretold=foretold.get(quantity),
+                estimated=foretold.get(quantity),
                 interval=interval,
                 predicted=expected,
                 measured=seen,

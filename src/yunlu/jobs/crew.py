@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.files import read_lines
 from yunlu.jobs.curves import thin
 from yunlu.jobs.recorded import held_up_s, number, step_s
-from yunlu.jobs.report_model import Crew, CrewChange, CrewFault, CrewRank, MemberFigures, Straggler
+from yunlu.jobs.report_model import (
+    RankPosition,
+    Straggler,
+    WorkerFault,
+    WorkerGroupChange,
+    WorkerGroupHistory,
+    WorkerStats,
+)
 from yunlu.planning.layout import AXES, parse_layout
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Area, Document, Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +35,9 @@ _Key = tuple[int, int]
 _MOST_POINTS = 300
 
 
-def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Crew | None:
+def read_crew(
+    recorded: Recorded, samples: Iterable[dict[str, Any]] = ()
+) -> WorkerGroupHistory | None:
     """Everything about the crew; None where one plain worker trained alone."""
     changes, faults, stragglers = _read_events(recorded.events)
     if not changes:
@@ -40,7 +49,7 @@ def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Cre
     busy_s = sum(step_s(record) for record in records)
     waited_s = sum(record.get("communication_s", 0.0) for record in records)
     elapsed_s, done_steps = _course(records, pauses)
-    return Crew(
+    return WorkerGroupHistory(
         effective=1 - lost_s / wall_s if wall_s > 0 else None,
         wall_s=wall_s,
         lost_s=lost_s,
@@ -52,7 +61,7 @@ def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Cre
         ),
         faults=tuple(faults),
         stragglers=tuple(stragglers),
-        members=tuple(_members(changes, faults, samples)),
+        workers=tuple(_members(changes, faults, samples)),
         began_at=records[0]["at"] - step_s(records[0]) if records else changes[0].at,
         pauses=pauses,
         elapsed_s=elapsed_s,
@@ -62,24 +71,24 @@ def read_crew(recorded: Recorded, samples: Iterable[dict[str, Any]] = ()) -> Cre
 
 def read_samples(run: RunStore) -> Iterator[dict[str, Any]]:
     """What the workers said of themselves, about once a second."""
-    for record, _ in read_lines(run.crew_metrics):
+    for record, _ in run.read_log(Log.RANK_METRICS):
         if isinstance(record, dict):
             yield record
 
 
-def newest_crew(run: RunStore) -> CrewChange | None:
+def newest_crew(run: RunStore) -> WorkerGroupChange | None:
     """The layout a run has now; None where it has one plain worker."""
-    if not (run.crew.exists() or run.crew_metrics.exists() or run.logs.exists()):
+    if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
         return None  # spares those who list many runs the reading of every log
     changes, _, _ = _read_events([event for event, _ in run.read_events()])
     return changes[-1] if changes else None
 
 
-def name_worker(each: CrewFault | Straggler) -> str:
+def name_worker(each: WorkerFault | Straggler) -> str:
     """``worker 3 (rank 2 on node-a)``."""
     known = [f"rank {each.rank}"] if each.rank is not None else []
     known += [f"on {each.host}"] if each.host else []
-    return f"worker {each.member}" + (f" ({' '.join(known)})" if known else "")
+    return f"worker {each.worker}" + (f" ({' '.join(known)})" if known else "")
 
 
 def gist_of(detail: str | None) -> str:
@@ -88,9 +97,9 @@ def gist_of(detail: str | None) -> str:
     return lines[-1 if lines[0].startswith("Traceback") else 0]
 
 
-def first_failure(events: Sequence[Event]) -> CrewFault | None:
+def first_failure(events: Sequence[Event]) -> WorkerFault | None:
     """The worker whose own error came first in the last life: the others fail because of it."""
-    first: CrewFault | None = None
+    first: WorkerFault | None = None
     for event in events:
         if event.kind == EventKind.LIFE:
             first = None
@@ -99,15 +108,17 @@ def first_failure(events: Sequence[Event]) -> CrewFault | None:
     return first
 
 
-def read_change(data: dict[str, Any], *, at: float = 0.0, life: int = 1) -> CrewChange | None:
+def read_change(
+    data: dict[str, Any], *, at: float = 0.0, life: int = 1
+) -> WorkerGroupChange | None:
     """The value of a CREW event; None where it is of another version."""
     generation = _whole(data.get("generation"))
     layout, said = str(data.get("layout") or ""), data.get("ranks")
     if generation is None or not layout or not isinstance(said, list):
         return None
     stages = data.get("stages")
-    return CrewChange(
-        life=life,
+    return WorkerGroupChange(
+        attempt=life,
         generation=generation,
         at=at,
         layout=layout,
@@ -120,15 +131,15 @@ def read_change(data: dict[str, Any], *, at: float = 0.0, life: int = 1) -> Crew
     )
 
 
-def read_fault(data: dict[str, Any], *, at: float = 0.0, struck: _Key | None = None) -> CrewFault:
+def read_fault(data: dict[str, Any], *, at: float = 0.0, struck: _Key | None = None) -> WorkerFault:
     """The value of a FAULT event."""
     detail = data.get("detail")
-    return CrewFault(
+    return WorkerFault(
         what=str(data.get("what") or "lost"),
         at=at,
         step=_whole(data.get("step")),
         rank=_whole(data.get("rank")),
-        member=_text(data.get("member")),
+        worker=_text(data.get("member")),
         host=_text(data.get("host"), otherwise=""),
         pid=_whole(data.get("pid")),
         detail=str(detail) if detail else None,
@@ -145,7 +156,7 @@ def read_straggler(data: dict[str, Any], *, at: float = 0.0) -> Straggler | None
         at=at,
         step=_whole(data.get("step")),
         rank=_whole(data.get("rank")),
-        member=_text(data.get("member")),
+        worker=_text(data.get("member")),
         host=_text(data.get("host"), otherwise=""),
         ratio=ratio,
     )
@@ -153,9 +164,9 @@ def read_straggler(data: dict[str, Any], *, at: float = 0.0) -> Straggler | None
 
 def _read_events(
     events: Sequence[Event],
-) -> tuple[list[CrewChange], list[CrewFault], list[Straggler]]:
-    changes: list[CrewChange] = []
-    faults: list[CrewFault] = []
+) -> tuple[list[WorkerGroupChange], list[WorkerFault], list[Straggler]]:
+    changes: list[WorkerGroupChange] = []
+    faults: list[WorkerFault] = []
     stragglers: list[Straggler] = []
     life = 0
     for event in events:
@@ -172,7 +183,7 @@ def _read_events(
     return changes, faults, stragglers
 
 
-def _ranks(said: Iterable[Any], layout: str) -> Iterator[CrewRank]:
+def _ranks(said: Iterable[Any], layout: str) -> Iterator[RankPosition]:
     parsed = parse_layout(layout)
     for each in said:
         rank = _whole(each.get("rank")) if isinstance(each, dict) else None
@@ -183,9 +194,9 @@ def _ranks(said: Iterable[Any], layout: str) -> Iterator[CrewRank]:
             known = parsed is not None and rank < parsed.world
             place = parsed.place_of(rank)._asdict() if parsed and known else {"dp": rank}
         axes = {axis: _whole(place.get(axis)) or 0 for axis in AXES}
-        yield CrewRank(
+        yield RankPosition(
             rank=rank,
-            member=_text(each.get("member")),
+            worker=_text(each.get("member")),
             host=_text(each.get("host"), otherwise=""),
             pid=_whole(each.get("pid")),
             **axes,
@@ -193,7 +204,9 @@ def _ranks(said: Iterable[Any], layout: str) -> Iterator[CrewRank]:
 
 
 def _time_lost(
-    records: Sequence[Record], changes: Sequence[CrewChange], pauses: Sequence[tuple[float, float]]
+    records: Sequence[Record],
+    changes: Sequence[WorkerGroupChange],
+    pauses: Sequence[tuple[float, float]],
 ) -> tuple[float, dict[_Key, float]]:
     """Seconds since the first step began, and what each change took of them.
 
@@ -259,26 +272,28 @@ class _Sums:
 
 
 def _members(
-    changes: Sequence[CrewChange], faults: Sequence[CrewFault], samples: Iterable[dict[str, Any]]
-) -> Iterator[MemberFigures]:
+    changes: Sequence[WorkerGroupChange],
+    faults: Sequence[WorkerFault],
+    samples: Iterable[dict[str, Any]],
+) -> Iterator[WorkerStats]:
     """One for each worker that ever held a rank: those of today by rank, then those that are gone."""
     sums = _sum_up(samples)
-    known = {each.member: each for change in changes for each in change.ranks}
-    now = {each.member: each.rank for each in changes[-1].ranks}
-    lost = {fault.member: fault.what for fault in faults if fault.member not in now}
-    order = sorted(known, key=lambda member: (member not in now, now.get(member, 0)))
-    for member in order:
-        own = sums.get(member) or _Sums()
+    known = {each.worker: each for change in changes for each in change.ranks}
+    now = {each.worker: each.rank for each in changes[-1].ranks}
+    lost = {fault.worker: fault.what for fault in faults if fault.worker not in now}
+    order = sorted(known, key=lambda worker: (worker not in now, now.get(worker, 0)))
+    for worker in order:
+        own = sums.get(worker) or _Sums()
         kept = thin(own.compute, _MOST_POINTS)
-        yield MemberFigures(
-            member=member,
-            rank=now.get(member),
-            host=known[member].host,
-            pid=known[member].pid,
+        yield WorkerStats(
+            worker=worker,
+            rank=now.get(worker),
+            host=known[worker].host,
+            pid=known[worker].pid,
             step_s=own.step_s / own.count if own.count else None,
             wait_s=own.wait_s / own.count if own.count else None,
             memory_bytes=own.memory_bytes,
-            lost=lost.get(member),
+            lost=lost.get(worker),
             steps=tuple(step for step, _ in kept),
             compute_s=tuple(value for _, value in kept),
         )

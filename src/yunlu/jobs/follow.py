@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.jobs.run import fold, new_record, settle
+from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_dir import Event
+from yunlu.runs.run_store import Log, log_end
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
 
@@ -51,7 +51,7 @@ class RunUpdate(Value):
 
 def end_of(run: RunStore) -> LogCursor:
     """The position after everything written so far."""
-    return LogCursor(events=_size(run.events), metrics=_size(run.metrics))
+    return LogCursor(events=log_end(run, Log.EVENTS), metrics=log_end(run, Log.METRICS))
 
 
 def follow(
@@ -65,7 +65,7 @@ def follow(
     since = since or LogCursor()
     record = new_record(run)
     if record is None:
-        raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+        raise not_a_run(run)
     events_at, metrics_at, checked_at = 0, since.metrics, time.monotonic()
     while True:
         batch: list[FollowedItem] = []
@@ -85,10 +85,3 @@ def follow(
             checked_at = time.monotonic()
         if record.state.is_active:
             time.sleep(poll_s)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from yunlu.core.units import show_count, show_duration
 from yunlu.jobs.recorded import number, points, samples_of_steps
-from yunlu.jobs.report_model import Finding, Incident, Padding, TracedSteps
+from yunlu.jobs.report_model import Finding, Incident, PaddingCost, TracedSteps
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from yunlu.jobs.curves import Point
     from yunlu.jobs.recorded import Record, Recorded
-    from yunlu.jobs.report_model import Crew
+    from yunlu.jobs.report_model import WorkerGroupHistory
     from yunlu.planning.plan import Plan
 
 _INCIDENTS = (
@@ -47,12 +47,12 @@ def read_incidents(recorded: Recorded) -> tuple[Incident, ...]:
     )
 
 
-def read_padding(records: Sequence[Record]) -> Padding | None:
+def read_padding(records: Sequence[Record]) -> PaddingCost | None:
     """Tokens and padding of the whole run, where samples have lengths."""
     tokens = sum(record["tokens"] for record in records if "tokens" in record)
     if not tokens:
         return None
-    return Padding(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
+    return PaddingCost(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
 
 
 def read_trace(recorded: Recorded) -> TracedSteps | None:
@@ -91,12 +91,12 @@ def find(
     *,
     plan: Plan | None,
     incidents: Sequence[Incident],
-    padding: Padding | None,
-    crew: Crew | None = None,
+    padding: PaddingCost | None,
+    worker_group: WorkerGroupHistory | None = None,
 ) -> tuple[Finding, ...]:
     """What stands out, the most serious first."""
     found = [
-        *_about_crew(crew),
+        *_about_crew(worker_group),
         *_about_memory(incidents),
         *_about_rollbacks(incidents),
         *_about_skips(incidents),
@@ -110,37 +110,37 @@ def find(
 _Said = tuple[str, dict[str, str]]
 
 
-def _about_crew(crew: Crew | None) -> Iterator[_Said]:
-    if crew is None:
+def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
+    if worker_group is None:
         return
-    if crew.effective is not None and crew.effective < _LITTLE_EFFECTIVE and len(crew.changes) > 1:
-        before, worst = max(pairwise(crew.changes), key=lambda pair: pair[1].lost_s or 0.0)
+    if worker_group.effective is not None and worker_group.effective < _LITTLE_EFFECTIVE and len(worker_group.changes) > 1:
+        before, worst = max(pairwise(worker_group.changes), key=lambda pair: pair[1].lost_s or 0.0)
         yield (
             "effective",
             {
-                "share": f"{crew.effective * 100:.1f} %",
-                "lost": show_duration(crew.lost_s),
+                "share": f"{worker_group.effective * 100:.1f} %",
+                "lost": show_duration(worker_group.lost_s),
                 "step": f"{worst.from_step:,}",
                 "move": f"{before.layout} → {worst.layout}",
                 "most": show_duration(worst.lost_s or 0.0),
             },
         )
-    if crew.redone_steps:
-        yield "redone", {"count": f"{crew.redone_steps:,}"}
-    if crew.stragglers:
-        worst = max(crew.stragglers, key=lambda each: each.ratio)
+    if worker_group.redone_steps:
+        yield "redone", {"count": f"{worker_group.redone_steps:,}"}
+    if worker_group.stragglers:
+        worst = max(worker_group.stragglers, key=lambda each: each.ratio)
         yield (
             "straggler",
             {
-                "member": worst.member,
+                "worker": worst.worker,
                 "rank": "–" if worst.rank is None else str(worst.rank),
                 "host": worst.host or "–",
                 "ratio": f"{worst.ratio:.1f}",
                 "step": "–" if worst.step is None else f"{worst.step:,}",
             },
         )
-    if crew.communication_share is not None and crew.communication_share > _MUCH_WAITING:
-        yield "communication", {"share": f"{crew.communication_share * 100:.0f} %"}
+    if worker_group.communication_share is not None and worker_group.communication_share > _MUCH_WAITING:
+        yield "communication", {"share": f"{worker_group.communication_share * 100:.0f} %"}
 
 
 def _about_memory(incidents: Sequence[Incident]) -> Iterator[_Said]:
@@ -203,7 +203,7 @@ def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
     yield f"noise_{place}", {"batch": show_count(round(batch)), "scale": show_count(round(scale))}
 
 
-def _about_padding(padding: Padding | None, plan: Plan | None) -> Iterator[_Said]:
+def _about_padding(padding: PaddingCost | None, plan: Plan | None) -> Iterator[_Said]:
     if padding is not None and padding.share > _MUCH_PADDING and plan and plan.padding == "pad":
         yield "padding", {"share": f"{padding.share * 100:.0f} %"}
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.errors import JobError, TrainingError
-from yunlu.core.files import write_atomically
+from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.executors.external_launcher import (
     current_launch,
     forward_signals,
@@ -23,7 +22,9 @@ from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
+from yunlu.runs.documents import read_job
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
@@ -64,7 +65,7 @@ def begin(job: Job, place: LaunchInfo, *, source: Path | None = None) -> RunStor
     if former is not None:
         return go_on(former)
     run = service.submit(job, source=source)
-    write_atomically(run.path / "launch.json", json.dumps(identify(place)))
+    run.write(Document.LAUNCH, json.dumps(identify(place)))
     service.start(run, worker_command(), own_session=False)
     return run
 
@@ -119,9 +120,9 @@ def find_former(job: Job, place: LaunchInfo) -> RunStore | None:
     for record in service.list_runs():
         run = open_run(service.home() / record.id)
         try:
-            theirs = json.loads((run.path / "launch.json").read_bytes())
-            saved = Job.model_validate_json(run.job.read_bytes())
-        except (OSError, ValueError):  # of no launch
+            theirs = json.loads(run.read(Document.LAUNCH) or b"")
+            saved = read_job(run)
+        except (OSError, ValueError, StoreError):  # of no launch
             continue
         named = {"name": saved.name}  # a run has a name, even where its job has none
         if (job if job.name else job.model_copy(update=named)) == saved and _is_again(ours, theirs):

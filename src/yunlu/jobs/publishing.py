@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.files import sync_directory, write_atomically
 from yunlu.executors.worker_process import record_worker, this_process
+from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _fill(run: RunStore, job: Job, source: Path | None) -> None:
         shutil.copyfile(source, run.job_source)
     record_worker(run, this_process())
     state, directory = RunState.PENDING.value, str(Path.cwd())
-    run.emit(EventKind.STATE, state=state, reason="submitted", directory=directory)
+    run.emit(StateChanged(state=state, reason="submitted", directory=directory))
 
 
 def sweep(parent: Path) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from yunlu.core.files import read_lines
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class Recorded:
 
 def read_recorded(run: RunStore) -> Recorded:
     """Read both logs. Lines that this version does not know are passed over."""
-    events = list(_known(record for record, _ in read_lines(run.events)))
-    read = (numbers(record) for record, _ in read_lines(run.metrics))
+    events = list(_known(record for record, _ in run.read_log(Log.EVENTS)))
+    read = (numbers(record) for record, _ in run.read_log(Log.METRICS))
     records = [record for record in read if "step" in record]
     lives = _lives(events, records)
     kept = _latest(records, lives)

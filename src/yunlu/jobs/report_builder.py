@@ -5,7 +5,6 @@ Built by reading alone, so a running, failed, lost or never-started run has a re
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,16 +37,17 @@ from yunlu.jobs.recorded import (
 )
 from yunlu.jobs.report_model import (
     Curve,
-    Environment,
-    Exported,
+    DataLineage,
+    ExportedModel,
     Failure,
-    Lineage,
     Report,
+    RunEnvironment,
     SavedCheckpoint,
     TimeSplit,
 )
 from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
 from yunlu.planning.plan import Plan
+from yunlu.runs.documents import read_raw_job
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState, replay_move
 from yunlu.spec.job import Job
@@ -77,10 +77,10 @@ def build_report(run: RunStore) -> Report:
     model = recorded.last(EventKind.MODEL) or {}
     newest = recorded.records[-1] if recorded.records else {}
     incidents, padding = read_incidents(recorded), read_padding(recorded.records)
-    crew = read_crew(recorded, read_samples(run))
+    worker_group = read_crew(recorded, read_samples(run))
     return Report(
         run_id=run.id,
-        path=str(run.path.absolute()),
+        path=run.address,
         name=job.get("name") or run.id,
         task=job.get("task"),
         model=model.get("name") or _model_name(job),
@@ -90,7 +90,7 @@ def build_report(run: RunStore) -> Report:
         reason=reason,
         created_at=recorded.events[0].at if recorded.events else None,
         finished_at=_finished_at(recorded, state),
-        lives=len(recorded.lives),
+        attempts=len(recorded.lives),
         resumed_from=tuple(life.resumed_from for life in recorded.lives[1:]),
         step=int(newest.get("step", 0)),
         epoch=newest.get("epoch"),
@@ -101,11 +101,13 @@ def build_report(run: RunStore) -> Report:
         headline=quote(metric, evaluations),
         curves=_curves(recorded, evaluations),
         time=_time_split(recorded),
-        findings=find(recorded, plan=plan, incidents=incidents, padding=padding, crew=crew),
+        findings=find(
+            recorded, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
+        ),
         incidents=incidents,
         padding=padding,
         trace=read_trace(recorded),
-        crew=crew,
+        worker_group=worker_group,
         communication=read_communication(recorded),
         evaluations=evaluations,
         confusion=confusion_of(shown),
@@ -132,12 +134,9 @@ def _state(recorded: Recorded) -> tuple[RunState, str | None]:
 
 def _read_job(run: RunStore) -> dict[str, Any]:
     try:
-        job = json.loads(run.job.read_bytes())
-    except (OSError, ValueError):
+        return _without_secrets(read_raw_job(run) or {})
+    except OSError:
         return {}
-    if not isinstance(job, dict):
-        return {}
-    return _without_secrets(job)
 
 
 def _without_secrets(value: Any, *, inside_options: bool = False) -> Any:
@@ -265,7 +264,7 @@ def _checkpoints(recorded: Recorded, run: RunStore) -> tuple[SavedCheckpoint, ..
             seconds=number(each.get("seconds")),
             stalled_s=number(each.get("stalled_s")),
             metrics=numbers(each.get("metrics")),
-            kept=bool(each.get("path")) and (run.path / str(each["path"])).exists(),
+            kept=bool(each.get("path")) and run.has(str(each["path"])),
         )
         for step, each in sorted(latest.items())
     )
@@ -285,10 +284,10 @@ def _failure(recorded: Recorded) -> Failure | None:
     )
 
 
-def _environment(data: dict[str, Any] | None) -> Environment | None:
+def _environment(data: dict[str, Any] | None) -> RunEnvironment | None:
     if data is None:
         return None
-    return Environment(
+    return RunEnvironment(
         yunlu=data.get("yunlu"),
         python=data.get("python"),
         platform=data.get("platform"),
@@ -307,10 +306,10 @@ def _device(data: Any) -> str:
     return f"{data.get('name') or data.get('kind')} ({data.get('kind')}{size})"
 
 
-def _lineage(data: dict[str, Any] | None) -> Lineage | None:
+def _lineage(data: dict[str, Any] | None) -> DataLineage | None:
     if data is None:
         return None
-    return Lineage(
+    return DataLineage(
         fingerprint=data.get("fingerprint"),
         source=data.get("source"),
         counts={
@@ -322,10 +321,10 @@ def _lineage(data: dict[str, Any] | None) -> Lineage | None:
     )
 
 
-def _exported(data: dict[str, Any] | None) -> Exported | None:
+def _exported(data: dict[str, Any] | None) -> ExportedModel | None:
     if data is None:
         return None
-    return Exported(
+    return ExportedModel(
         path=str(data.get("path", "")),
         files=tuple(str(file) for file in data.get("files") or ()),
         from_step=data.get("from_step"),

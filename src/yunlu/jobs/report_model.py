@@ -35,7 +35,7 @@ class Comparison(Value):
 
     quantity: str
     """A field of ``Prediction``."""
-    foretold: float | None = None
+    estimated: float | None = None
     """Before anything was timed."""
     interval: tuple[float, float] | None = None
     """10 to 90 % of what was foretold."""
@@ -50,7 +50,7 @@ class Comparison(Value):
     @property
     def is_known(self) -> bool:
         """Whether there is anything to tell."""
-        return any(each is not None for each in (self.foretold, self.predicted, self.measured))
+        return any(each is not None for each in (self.estimated, self.predicted, self.measured))
 
 
 class EvaluationRow(Value):
@@ -94,7 +94,7 @@ class ConfusionMatrix(Value):
     classes: tuple[ClassScore, ...]
 
 
-class Example(Value):
+class EvaluationExample(Value):
     """One sample of an evaluation, for people."""
 
     input: str
@@ -125,7 +125,7 @@ class Failure(Value):
     """Of several workers, the one that failed first: ``worker 3 (rank 2 on node-a)``."""
 
 
-class Environment(Value):
+class RunEnvironment(Value):
     """On what the run ran."""
 
     yunlu: str | None
@@ -138,7 +138,7 @@ class Environment(Value):
     devices: tuple[str, ...]
 
 
-class Lineage(Value):
+class DataLineage(Value):
     """From what the model was made."""
 
     fingerprint: str | None
@@ -147,7 +147,7 @@ class Lineage(Value):
     about: dict[str, Any]
 
 
-class Exported(Value):
+class ExportedModel(Value):
     """The trained model, as it left the run."""
 
     path: str
@@ -174,7 +174,7 @@ class Finding(Value):
     """What the sentence quotes."""
 
 
-class Padding(Value):
+class PaddingCost(Value):
     """What samples of different length cost."""
 
     tokens: float
@@ -218,11 +218,11 @@ class TracedSteps(Value):
     table: tuple[OperatorTime, ...]
 
 
-class CrewRank(Value):
+class RankPosition(Value):
     """One worker at its place in a layout."""
 
     rank: int
-    member: str
+    worker: str
     """Names the process for as long as it lives, whatever its rank becomes."""
     host: str
     pid: int | None
@@ -232,10 +232,10 @@ class CrewRank(Value):
     tp: int
 
 
-class CrewChange(Value):
+class WorkerGroupChange(Value):
     """One generation of the crew: the layout from a step on."""
 
-    life: int
+    attempt: int
     generation: int
     at: float
     layout: str
@@ -245,17 +245,17 @@ class CrewChange(Value):
     redone_steps: int
     lost_s: float | None
     """Without a new step, from the step before to the start of its first; None until that is done."""
-    ranks: tuple[CrewRank, ...]
+    ranks: tuple[RankPosition, ...]
     stages: tuple[str, ...]
     """What each stage of the pipeline holds, where it was said."""
 
     @property
     def key(self) -> tuple[int, int]:
         """Names it among all lives."""
-        return self.life, self.generation
+        return self.attempt, self.generation
 
 
-class CrewFault(Value):
+class WorkerFault(Value):
     """A worker that was lost, or gave notice."""
 
     what: str
@@ -263,7 +263,7 @@ class CrewFault(Value):
     at: float
     step: int | None
     rank: int | None
-    member: str
+    worker: str
     host: str
     pid: int | None
     detail: str | None
@@ -277,16 +277,16 @@ class Straggler(Value):
     at: float
     step: int | None
     rank: int | None
-    member: str
+    worker: str
     host: str
     ratio: float
     """Its step time over the median of all."""
 
 
-class MemberFigures(Value):
+class WorkerStats(Value):
     """What a step took one worker, in the last layout that it was part of."""
 
-    member: str
+    worker: str
     rank: int | None
     """In the newest layout; None once it is gone."""
     host: str
@@ -311,7 +311,7 @@ class MemberFigures(Value):
         return min(self.wait_s / self.step_s, 1.0)
 
 
-class Crew(Value):
+class WorkerGroupHistory(Value):
     """How several workers trained together."""
 
     effective: float | None
@@ -321,10 +321,10 @@ class Crew(Value):
     redone_steps: int
     communication_share: float | None
     """Of the steps' time."""
-    changes: tuple[CrewChange, ...]
-    faults: tuple[CrewFault, ...]
+    changes: tuple[WorkerGroupChange, ...]
+    faults: tuple[WorkerFault, ...]
     stragglers: tuple[Straggler, ...]
-    members: tuple[MemberFigures, ...]
+    workers: tuple[WorkerStats, ...]
     began_at: float
     """When the first step began."""
     pauses: tuple[tuple[float, float], ...]
@@ -339,7 +339,7 @@ class Crew(Value):
         return at - self.began_at - sum(max(end - since, 0.0) for end, since in paused)
 
     @property
-    def newest(self) -> CrewChange:
+    def newest(self) -> WorkerGroupChange:
         """The layout as it is, or was at the end."""
         return self.changes[-1]
 
@@ -359,7 +359,7 @@ class Report(Value):
     created_at: float | None
     finished_at: float | None
     """The last sign of life, once the run rests."""
-    lives: int  # how often a worker started; each one after the first is a resume
+    attempts: int  # how often a worker started; each one after the first is a resume
     resumed_from: tuple[int | None, ...]
     """The step each later life went on from, where it is known."""
     step: int
@@ -375,20 +375,20 @@ class Report(Value):
     findings: tuple[Finding, ...]
     incidents: tuple[Incident, ...]
     """In the order they happened, those of undone steps included."""
-    padding: Padding | None
+    padding: PaddingCost | None
     trace: TracedSteps | None
-    crew: Crew | None = None
+    worker_group: WorkerGroupHistory | None = None
     """Only where several workers trained together."""
     communication: Communication | None = None  # likewise
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
-    examples: tuple[Example, ...]
+    examples: tuple[EvaluationExample, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     warnings: tuple[str, ...]
     failure: Failure | None
-    environment: Environment | None
-    lineage: Lineage | None
-    exported: Exported | None
+    environment: RunEnvironment | None
+    lineage: DataLineage | None
+    exported: ExportedModel | None
 
     def curve(self, key: str) -> Curve | None:
         """The curve of this name, if the run recorded one."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
 from yunlu.executors.finding import is_elsewhere
 from yunlu.jobs.service import read_record
-from yunlu.runs.run_dir import WORKERS
+from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import ask, read_crew
 
@@ -36,8 +35,8 @@ def resize(run: RunStore, *, devices: int) -> Resized:
     if record.state not in {RunState.PLANNING, RunState.RUNNING}:
         again = f"yunlu resume {run.id} goes on first" if record.state.can_resume else None
         raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=again)
-    if run.servers.is_dir():  # asynchronous workers: who keeps them alive reads this
-        write_atomically(run.servers / WORKERS, str(devices))
+    if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
+        run.write(Document.TARGET_WORKERS, str(devices))
         return Resized(text=f"{devices} workers from now on", layout=f"dp{devices}")
     if is_elsewhere(run):
         raise StoreError(

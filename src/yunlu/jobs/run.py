@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,9 @@ from yunlu.executors.worker_process import (
     recorded_worker,
     worker_lock_is_free,
 )
+from yunlu.runs.events import ErrorRaised, StateChanged
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import WORKER_LOG, Document, Log, log_end
 from yunlu.runs.states import RunState, check_move, replay_move
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class RunRecord(Value):
 def new_record(run: RunStore) -> RunRecord | None:
     """A record that has read no event yet; None where the directory is not a run."""
     try:
-        job: dict[str, Any] = json.loads(run.job.read_bytes())
-        created_at = run.job.stat().st_mtime
+        job, stat = json.loads(run.read(Document.JOB) or b""), run.stat(Document.JOB)
+        created_at = stat.modified_at if stat else 0.0
         name = job.get("name") or run.id.rpartition("-")[0] or run.id
         task, model = str(job["task"]), str(job["model"]["name"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -83,7 +84,7 @@ def new_record(run: RunStore) -> RunRecord | None:
 
 def replay(run: RunStore, record: RunRecord) -> RunRecord:
     """The record after the events that came since; from the start if the log was replaced."""
-    if record.offset > _size(run):
+    if record.offset > log_end(run, Log.EVENTS):
         record = new_record(run) or record.model_copy(update={"offset": 0})
     for event, offset in run.read_events(offset=record.offset):
         record = fold(record, event, offset)
@@ -151,7 +152,7 @@ def _bury(run: RunStore, record: RunRecord) -> RunRecord:
     """Write down how a run ended whose worker could not; the caller holds its lock."""
     outgrown = memory.tell_outgrown(run.id) if not is_elsewhere(run) else None
     if outgrown is not None:
-        run.emit(EventKind.ERROR, code=MEMORY, message=outgrown, hint=_MORE_MEMORY)
+        run.emit(ErrorRaised(code=MEMORY, message=outgrown, hint=_MORE_MEMORY))
         memory.forget(run.id)
         return move(run, record, RunState.FAILED, seen_at=_last_sign(run))
     # Who was asked to stop and is gone has stopped, if not gracefully.
@@ -162,14 +163,14 @@ def _bury(run: RunStore, record: RunRecord) -> RunRecord:
 
 def _last_sign(run: RunStore) -> float:
     """When the worker last wrote: whoever finds it gone may come hours later."""
-    logs = (run.events, run.metrics)
-    return max(log.stat().st_mtime for log in logs if log.exists())
+    stats = (run.stat(Log.EVENTS), run.stat(Log.METRICS))
+    return max(stat.modified_at for stat in stats if stat is not None)
 
 
 def move(run: RunStore, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
     """Move the run, if the table of moves allows it, by one event. The caller holds its lock."""
     check_move(record.state, state)
-    run.emit(EventKind.STATE, state=state.value, **data)
+    run.emit(StateChanged(state=state.value, **data))
     return replay(run, record)
 
 
@@ -228,14 +229,8 @@ def last_step(run: RunStore) -> int | None:
 
 def recent_metrics(run: RunStore) -> list[dict[str, Any]]:
     """The last few metric records, without reading the whole file."""
-    try:
-        with run.metrics.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
-    except FileNotFoundError:
-        return []
-    return list(_whole_records(lines))
+    tail = run.read(Log.METRICS, offset=-_TAIL_BYTES) or b""
+    return list(_whole_records(tail.splitlines(keepends=True)))
 
 
 def remaining_s(run: RunStore, record: RunRecord) -> float | None:
@@ -252,11 +247,8 @@ def remaining_s(run: RunStore, record: RunRecord) -> float | None:
 
 def log_tail(run: RunStore, lines: int = 20) -> list[str]:
     """The last lines the worker printed."""
-    try:
-        text = run.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    return text.splitlines()[-lines:]
+    tail = run.read(WORKER_LOG, offset=-_TAIL_BYTES) or b""
+    return tail.decode(errors="replace").splitlines()[-lines:]
 
 
 def _fold_state(record: RunRecord, data: dict[str, Any]) -> dict[str, Any]:
@@ -298,10 +290,3 @@ def _whole_records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict) and "step" in record and "at" in record:
             yield record
-
-
-def _size(run: RunStore) -> int:
-    try:
-        return run.events.stat().st_size
-    except FileNotFoundError:
-        return 0

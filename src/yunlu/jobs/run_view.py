@@ -219,7 +219,7 @@ def _find_worker_log(run: RunStore, *, rank: int | None, worker: str | None) -> 
     """The log of one worker; a rank is looked up in the newest layout."""
     if rank is not None:
         group = newest_crew(run)
-        workers = {assigned.rank: assigned.member for assigned in group.ranks} if group else {}
+        workers = {assigned.rank: assigned.worker for assigned in group.ranks} if group else {}
         if rank not in workers:
             raise StoreError(
                 f"{run.id} has no rank {rank}",

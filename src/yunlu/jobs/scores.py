@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
 from yunlu.jobs.recorded import number, numbers
-from yunlu.jobs.report_model import ClassScore, ConfusionMatrix, EvaluationRow, Example, Headline
+from yunlu.jobs.report_model import (
+    ClassScore,
+    ConfusionMatrix,
+    EvaluationExample,
+    EvaluationRow,
+    Headline,
+)
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
@@ -72,9 +78,9 @@ def confusion_of(evaluation: dict[str, Any]) -> ConfusionMatrix | None:
     )
 
 
-def example_of(data: dict[str, Any]) -> Example:
+def example_of(data: dict[str, Any]) -> EvaluationExample:
     """One sample with what was expected and what the model said."""
-    return Example(**{key: str(data.get(key, "")) for key in ("input", "expected", "predicted")})
+    return EvaluationExample(**{key: str(data.get(key, "")) for key in ("input", "expected", "predicted")})
 
 
 def _by_split_and_step(recorded: Recorded) -> dict[tuple[str, int], dict[str, Any]]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
 from yunlu.jobs import service
-from yunlu.runs.home import open_run
+from yunlu.runs.home import open_if_run
+from yunlu.runs.run_store import Area, Log, local
 from yunlu.spec.job import ModelSpec
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ def find_start(text: str | Path) -> Start:
     name = str(text)
     path = Path(name.removeprefix(_HF)).expanduser()
     if path.is_dir():
-        run = open_run(path.absolute())
-        is_run = run.events.is_file() and run.job.is_file()
-        return _of_run(run) if is_run else _of_directory(path.absolute())
+        run = open_if_run(path.absolute())
+        # An exported model holds a copy of the job, but no events.
+        is_run = run is not None and run.has(Log.EVENTS)
+        return _of_run(run) if run is not None and is_run else _of_directory(path.absolute())
     if name.startswith(_HF):  # from the hub: looked for by whoever loads it
         return Start(place=name, model=ModelSpec(name=name))
     if "/" in name:
@@ -95,14 +97,14 @@ def find_start(text: str | Path) -> Start:
 
 
 def _of_run(run: RunStore) -> Start:
-    if not run.model.is_dir():
+    if not run.has(Area.MODEL):
         state = service.read_record(run).state
         raise StoreError(
             f"{run.id} has no exported model to start from: it is {state}.",
             hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
             f"wait for its end: yunlu logs -f {run.id}",
         )  # fmt: skip
-    return _of_directory(run.model)
+    return _of_directory(local(run).directory(Area.MODEL))
 
 
 def _of_directory(directory: Path) -> Start:

@@ -20,10 +20,12 @@ from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
 from yunlu.jobs.run import RunRecord, new_record, settle
-from yunlu.runs.home import open_run
+from yunlu.runs.documents import not_a_run
+from yunlu.runs.home import find_runs
+from yunlu.runs.run_store import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable
 
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
@@ -78,7 +80,7 @@ class Store:
         gone, and marks a run lost when its worker vanished.
         """
         known = {record.id: record for record in self.records()}
-        found = {run.id: run for run in _run_directories(self.home)}
+        found = {run.id: run for run in find_runs(self.home)}
         current: list[RunRecord] = []
         for run_id, run in found.items():
             before = known.get(run_id)
@@ -96,7 +98,7 @@ class Store:
         """Bring one row up to date."""
         start = self.get(run.id) or new_record(run)
         if start is None:
-            raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+            raise not_a_run(run)
         record = settle(run, start)
         self._put(record)
         return record
@@ -268,17 +270,9 @@ def _alone(home: Path) -> Generator[None]:
         yield
 
 
-def _run_directories(home: Path) -> Iterator[RunStore]:
-    for path in home.iterdir():
-        if path.is_dir() and not path.name.startswith("."):
-            yield open_run(path)
-
-
 def _may_change(run: RunStore, record: RunRecord | None) -> bool:
     """Whether it is worth reading: a run at rest without new events is not."""
     if record is None or record.state.is_active:
         return True
-    try:
-        return run.events.stat().st_size != record.offset
-    except FileNotFoundError:
-        return True
+    stat = run.stat(Log.EVENTS)
+    return stat is None or stat.size != record.offset

@@ -10,7 +10,7 @@ from yunlu.render.i18n.texts import known_text, text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.jobs.report_model import CrewFault, Finding
+    from yunlu.jobs.report_model import WorkerFault, Finding
     from yunlu.render.i18n.texts import BilingualText
 
 _SHARES = ("accuracy", "f1", "precision", "recall")
@@ -48,6 +48,6 @@ def show_finding(finding: Finding) -> BilingualText:
     return text(f"finding.{finding.key}", **finding.fields)
 
 
-def show_fault(fault: CrewFault) -> BilingualText:
+def show_fault(fault: WorkerFault) -> BilingualText:
     """What happened to a worker: ``was killed``, ``hung``, ..."""
     return known_text("fault", fault.what)

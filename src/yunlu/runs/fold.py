@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from yunlu.runs.events import Event
+    from yunlu.runs.run_store import RunStore
 
 Incident = StepSkipped | RolledBack | MemoryExhausted | PrecisionChanged
 """What the engine did about trouble, or to avoid it."""
@@ -211,6 +212,11 @@ def fold(events: Iterable[Event]) -> RunView:
     for event in events:
         view = apply(view, event)
     return view
+
+
+def read_view(run: RunStore) -> RunView:
+    """The view of a stored run, from its whole log."""
+    return fold(event for event, _ in run.read_events())
 
 
 def apply(view: RunView, event: Event) -> RunView:

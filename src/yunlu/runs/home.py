@@ -5,6 +5,7 @@ The only module that chooses an implementation of ``RunStore``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -37,12 +38,15 @@ def open_if_run(address: str | Path) -> RunStore | None:
 
 def find_runs(home: Path, *, having: str | None = None) -> Iterator[RunStore]:
     """Runs of a home, in no order; those that have a certain document or log, if one is named."""
-    for path in home.iterdir() if home.is_dir() else ():
-        if path.name.startswith(".") or not path.is_dir():
-            continue
-        run = open_run(path)
-        if having is None or run.has(having):
-            yield run
+    if not home.is_dir():
+        return
+    with os.scandir(home) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or not entry.is_dir():
+                continue
+            run = open_run(entry.path)
+            if having is None or run.has(having):
+                yield run
 
 
 @contextmanager

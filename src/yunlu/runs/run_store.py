@@ -7,19 +7,20 @@ knows whether the run is a directory of this machine, of a shared file system, o
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
-from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.events import WarningRaised, parse_event, to_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import IO
+
+    from yunlu.runs.events import Event
 
 _TAIL_BYTES = 1 << 16
 
@@ -182,21 +183,20 @@ class RunStore(Protocol):
         """Whether a document, log or area is there."""
         return self.stat(name) is not None
 
-    def emit(self, kind: EventKind, **data: Any) -> Event:
-        """Append one event and return it."""
-        event = Event(kind=kind, at=time.time(), data=data)
+    def emit(self, event: Event) -> None:
+        """Append one event."""
         if not self.is_quiet:
-            self.append(Log.EVENTS, [event.model_dump(mode="json")])
-        return event
+            self.append(Log.EVENTS, [to_record(event)])
 
     def warn(self, message: str) -> None:
         """Report something that does not end the run."""
-        self.emit(EventKind.WARNING, message=message)
+        self.emit(WarningRaised(message=message))
 
     def read_events(self, *, offset: int = 0) -> Iterator[tuple[Event, int]]:
         """Events from an offset on, each with the offset after it."""
         for record, after in self.read_log(Log.EVENTS, offset=offset):
-            yield Event.model_validate(record), after
+            if (event := parse_event(record)) is not None:
+                yield event, after
 
     def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         """Metric records (see ``METRIC_KEYS``) from an offset on, each with the offset after it."""

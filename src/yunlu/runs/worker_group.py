@@ -6,7 +6,6 @@ Everything on the wire is a frame: four bytes of length, then one JSON object. N
 from __future__ import annotations
 
 import json
-import os
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
+from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,8 @@ class Crew(Value):
 def read_crew(run: RunStore) -> Crew | None:
     """The journal; none where the run has no crew."""
     try:
-        return Crew.model_validate_json(run.crew.read_bytes())
+        content = run.read(Document.WORKER_GROUP)
+        return None if content is None else Crew.model_validate_json(content)
     except (OSError, ValueError):
         return None
 
@@ -87,12 +88,7 @@ def write_crew(run: RunStore, crew: Crew) -> None:
 
     Not flushed to the disk: it outlives a process, and no process outlives a power cut.
     """
-    aside = run.crew.with_name(f".{run.crew.name}.{os.getpid()}.part")
-    aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(crew.model_dump_json())
-    aside.replace(run.crew)
+    run.write(Document.WORKER_GROUP, crew.model_dump_json(), durable=False, private=True)
 
 
 class FrameError(StoreError):
@@ -156,7 +152,7 @@ def ask(crew: Crew, request: dict[str, Any], *, timeout_s: float = 10) -> dict[s
                     if answer.get("text") == WRONG_TOKEN:
                         raise StoreError(
                             f"the supervisor at {crew.host}:{crew.port} says: {WRONG_TOKEN}",
-                            hint="the crew.json of the run has the right one",
+                            hint=f"the {Document.WORKER_GROUP} of the run holds the right one",
                         )
                     return answer
     except OSError as error:

@@ -22,6 +22,8 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.jobs import service
 from yunlu.jobs.run import error_of, new_record, settle
+from yunlu.runs.documents import not_a_run
+from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler.sight import Sight
@@ -59,7 +61,7 @@ class Hands(Protocol):
         """Ask a run to save and stop, or end it at once; does not wait."""
         ...
 
-    def find_strays(self, run_dirs: Sequence[RunStore]) -> None:
+    def find_strays(self, runs: Sequence[RunStore]) -> None:
         """Write down who works on these runs, where whoever started them had no time to."""
         ...
 
@@ -94,7 +96,7 @@ class ExecutorHands:
         """How a run stands, by its own log and what its executor sees of it."""
         before = self._records.get(run.id) or new_record(run)
         if before is None:
-            raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+            raise not_a_run(run)
         record = settle(run, before)
         self._records[run.id] = record
         life = self._find_life(run)
@@ -141,12 +143,12 @@ class ExecutorHands:
             # It rests, and its cluster would start it again: a lease that was preempted is queued there.
             self.executor.stop(run, now=now)
 
-    def find_strays(self, run_dirs: Sequence[RunStore]) -> None:
+    def find_strays(self, runs: Sequence[RunStore]) -> None:
         """A process of this machine whose starter died before it could write it down.
 
         What a cluster was asked for it knows itself, by name.
         """
-        wanted = {str(each.path): each for each in run_dirs if not is_elsewhere(each)}
+        wanted = {run.address: run for run in runs if not is_elsewhere(run)}
         if not wanted:
             return
         for process in psutil.process_iter():
@@ -251,7 +253,7 @@ def _is_settled(status: RunStatus) -> bool:
 
 def _crew_of(run: RunStore) -> tuple[int | None, bool]:
     """The most workers it can use, and whether it can be asked for another number."""
-    if run.servers.is_dir():
+    if run.has(Area.SERVERS):
         return None, True
     crew = read_crew(run)
     if crew is None or not crew.layouts:

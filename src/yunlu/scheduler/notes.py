@@ -6,14 +6,13 @@ that it has come true or will not. A service that is killed in between leaves it
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
-from yunlu.core.files import write_atomically
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Placement
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from yunlu.scheduler.queue import Entry
     from yunlu.scheduler.sight import Sight
 
-NOTES = "pool.json"
 MOST_FAILURES = 3
 """Faults in a row without one new step, after which the run is given up."""
 STALLED = "stalled"
@@ -105,25 +103,15 @@ class Notes(Value):
 def read_notes(run: RunStore) -> Notes:
     """The notes; empty ones where there are none, or none that can be read: they can be rebuilt."""
     try:
-        return Notes.model_validate_json((run.path / NOTES).read_bytes())
+        content = run.read(Document.ALLOCATION)
+        return Notes() if content is None else Notes.model_validate_json(content)
     except (OSError, ValidationError):
         return Notes()
 
 
 def write_notes(run: RunStore, notes: Notes, *, is_intention: bool = False) -> None:
     """Publish the notes; an intention is on the disk before anything is done about it."""
-    path = run.path / NOTES
-    text = notes.model_dump_json()
-    if is_intention:
-        write_atomically(path, text)
-        return
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        aside.write_text(text)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    run.write(Document.ALLOCATION, notes.model_dump_json(), durable=is_intention)
 
 
 def resolve(

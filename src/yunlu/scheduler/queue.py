@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError
 
 from yunlu.core.errors import JobError, StoreError, YunluError
-from yunlu.core.files import write_atomically
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -24,7 +23,9 @@ from yunlu.executors.worker_process import (
     recorded_worker,
 )
 from yunlu.jobs import service
-from yunlu.runs.home import open_run
+from yunlu.runs.documents import read_job
+from yunlu.runs.home import find_runs
+from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 from yunlu.scheduler.needs import Needs, find_needs
 from yunlu.spec.goal import read_span_s
@@ -123,13 +124,12 @@ def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None)
 def read_entry(run: RunStore) -> Entry | None:
     """What is wanted of the run; none where it is not in the queue."""
     try:
-        return Entry.model_validate_json((run.path / QUEUE).read_bytes())
-    except FileNotFoundError:
-        return None
+        content = run.read(Document.QUEUE_ENTRY)
+        return None if content is None else Entry.model_validate_json(content)
     except (OSError, ValidationError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{run.path / QUEUE} cannot be read: {first}",
+            f"{run.location(Document.QUEUE_ENTRY)} cannot be read: {first}",
             hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
         ) from error
 
@@ -188,7 +188,7 @@ def change_terms(
         before = read_entry(run)
         least = min_devices if min_devices is not None or before is None else before.needs.least
         most = max_devices if max_devices is not None or before is None else before.needs.most
-        changes["needs"] = find_needs(_job_of(run), least=least, most=most)
+        changes["needs"] = find_needs(read_job(run), least=least, most=most)
     return change_entry(run, **changes)
 
 
@@ -202,7 +202,7 @@ def pause(run: RunStore) -> Entry:
 
 def withdraw(run: RunStore) -> None:
     """Take a run out of the queue, if it is in it. Whoever stops a run says so first."""
-    if (run.path / QUEUE).exists() and not _is_finished(run):
+    if run.has(Document.QUEUE_ENTRY) and not _is_finished(run):
         with suppress(StoreError):  # a run whose entry cannot be read, the pool leaves alone
             change_entry(run, wish="stop")
 
@@ -218,9 +218,7 @@ def put_back(run: RunStore) -> Entry:
 
 def scan(home: Path) -> Iterator[RunStore]:
     """Every run of this home that was ever queued."""
-    for path in home.glob(f"*/{QUEUE}"):
-        if not path.parent.name.startswith("."):
-            yield open_run(path.parent)
+    yield from find_runs(home, having=Document.QUEUE_ENTRY)
 
 
 def sign(job: Job) -> str:
@@ -239,12 +237,6 @@ def _check_priority(priority: int) -> None:
             f"priority: {priority} is out of bounds",
             hint=f"say -{MOST_PRIORITY} to {MOST_PRIORITY}",
         )
-
-
-def _job_of(run: RunStore) -> Job:
-    from yunlu.spec.job import Job  # noqa: PLC0415 (slow to import)
-
-    return Job.model_validate_json(run.job.read_bytes())
 
 
 def _read_dollars(text: str) -> float:
@@ -273,12 +265,12 @@ def _refuse_over(run: RunStore) -> None:
     if _is_finished(run):
         raise StoreError(
             f"{run.id} is finished: there is nothing left to do",
-            hint=f"its model is in {run.model}",
+            hint=f"its model is in {run.location(Area.MODEL)}",
         )
 
 
 def _write(run: RunStore, entry: Entry) -> None:
-    write_atomically(run.path / QUEUE, entry.model_dump_json(indent=2))
+    run.write(Document.QUEUE_ENTRY, entry.model_dump_json(indent=2))
 
 
 def _deadline_s(job: Job) -> float | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
+from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler.monitor import Course
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import read_notes, resolve, write_notes
-from yunlu.scheduler.queue import QUEUE, Entry, read_entry, scan
+from yunlu.scheduler.queue import Entry, read_entry, scan
 from yunlu.scheduler.sight import Sight
 from yunlu.scheduler.stand import Phase, Stand, find_phase
 
@@ -189,11 +190,5 @@ def _type_of(notes: Notes, types: Mapping[str, str]) -> str:
 
 def _age(run: RunStore) -> tuple[int, ...]:
     """Changes when anybody writes what would wake the run."""
-    ages: list[int] = []
-    for path in (run.path / QUEUE, run.events):
-        try:
-            found = path.stat()
-            ages += [found.st_mtime_ns, found.st_size]
-        except OSError:
-            ages += [0, 0]
-    return tuple(ages)
+    stats = (run.stat(Document.QUEUE_ENTRY), run.stat(Log.EVENTS))
+    return tuple(number for stat in stats for number in (stat.version if stat else (0, 0, 0)))

@@ -1,4 +1,4 @@
-"""A life of a run: who holds it, since when, how it is asked to stop, and how it failed."""
+"""An attempt at a run: its lock, its start, how it is asked to stop, and how it failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.training.callbacks import StopRequest
 from yunlu.training.memory.out_of_memory import is_out_of_memory
 
@@ -28,33 +28,39 @@ class RunBusyError(StoreError):
 
 
 def change_state(directory: RunStore, state: RunState, **data: Any) -> RunState:
-    """Say where the run stands now."""
-    directory.emit(EventKind.STATE, state=state, **data)
+    """Report the new state of the run."""
+    directory.emit(StateChanged(state=state, **data))
     return state
 
 
 def latest_attempt(directory: RunStore) -> tuple[int, float]:
-    """The number of the life that the run is in, and when it began."""
-    lives = [event for event, _ in directory.read_events() if event.kind is EventKind.LIFE]
-    return len(lives), lives[-1].data["began_at"]
+    """Number of the current attempt, and when it began."""
+    attempts = read_attempts(directory)
+    return len(attempts), attempts[-1].began_at
+
+
+def read_attempts(run: RunStore) -> list[AttemptStarted]:
+    """All attempts at the run so far."""
+    return [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
 
 
 def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tuple[int, float]:
-    """Tell who lives, and since when; the process's own start tells it from a later namesake.
+    """Report a new attempt; pid and start time together identify its process.
 
     ``began_at`` is given where the run is younger than the process.
     """
-    lives = sum(event.kind is EventKind.LIFE for event, _ in directory.read_events())
+    number = len(read_attempts(directory)) + 1
     process_at = psutil.Process().create_time()
     began_at = process_at if began_at is None else began_at
     directory.emit(
-        EventKind.LIFE,
-        number=lives + 1,
-        pid=os.getpid(),
-        process_started_at=process_at,
-        began_at=began_at,
+        AttemptStarted(
+            number=number,
+            pid=os.getpid(),
+            process_started_at=process_at,
+            began_at=began_at,
+        )
     )
-    return lives + 1, began_at
+    return number, began_at
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.value import Value
 from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
 from yunlu.planning.schedule import rate
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import BatchChanged
 from yunlu.training.data.batch_phases import SwitchedOrder
 from yunlu.training.data.sample_order import make_order
 from yunlu.training.engine_builders import make_sample_order
@@ -169,7 +169,7 @@ def adapt_batch_size(engine: Engine) -> bool:
         return False
     course.turn(turn)
     about = turn.model_dump() | {"step": step + 1, "noise_scale": noise, "steps": course.steps}
-    engine.tell(EventKind.BATCH, **about)
+    engine.tell(BatchChanged(**about))
     return True
 
 

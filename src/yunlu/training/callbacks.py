@@ -10,7 +10,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import (
+    CheckpointSaved,
+    PrecisionChanged,
+    RolledBack,
+    StateChanged,
+    StepSkipped,
+)
 from yunlu.runs.states import RunState
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
@@ -187,7 +193,7 @@ class TrainingCallbacks:
         engine = self._engine
         self._log(step)
         for move in engine.precision.observe(step=engine.steps_done, loss=step.loss):
-            self._run.emit(EventKind.PRECISION, step=engine.steps_done, **asdict(move))
+            self._run.emit(PrecisionChanged(step=engine.steps_done, **asdict(move)))
         if step.verdict.action == "rollback":
             self._roll_back(step)
             return False
@@ -197,13 +203,13 @@ class TrainingCallbacks:
         if not last and not self.stopped_early:
             self.ruling = self._heed_gate(is_rung=bool(metrics))
         if self.ruling is not None:
-            self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason=self.ruling.reason)
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.ruling.reason))
             if self.ruling.kind == "prune":  # nobody will go on from here
                 self.checkpoints.abandon()
                 return True
         stopping = self._stop.is_set and not last
         if stopping and self.ruling is None:
-            self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
         due = is_turn or (not by_epoch and done % engine.plan.checkpoint_every == 0)
@@ -257,12 +263,12 @@ class TrainingCallbacks:
         done, verdict = self._engine.steps_done, step.verdict
         self.log.flush()
         self._run.emit(
-            EventKind.SKIP,
-            step=done,
-            reason=verdict.reason or "overflow",
-            # JSON has no NaN.
-            loss=step.loss if math.isfinite(step.loss) else str(step.loss),
-            norm=step.norm if math.isfinite(step.norm) else str(step.norm),
+            StepSkipped(
+                step=done,
+                reason=verdict.reason or "overflow",
+                loss=step.loss,
+                norm=step.norm,
+            )
         )
         if verdict.action == "fail":
             raise diverged(done, step.loss, step.norm, self._engine.lr)
@@ -284,7 +290,7 @@ class TrainingCallbacks:
         engine.guard.rolled_back(engine.steps_done)
         skipping = sorted(engine.guard.bad_steps)
         to_step = engine.steps_done
-        self._run.emit(EventKind.ROLLBACK, step=at, to_step=to_step, skipping=skipping)
+        self._run.emit(RolledBack(step=at, to_step=to_step, skipping=skipping))
 
     def _evaluate(self, *, last: bool) -> tuple[dict[str, float], bool]:
         engine, every = self._engine, self._engine.plan.evaluate_every
@@ -323,10 +329,8 @@ class TrainingCallbacks:
             micro_batch=engine.micro_batch,
             workers=engine.plan.workers,
         )
-        about = score.as_event(split=split, step=step)
-        if split == "validation":
-            about["rung"] = self.rung
-        self._run.emit(EventKind.EVALUATION, **about)
+        rung = self.rung if split == "validation" else None
+        self._run.emit(score.as_event(split=split, step=step, rung=rung))
         named = {f"{split}/{name}": value for name, value in score.metrics.items()}
         self._trackers.log(named, step=step)
         return score
@@ -363,13 +367,14 @@ class TrainingCallbacks:
 
     def _announce(self, entry: CheckpointEntry, seconds: float) -> None:
         self._run.emit(
-            EventKind.CHECKPOINT,
-            step=entry.step,
-            path=entry.where.removeprefix(f"{self._run.path}/"),
-            bytes=entry.bytes,
-            seconds=seconds,
-            stalled_s=self._stall_s,
-            metrics=entry.metrics,
+            CheckpointSaved(
+                step=entry.step,
+                path=entry.where.removeprefix(f"{self._run.path}/"),
+                bytes=entry.bytes,
+                seconds=seconds,
+                stalled_s=self._stall_s,
+                metrics=entry.metrics,
+            )
         )
 
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import MemoryExhausted, StateChanged
 from yunlu.runs.states import RunState
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
+from yunlu.training.attempt import read_attempts
 from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
@@ -36,10 +37,10 @@ from yunlu.training.parallel.parallel_model import blank_like
 from yunlu.training.parallel.redistribute import (
     UncoveredError,
     broadcast_json,
-    redistribute,
     gather_json,
     gather_specs,
     minimum_over_workers,
+    redistribute,
 )
 from yunlu.training.parallel.tensor_slices import join_groups
 from yunlu.training.peer_replicas import PeerReplicas, StateReplica, describe, make_blank
@@ -132,10 +133,11 @@ class ElasticWorker:
             return False
         self._most_samples = size
         type(self._run)(self._run.path).emit(  # whoever leads: this is not its news
-            EventKind.OUT_OF_MEMORY,
-            step=engine.steps_done + 1,
-            micro_batch=size,
-            message=str(error).partition("\n")[0][:200],
+            MemoryExhausted(
+                step=engine.steps_done + 1,
+                micro_batch=size,
+                message=str(error).partition("\n")[0][:200],
+            )
         )
         return True
 
@@ -260,7 +262,7 @@ class ElasticWorker:
             self._trackers.start(self._run, self._loaded.job, resumed=resumed_from is not None)
         if assignment.restore.kind == "start":
             state = RunState.RUNNING
-            self._run.emit(EventKind.STATE, state=state, resumed_from_step=resumed_from)
+            self._run.emit(StateChanged(state=state, resumed_from_step=resumed_from))
 
     def _holds(self, step: int | None) -> bool:
         """Whether the engine has the state of this step, and all its parts are of it."""
@@ -342,7 +344,7 @@ class ElasticWorker:
         self, engine: Engine, world: World, assignment: Assignment
     ) -> WorkerGroupCallbacks:
         if self._log is None:
-            self._life = sum(event.kind is EventKind.LIFE for event, _ in self._run.read_events())
+            self._life = len(read_attempts(self._run))
             self._log = WorkerGroupLog(
                 self._run,
                 device=engine.device,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import MemoryExhausted
 from yunlu.training.batch_schedule import BatchSchedule
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.communication.engine_communication import EngineCommunication
@@ -27,11 +27,11 @@ from yunlu.training.compiler import (
 from yunlu.training.data.batches import BatchShard, step_batches
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.engine_builders import (
-    wrap_model,
     average_buffers,
     make_average,
     make_optimizer,
     seed_step,
+    wrap_model,
 )
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
@@ -388,10 +388,11 @@ class Engine:
         free_memory()
         self.micro_batch = size
         self.tell(
-            EventKind.OUT_OF_MEMORY,
-            step=self.steps_done + 1,
-            micro_batch=self.micro_batch,
-            message=message,
+            MemoryExhausted(
+                step=self.steps_done + 1,
+                micro_batch=self.micro_batch,
+                message=message,
+            )
         )
         return True
 

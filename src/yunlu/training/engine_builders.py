@@ -38,7 +38,9 @@ def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> Wr
         return SingleModel(model)
     from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
 
-    return ParallelModel(model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes)
+    return ParallelModel(
+        model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes
+    )
 
 
 def average_buffers(world: World, model: nn.Module, average: AveragedModel | None) -> None:

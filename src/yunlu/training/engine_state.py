@@ -13,11 +13,16 @@ from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.parallel.optimizer_state import (
     fill_optimizer,
     install_optimizer,
-    parameter_shards,
     optimizer_shards,
+    parameter_shards,
     wanted_optimizer,
 )
-from yunlu.training.parallel.tensor_slices import ShardGroupReader, TensorShard, weights_of, full_slice
+from yunlu.training.parallel.tensor_slices import (
+    ShardGroupReader,
+    TensorShard,
+    full_slice,
+    weights_of,
+)
 from yunlu.training.parallel.tensor_slices import fill as fill_pieces
 
 if TYPE_CHECKING:
@@ -189,4 +194,6 @@ def _by_worker(kept: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
 
 
 def _load(reader: ShardGroupReader) -> dict[str, Any]:
-    return {name: reader.read(name, full_slice(spec.shape)) for name, spec in reader.specs().items()}
+    return {
+        name: reader.read(name, full_slice(spec.shape)) for name, spec in reader.specs().items()
+    }

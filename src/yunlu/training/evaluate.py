@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from yunlu.runs.events import Evaluated
 from yunlu.training.data.batches import sequential_batches
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class Score:
         """The loss beside the task's own metrics."""
         return {"loss": self.loss, **self.evaluation.metrics}
 
-    def as_event(self, *, split: str, step: int) -> dict[str, Any]:
-        """The data of an EVALUATION event."""
-        found = self.evaluation.model_dump(mode="json", exclude_none=True)
-        return {"split": split, "step": step, "loss": self.loss, "seconds": self.seconds, **found}
+    def as_event(self, *, split: str, step: int, rung: int | None = None) -> Evaluated:
+        """The event that reports it."""
+        scored = self.evaluation.model_dump()
+        return Evaluated(
+            split=split, step=step, loss=self.loss, seconds=self.seconds, rung=rung, **scored
+        )
 
 
 def evaluate(

@@ -40,7 +40,9 @@ class ModelLineage:
     """Split → metrics."""
 
 
-def export(run: RunStore, job: Job, task: Task, model: nn.Module, lineage: ModelLineage) -> list[str]:
+def export(
+    run: RunStore, job: Job, task: Task, model: nn.Module, lineage: ModelLineage
+) -> list[str]:
     """Write ``model/`` aside, then publish it whole; returns the names of its files."""
     aside = run.path / ".model.part"
     shutil.rmtree(aside, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.planning.splitting import fit_plan
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import WorkerGroupFormed, WorkerRank
 from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.parallel.world import form_world
 from yunlu.training.worker_group_callbacks import Unsupervised, WorkerGroupCallbacks, WorkerGroupLog
@@ -58,18 +58,24 @@ class ExternalWorkerGroup:
         self.watch.begin(self._generation)
         layout, muster = self.engine.world.layout, self.muster
         self.run.emit(
-            EventKind.CREW,
-            generation=self._generation,
-            layout=str(layout),
-            reason=reason,
-            from_step=self.engine.steps_done,
-            redone_steps=0,
-            ranks=[
-                {"rank": rank, "member": agent, "host": muster.hosts[agent],
-                 "pid": muster.pids[agent], "place": layout.place_of(rank)._asdict()}
-                for rank, agent in enumerate(self.ranks)
-            ],
-        )  # fmt: skip
+            WorkerGroupFormed(
+                generation=self._generation,
+                layout=str(layout),
+                reason=reason,
+                from_step=self.engine.steps_done,
+                redone_steps=0,
+                ranks=tuple(
+                    WorkerRank(
+                        rank=rank,
+                        worker=str(agent),
+                        host=muster.hosts[agent],
+                        pid=muster.pids[agent],
+                        **layout.place_of(rank)._asdict(),
+                    )
+                    for rank, agent in enumerate(self.ranks)
+                ),
+            )
+        )
 
     def go_on_without(self, aside: Sequence[int]) -> None:
         """Those who stay meet anew, before the step at which all stand; each holds everything."""

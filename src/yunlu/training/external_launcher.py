@@ -27,13 +27,20 @@ from yunlu.core.settings import launch_variables
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, resplit
+from yunlu.runs.events import EnvironmentRecorded, ErrorRaised, WorkerLost
+from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
-from yunlu.training.attempt import RunBusyError, begin_attempt, change_state, run_lock, signals_as_stop
+from yunlu.training.attempt import (
+    RunBusyError,
+    begin_attempt,
+    change_state,
+    run_lock,
+    signals_as_stop,
+)
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.engine import Engine
@@ -44,7 +51,7 @@ from yunlu.training.launch_rendezvous import Rendezvous, describe_failure, join_
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
 from yunlu.training.parallel.parallel_model import pattern_of
 from yunlu.training.parallel.world import form_world
-from yunlu.training.prepare import prepare, load_or_make_plan
+from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
 from yunlu.training.switch_to_async import switch_to_async
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
@@ -153,7 +160,7 @@ def _take_part(
     run: RunStore, muster: Rendezvous, stop: StopRequest, *, life: int, began_at: float
 ) -> RunState:
     machine = probe_machine()
-    run.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+    run.emit(EnvironmentRecorded(**describe_environment(machine)))
     job = Job.model_validate_json(run.job.read_bytes())
     set_deterministic(job.train.deterministic)
     parts = _load(run, job, muster)
@@ -352,19 +359,18 @@ def _begin(crew: ExternalWorkerGroup, trackers: TrackerThread) -> None:
 
 
 def _tell_failure(run: RunStore, failure: dict[str, Any]) -> None:
-    who = {name: failure.get(name) for name in ("rank", "member", "host", "pid")}
+    who = {name: failure.get(name) for name in ("rank", "worker", "host", "pid")}
     what = "failed" if failure.get("traceback") else "killed"
     try:
-        run.emit(EventKind.FAULT, what=what, detail=failure["message"], **who)
-        run.emit(EventKind.ERROR, **failure)
+        run.emit(WorkerLost(cause=what, detail=failure["message"], **who))
+        run.emit(ErrorRaised(**failure))
         change_state(run, RunState.FAILED)
     except OSError:
         sys.stderr.write(f"{failure}\n")  # not even the event log can be written
 
 
 def _is_finished(run: RunStore) -> bool:
-    states = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]
-    return bool(states) and states[-1].get("state") == RunState.FINISHED
+    return read_view(run).state is RunState.FINISHED
 
 
 def _write_to(log: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import ModelExported, PredictionMeasured, ProgressReported
 from yunlu.training.export import ModelLineage, export
 from yunlu.training.run_measurement import measure_run
 
@@ -32,17 +32,17 @@ def finalize(
     """
     step, scores = watch.take_best()
     if engine.splits.test is not None:
-        directory.emit(EventKind.PROGRESS, phase="scoring the test data")
+        directory.emit(ProgressReported(phase="scoring the test data"))
         scores["test"] = watch.score("test", step=step).metrics
-    directory.emit(EventKind.PROGRESS, phase="exporting the model")
+    directory.emit(ProgressReported(phase="exporting the model"))
     model = _assemble_model(engine, pattern)
     if model is None:
         return {}
     lineage = ModelLineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, model, lineage)
-    directory.emit(EventKind.EXPORT, path=directory.model.name, files=names, from_step=step)
+    directory.emit(ModelExported(path=directory.model.name, files=names, from_step=step))
     measured = measure_run(directory, samples=watch.samples_done, machine=machine)
-    directory.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
+    directory.emit(PredictionMeasured(measured=measured))
     return {
         f"{split}/{name}": value for split, found in scores.items() for name, value in found.items()
     }

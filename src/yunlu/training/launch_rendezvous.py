@@ -194,7 +194,7 @@ class Rendezvous:
             "message": f"Worker {rank} on {self.hosts[rank]} vanished without a word.",
             "hint": f"logs/member-{rank}.log may tell more; was it killed for want of memory?",
             "rank": rank,
-            "member": rank,
+            "worker": str(rank),
             "host": self.hosts[rank],
             "pid": self.pids[rank],
         }
@@ -212,7 +212,7 @@ def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
         "hint": shown.hint,
         "traceback": "".join(traceback.format_exception(error))[-100_000:],
         "rank": rank,
-        "member": rank,
+        "worker": str(rank),
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }

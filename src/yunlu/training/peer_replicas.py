@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from yunlu.training.elastic.messages import HeldState
-from yunlu.training.parallel.redistribute import redistribute, gather_json
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, join_groups
+from yunlu.training.parallel.redistribute import gather_json, redistribute
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, join_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,9 @@ class PeerReplicas:
         pieces = {f"{number}:{piece.name}": piece for number, piece in enumerate([*own, *theirs])}
         self.replicas = [
             *self.replicas[-1:],
-            StateReplica(step=engine.steps_done, held_states=held_states, pieces=pieces, numbers=numbers),
+            StateReplica(
+                step=engine.steps_done, held_states=held_states, pieces=pieces, numbers=numbers
+            ),
         ]
         self._plan_next(perf_counter() - started_at)
 

@@ -12,7 +12,7 @@ from yunlu.planning.analytic_estimate import contention, make_estimate, measured
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
     """Load and build, telling what was found."""
-    directory.emit(EventKind.PROGRESS, phase="loading data")
+    directory.emit(ProgressReported(phase="loading data"))
     task = task or open_task(job.task)
     _warn_of_idle_keys(directory, job, task)
     seed_everything(job.train.seed)
@@ -47,28 +47,30 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
     if splits.validation is None:
         _refuse_keys_that_need_validation(job)
     directory.emit(
-        EventKind.DATA,
-        fingerprint=splits.fingerprint,
-        source=job.data.train,
-        about=splits.about,
-        train=len(splits.train),
-        validation=len(splits.validation) if splits.validation is not None else 0,
-        test=len(splits.test) if splits.test is not None else 0,
+        DataOpened(
+            fingerprint=splits.fingerprint,
+            source=job.data.train,
+            about=splits.about,
+            train=len(splits.train),
+            validation=len(splits.validation) if splits.validation is not None else 0,
+            test=len(splits.test) if splits.test is not None else 0,
+        )
     )
-    directory.emit(EventKind.PROGRESS, phase="building the model")
+    directory.emit(ProgressReported(phase="building the model"))
     model, origin = build_model(job, task)
     if origin is not None:
-        directory.emit(EventKind.PROGRESS, phase=str(origin))
+        directory.emit(ProgressReported(phase=str(origin)))
     if job.train.quantize == "int8":
         model = prepare_int8(model)
     if job.train.precision == "fp8":
         _convert_to_fp8(directory, model)
     weights = list(model.parameters())
     directory.emit(
-        EventKind.MODEL,
-        name=job.model.name,
-        parameters=sum(weight.numel() for weight in weights),
-        trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+        ModelBuilt(
+            name=job.model.name,
+            parameters=sum(weight.numel() for weight in weights),
+            trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+        )
     )
     return TrainingInputs(task=task, model=model, splits=splits)
 
@@ -89,7 +91,7 @@ def load_or_make_plan(
     if directory.plan.exists():
         plan = Plan.model_validate_json(directory.plan.read_text())
     else:
-        directory.emit(EventKind.PROGRESS, phase="measuring and planning")
+        directory.emit(ProgressReported(phase="measuring and planning"))
         load = background_load(machine)
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
@@ -106,7 +108,7 @@ def load_or_make_plan(
             )  # fmt: skip
         plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
         write_atomically(directory.plan, plan.model_dump_json(indent=2))
-    directory.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
+    directory.emit(PlanMade(plan=plan))
     return plan
 
 

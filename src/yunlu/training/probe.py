@@ -24,8 +24,7 @@ from pydantic import TypeAdapter
 from yunlu.core.cgroup import Cgroup, read_cgroup
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.core.value import Value
-from yunlu.hardware.machine import Device, Machine
+from yunlu.hardware.machine import Device, Machine, PrecisionSpeed
 from yunlu.planning.machine_profile import read_processor
 
 if TYPE_CHECKING:
@@ -134,17 +133,6 @@ def _mps(torch: Any) -> Device:
         memory_bytes=torch.mps.recommended_max_memory(),
         fast_precisions=tuple(fast),
     )
-
-
-class PrecisionSpeed(Value):
-    """How a precision does on a device."""
-
-    precision: Precision
-    relative_speed: float
-    """Matrix products per second, as a multiple of fp32's."""
-    is_worth_using: bool
-    verdict: str
-    """The same for people."""
 
 
 _SPEEDS = TypeAdapter(tuple[PrecisionSpeed, ...])

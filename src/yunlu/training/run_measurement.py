@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from yunlu.planning.plan import Measurement
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
@@ -37,8 +37,8 @@ def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measu
 def _active_seconds(directory: RunStore) -> float:
     total_s, began_at, seen_at = 0.0, None, 0.0
     for event, _ in directory.read_events():
-        if event.kind is EventKind.LIFE:
+        if isinstance(event, AttemptStarted):
             total_s += seen_at - began_at if began_at is not None else 0.0
-            began_at = event.data["began_at"]
+            began_at = event.began_at
         seen_at = event.at
     return total_s + (time.time() - began_at if began_at is not None else 0.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import TraceWritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -159,10 +159,11 @@ class StepTrace:
             aside.unlink(missing_ok=True)
             path = None
         self._run.emit(
-            EventKind.TRACE,
-            path=None if path is None else path.name,
-            first_step=self._first_step,
-            **summarize(profiler.key_averages()),
+            TraceWritten(
+                path=None if path is None else path.name,
+                first_step=self._first_step,
+                **summarize(profiler.key_averages()),
+            )
         )
         self._finish()
 

@@ -20,8 +20,8 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.events import EnvironmentRecorded, ErrorRaised
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
@@ -40,7 +40,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.environment import describe_environment
 from yunlu.training.finalize import finalize
 from yunlu.training.memory.out_of_memory import memory_capped
-from yunlu.training.prepare import prepare, load_or_make_plan
+from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
 
@@ -94,7 +94,7 @@ def _live(
     change_state(directory, RunState.PLANNING)
     machine = probe_machine()
     environment = describe_environment(machine)
-    directory.emit(EventKind.ENVIRONMENT, **environment)
+    directory.emit(EnvironmentRecorded(**environment))
     set_deterministic(job.train.deterministic)
     parts = prepare(directory, job, task)
     plan = load_or_make_plan(directory, job, parts, machine, started_at=started_at)
@@ -169,7 +169,7 @@ def _report_failure(directory: RunStore, error: Exception) -> None:
     sys.stderr.write(details)  # into the worker's own log
     data: dict[str, Any] = {"code": shown.code, "message": shown.message, "hint": shown.hint}
     try:
-        directory.emit(EventKind.ERROR, **data, traceback=details)
+        directory.emit(ErrorRaised(**data, traceback=details))
         change_state(directory, RunState.FAILED)
     except OSError:
         sys.stderr.write(json.dumps(data))  # not even the event log can be written

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import StateChanged
 from yunlu.runs.states import RunState
 from yunlu.training.callbacks import StopRequest, TrainingCallbacks
 from yunlu.training.data.sample_order import digest_of
@@ -253,7 +253,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         self.ruling = _pass_on(ruling)
         if self.ruling is None:
             return True
-        self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason=self.ruling.reason)
+        self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.ruling.reason))
         return self.ruling.kind == "hold"
 
     def _is_ruled_out(self) -> bool:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import layouts_by_count
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import EnvironmentRecorded
 from yunlu.runs.worker_group import read_crew
 from yunlu.spec.job import Job
+from yunlu.training.attempt import read_attempts
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.node import run_node
 from yunlu.training.elastic_worker import ElasticWorker, NodeInputs
 from yunlu.training.environment import describe_environment
 from yunlu.training.parallel.parallel_model import pattern_of
-from yunlu.training.prepare import prepare as prepare_parts
 from yunlu.training.prepare import load_or_make_plan
+from yunlu.training.prepare import prepare as prepare_parts
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def load(run: RunStore) -> NodeInputs:
 def lay_out(run: RunStore, loaded: NodeInputs, devices: int) -> dict[int, Layout]:
     """Settle the plan, and how the work is split for any number of workers."""
     machine = probe_machine()
-    run.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+    run.emit(EnvironmentRecorded(**describe_environment(machine)))
     job = loaded.job.model_copy(update={"devices": devices})
     plan = load_or_make_plan(run, job, loaded.parts, machine, started_at=_began_at(run))
     return layouts_by_count(plan, job, most=_MOST_WORKERS)
@@ -63,8 +64,7 @@ def _may_cut(job: Job, crew: Crew | None) -> bool:
 
 
 def _began_at(run: RunStore) -> float:
-    lives = [event for event, _ in run.read_events() if event.kind is EventKind.LIFE]
-    return lives[-1].data["began_at"]
+    return read_attempts(run)[-1].began_at
 
 
 def work(agent: WorkerAgent, loaded: NodeInputs) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.unit.planning.test_probed import pace, probe
+from tests.unit.planning.test_machine_profile import pace, probe
 from tests.waiting import LIMIT_S
 from yunlu.cli import probe as verb
 from yunlu.cli.main import main

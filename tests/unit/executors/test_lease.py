@@ -11,8 +11,8 @@ import pytest
 from tests.waiting import LIMIT_S
 from yunlu.executors.lease import Holder, lead_program
 from yunlu.executors.record import Record, read_happenings, write_record
+from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunStore:
     record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 2)
     write_record(made, record)
-    made.emit(EventKind.STATE, state="pending")
+    made.emit(StateChanged(state="pending"))
     return made
 
 
@@ -48,7 +48,7 @@ def test_nobody_wakes_or_waits_for_a_run_that_is_over(
     run: RunStore, lease: str, state: str
 ) -> None:
     for each in ("planning", "running", state):
-        run.emit(EventKind.STATE, state=each)
+        run.emit(StateChanged(state=each))
     assert hold(run, lease) == 0
     assert [event.data["state"] for event, _ in run.read_events()][-1] == state
 
@@ -65,7 +65,7 @@ def test_a_lead_that_comes_back_gives_the_run_another_life(
     run: RunStore, before: list[str], after: list[str]
 ) -> None:
     for state in before:
-        run.emit(EventKind.STATE, state=state)
+        run.emit(StateChanged(state=state))
     record, lease = Record(address="slurm").grant("a", 1, is_lead=True)
     write_record(run, record)
     words, environment = Holder(run, "a.0").find_part(lease)

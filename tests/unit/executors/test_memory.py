@@ -17,8 +17,8 @@ from yunlu.executors import local, memory
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle
+from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
@@ -175,9 +175,9 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
         for run in runs.values():
             run.path.mkdir()
             run.job.write_text(json.dumps({"task": "x", "model": {"name": "mlp"}}))
-            run.emit(EventKind.STATE, state="pending")
+            run.emit(StateChanged(state="pending"))
             executor.start(run, Placement((("here", 1),)))
-            run.emit(EventKind.STATE, state="planning")
+            run.emit(StateChanged(state="planning"))
         greedy, modest = runs["greedy"], runs["modest"]
 
         def has_failed() -> bool:

@@ -17,8 +17,8 @@ from yunlu.executors.worker_group import end_workers, living_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
 from yunlu.jobs.run import new_record, settle, worker_of
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, read_crew, write_crew
@@ -62,8 +62,8 @@ def running(make_run: Any) -> RunStore:
     """A run whose supervisor, process 2**22 + 1, is long gone."""
     run: RunStore = make_run()
     for state in (RunState.PENDING, RunState.PLANNING, RunState.RUNNING):
-        run.emit(EventKind.STATE, state=state)
-    run.emit(EventKind.LIFE, number=1, pid=2**22 + 1, process_started_at=1.0, began_at=1.0)
+        run.emit(StateChanged(state=state))
+    run.emit(AttemptStarted(number=1, pid=2**22 + 1, process_started_at=1.0, began_at=1.0))
     return run
 
 
@@ -123,6 +123,6 @@ def test_only_a_crew_that_trains_can_be_resized(running: RunStore, sleeper: psut
     write_journal(running, sleeper, port=free)
     with pytest.raises(StoreError, match="does not answer"):
         resize(running, devices=2)
-    running.emit(EventKind.STATE, state=RunState.FINISHED)
+    running.emit(StateChanged(state=RunState.FINISHED))
     with pytest.raises(StoreError, match="is finished"):
         resize(running, devices=2)

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import psutil
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines, write_atomically
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    DataOpened,
+    ErrorRaised,
+    Evaluated,
+    PlanMade,
+    ProgressReported,
+    StateChanged,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
@@ -45,34 +56,34 @@ def main() -> int:
 def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
-    run.emit(EventKind.LIFE, number=lives + 1, pid=os.getpid(), process_started_at=started_at)
-    run.emit(EventKind.STATE, state="planning")
-    run.emit(EventKind.PROGRESS, phase="loading data")
-    run.emit(EventKind.DATA, source="made:x", train=320, validation=40, test=40, fingerprint="f")
+    run.emit(sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at))
+    run.emit(StateChanged(state="planning"))
+    run.emit(ProgressReported(phase="loading data"))
+    run.emit(DataOpened(source="made:x", train=320, validation=40, test=40, fingerprint="f"))
     write_atomically(run.plan, json.dumps(PLAN))
-    run.emit(EventKind.PLAN, **PLAN)
+    run.emit(sample(PlanMade, **PLAN))
     if "--plan-only" in sys.argv:
-        run.emit(EventKind.STATE, state="stopped", reason="only the plan was asked for")
+        run.emit(StateChanged(state="stopped", reason="only the plan was asked for"))
         return 0
     first = 11 if lives else 1
-    run.emit(EventKind.STATE, state="running", **({"resumed_from_step": 10} if lives else {}))
+    run.emit(StateChanged(state="running", **({"resumed_from_step": 10} if lives else {})))
     train(run, first, 15 if fate in {"wait", "fail", "hang"} and not lives else 20)
     if fate == "fail" and not lives:
         hint, trace = "Lower train.optimizer.lr.", "Traceback: deep inside"
-        run.emit(EventKind.ERROR, code="training", message="The loss is not finite at step 15.",
-                 hint=hint, traceback=trace)  # fmt: skip
-        run.emit(EventKind.STATE, state="failed")
+        run.emit(ErrorRaised(code="training", message="The loss is not finite at step 15.",
+                 hint=hint, traceback=trace))  # fmt: skip
+        run.emit(StateChanged(state="failed"))
         return 1
     if fate in {"wait", "hang"} and not lives:
         asked.wait()
-        run.emit(EventKind.STATE, state="stopping", reason="asked to stop")
+        run.emit(StateChanged(state="stopping", reason="asked to stop"))
         if fate == "hang":
             threading.Event().wait()
-        run.emit(EventKind.CHECKPOINT, step=15, path="checkpoints/step-15", bytes=10, seconds=0.1)
-        run.emit(EventKind.STATE, state="stopped")
+        run.emit(CheckpointSaved(step=15, path="checkpoints/step-15", bytes=10, seconds=0.1))
+        run.emit(StateChanged(state="stopped"))
         return 0
-    run.emit(EventKind.EVALUATION, split="test", step=20, loss=0.2, metrics={"accuracy": 0.9})
-    run.emit(EventKind.STATE, state="finished")
+    run.emit(sample(Evaluated, split="test", step=20, loss=0.2, metrics={"accuracy": 0.9}))
+    run.emit(StateChanged(state="finished"))
     return 0
 
 
@@ -85,7 +96,7 @@ def train(run: RunStore, first: int, last: int) -> None:
         append_lines(run.metrics, [record])
         if step == 10:
             data = {"split": "validation", "step": 10, "loss": 0.5, "metrics": {"accuracy": 0.8}}
-            run.emit(EventKind.EVALUATION, **data)
+            run.emit(Evaluated(**data))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.sample_events import sample
 from tests.unit.planning.test_planner import job
-from tests.unit.planning.test_probed import pace, planned, probe
+from tests.unit.planning.test_machine_profile import pace, planned, probe
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import calibration as known
@@ -23,8 +24,14 @@ from yunlu.planning.calibration import Calibration
 from yunlu.planning.machine_profile import FOLDER, StartFigures, dump_profiles
 from yunlu.planning.plan import Measurement
 from yunlu.render.run_report.write import write_report
+from yunlu.runs.events import (
+    AttemptStarted,
+    MemoryExhausted,
+    PlanMade,
+    PredictionMeasured,
+    StateChanged,
+)
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
 
@@ -60,10 +67,10 @@ def finished_run(
         dollars=None,
     )
     for each in ("planning", "running"):
-        run.emit(EventKind.STATE, state=each)
-    run.emit(EventKind.PLAN, **plan.model_dump(mode="json"))
-    run.emit(EventKind.MEASURED, **measured.model_dump(mode="json"))
-    run.emit(EventKind.STATE, state=state)
+        run.emit(StateChanged(state=each))
+    run.emit(sample(PlanMade, plan=plan))
+    run.emit(PredictionMeasured(measured=measured))
+    run.emit(StateChanged(state=state))
     return run
 
 
@@ -98,7 +105,7 @@ def started_run(home: Path, name: str, start_s: float | None, *, in_process_s: f
     """A run that began at 1000 and made its first step later, or none."""
     (home / name).mkdir(parents=True)
     run = open_run(home / name)
-    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0 - in_process_s)
+    run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0 - in_process_s))
     steps = [] if start_s is None else [start_s, start_s + 1.0]
     append_lines(run.metrics, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)])
 
@@ -139,7 +146,7 @@ def test_runs_that_ended_without_a_report_are_found(own_home: Path) -> None:
 
 def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_path: Path) -> None:
     shrunk = finished_run(tmp_path, "shrunk")
-    shrunk.emit(EventKind.OUT_OF_MEMORY, step=1, micro_batch=1, message="")
+    shrunk.emit(MemoryExhausted(step=1, micro_batch=1, message=""))
     old = finished_run(tmp_path, "old")
     lines = [json.loads(line) for line in old.events.read_text().splitlines()]
     for line in lines:

@@ -20,7 +20,7 @@ from yunlu.jobs.report_model import Report
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import CommunicationChosen, StateChanged
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 
@@ -62,7 +62,7 @@ class Talk:
     def choose(self, step: int, name: str, setting: dict[str, Any], **more: Any) -> None:
         told = {"guarantee": "near", "reason": f"{name}: links of 24.8 to 100 Mbit/s"}
         data = {"step": step, "chosen": name, "setting": setting, **told, **more}
-        self.writer.emit(EventKind.COMMUNICATION, after=0.5, **data)
+        self.writer.emit(CommunicationChosen(after=0.5, **data))
 
     def measure(self, step: int, name: str, setting: dict[str, Any], step_s: float) -> None:
         others = [("all-reduce", 0.4), ("ring", 0.41)]
@@ -102,7 +102,7 @@ def write_talk(path: Path) -> RunStore:
     talk.train(1, 40, exchange_s=0.035, compression_error=0.08)
     talk.measure(40, AVERAGED, LOCAL, 0.11)
     talk.train(41, 100, every=4)
-    talk.writer.emit(EventKind.STATE, state=RunState.FINISHED)
+    talk.writer.emit(StateChanged(state=RunState.FINISHED))
     return talk.run
 
 
@@ -244,7 +244,7 @@ def test_one_worker_has_no_such_section(tmp_path: Path) -> None:
 )
 def test_what_another_version_wrote_is_passed_over(tmp_path: Path, data: dict[str, Any]) -> None:
     talk = Talk(tmp_path / "other")
-    talk.writer.emit(EventKind.COMMUNICATION, **data)
+    talk.writer.emit(CommunicationChosen(**data))
     talk.train(1, 4)
     report = build_report(talk.run)
     assert report.communication is not None

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines
 from yunlu.jobs.crew import newest_crew, read_crew, read_samples
 from yunlu.jobs.recorded import Recorded
@@ -23,6 +24,15 @@ from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.workers import picture_layout
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
+from yunlu.runs.events import (
+    ErrorRaised,
+    ModelBuilt,
+    PlanMade,
+    StateChanged,
+    StragglerSeen,
+    WorkerGroupFormed,
+    WorkerLost,
+)
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
@@ -46,8 +56,8 @@ class CrewWriter:
         self.layout = Layout()
         self._noise = random.Random(3)
         self.writer.begin()
-        self.emit(EventKind.MODEL, name="transformer", parameters=10_400_000, trainable=10_400_000)
-        self.emit(EventKind.PLAN, **RUNS["plan_of"](steps=steps, best_metric="accuracy"))
+        self.emit(ModelBuilt(name="transformer", parameters=10_400_000, trainable=10_400_000))
+        self.emit(sample(PlanMade, **RUNS["plan_of"](steps=steps, best_metric="accuracy")))
 
     def emit(self, kind: EventKind, *, after: float = 0.0, **data: Any) -> None:
         self.writer.emit(kind, after=after, **data)
@@ -79,7 +89,7 @@ class CrewWriter:
             for rank, member in enumerate(members)
         ]
         self.emit(
-            EventKind.CREW,
+            sample(WorkerGroupFormed, 
             after=took_s,
             generation=self.generation,
             layout=layout,
@@ -89,7 +99,7 @@ class CrewWriter:
             ranks=ranks,
             lost_s=took_s,
             **more,
-        )
+        ))
 
     def train(
         self,
@@ -154,15 +164,15 @@ class CrewWriter:
 
     def lose(self, member: int, *, what: str, step: int, detail: str | None = None) -> None:
         self.emit(
-            EventKind.FAULT,
-            what=what,
-            member=member,
+            WorkerLost(
+            cause=what,
+            worker=member,
             rank=self.members.index(member),
             host=HOSTS.get(member, "node-c"),
             pid=4200 + member,
             step=step,
             detail=detail,
-        )
+        ))
 
 
 def write_crew(path: Path) -> RunStore:
@@ -176,10 +186,10 @@ def write_crew(path: Path) -> RunStore:
     crew.form("fsdp2 x tp2", [0, 1, 2, 4], reason="a worker joined", from_step=260, took_s=0.2)
     crew.train(261, 330)
     crew.train(331, 420, slow=2)
-    crew.emit(EventKind.STRAGGLER, rank=2, member=2, host="node-b", ratio=1.8, step=340)
-    crew.emit(EventKind.STRAGGLER, rank=1, member=1, host="node-a", ratio=1.1, step=350, over=True)
+    crew.emit(StragglerSeen(rank=2, worker=2, host="node-b", ratio=1.8, step=340))
+    crew.emit(StragglerSeen(rank=1, worker=1, host="node-a", ratio=1.1, step=350, recovered=True))
     crew.writer.evaluate("validation", 420, 0.2, metrics={"accuracy": 0.91})
-    crew.emit(EventKind.STATE, state=RunState.FINISHED)
+    crew.emit(StateChanged(state=RunState.FINISHED))
     return crew.run
 
 
@@ -200,8 +210,8 @@ def write_staged(path: Path) -> RunStore:
     crew.lose(4, what="failed", step=60, detail="Traceback\nRuntimeError: connection closed")
     who: dict[str, Any] = {"rank": 2, "member": 2, "host": "node-b", "pid": 4202}
     error = {"code": "training", "message": "no such label", "traceback": traceback}
-    crew.emit(EventKind.ERROR, **error, **who)
-    crew.emit(EventKind.STATE, state=RunState.FAILED)
+    crew.emit(ErrorRaised(**error, **who))
+    crew.emit(StateChanged(state=RunState.FAILED))
     return crew.run
 
 
@@ -294,7 +304,7 @@ def test_time_between_two_lives_is_nobody_s(tmp_path: Path) -> None:
     crew = CrewWriter(tmp_path / "r")
     crew.form("dp2", [0, 1], reason="start", from_step=0)
     crew.train(1, 20)
-    crew.emit(EventKind.STATE, state=RunState.STOPPED)
+    crew.emit(StateChanged(state=RunState.STOPPED))
     crew.writer.now += 86_400
     crew.writer.begin(number=2, resumed_from=20)
     crew.form("dp2", [0, 1], reason="resumed", from_step=20)

@@ -4,8 +4,9 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
+from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_dir import Event
 
 
 @pytest.fixture
@@ -18,31 +19,31 @@ def items(updates):
 
 
 def test_everything_comes_in_order_until_the_run_rests(run):
-    run.emit(EventKind.STATE, state="planning")
+    run.emit(StateChanged(state="planning"))
     append_lines(run.metrics, [{"step": 1, "at": 1.0}])
     watching = follow(run, poll_s=0)
     first = next(watching).items
     assert isinstance(first[0], MetricRecord)
     assert [event.data["state"] for event in first[1:]] == ["pending", "planning"]
     assert next(watching).items == ()
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     assert [event.data["state"] for event in items(watching)] == ["failed"]
 
 
 def test_rest_of_an_earlier_life_does_not_end_it(run):
     for state in ("failed", "pending", "planning"):
-        run.emit(EventKind.STATE, state=state)
+        run.emit(StateChanged(state=state))
     watching = follow(run, poll_s=0)
     assert len(next(watching).items) == 4
     assert next(watching).items == ()
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     assert len(items(watching)) == 1
 
 
 def test_what_was_before_the_position_is_left_out(run):
     append_lines(run.metrics, [{"step": 1, "at": 1.0}])
     since = end_of(run)
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     append_lines(run.metrics, [{"step": 2, "at": 2.0}])
     metric, event = items(follow(run, since=since, poll_s=0))
     assert metric.record["step"] == 2
@@ -59,7 +60,7 @@ def test_cursor_of_an_update_is_where_the_next_one_begins(run):
 
 
 def test_following_a_resting_run_ends_at_once(run):
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     assert items(follow(run, since=end_of(run), poll_s=0)) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sample_events import sample
 from yunlu.core.errors import DataError, JobError
 from yunlu.core.files import append_lines
 from yunlu.core.settings import read_settings
@@ -28,8 +29,8 @@ from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile,
 from yunlu.planning.search.options import Interval, PlanError, PlanOption
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.render.figures.plan_options import draw_outlook, find_front
+from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job
 
@@ -406,7 +407,7 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
     assert here.best.total_parts["start_up"] == START_HERE_S
     run = open_run(own_home / "earlier")
     run.path.mkdir(parents=True)
-    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
+    run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
     append_lines(run.metrics, [{"step": 1, "at": 1007.0}])
     again = foresee(make_job(**small, goal={"cloud": "here"})).best
     assert again.total_parts["start_up"] == 7.0

@@ -9,11 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.planning.plan import Choice, Plan, Prediction
 from yunlu.render.run_report.write import write_report
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    DataOpened,
+    EnvironmentRecorded,
+    ErrorRaised,
+    Evaluated,
+    MemoryExhausted,
+    ModelBuilt,
+    ModelExported,
+    PlanMade,
+    PrecisionChanged,
+    PredictionMeasured,
+    RolledBack,
+    StateChanged,
+    StepSkipped,
+    TraceWritten,
+    WarningRaised,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import RunStore
@@ -43,9 +63,9 @@ class Writer:
         append_lines(self.run.events, [event.model_dump(mode="json")])
 
     def begin(self, *, number: int = 1, resumed_from: int | None = None) -> None:
-        self.emit(EventKind.LIFE, number=number, pid=4242, began_at=self.now - 2)
-        self.emit(EventKind.STATE, state=RunState.PLANNING)
-        self.emit(EventKind.STATE, state=RunState.RUNNING, after=3, resumed_from_step=resumed_from)
+        self.emit(sample(AttemptStarted, number=number, pid=4242, began_at=self.now - 2))
+        self.emit(StateChanged(state=RunState.PLANNING))
+        self.emit(StateChanged(state=RunState.RUNNING, after=3, resumed_from_step=resumed_from))
 
     def train(
         self,
@@ -84,14 +104,14 @@ class Writer:
 
     def evaluate(self, split: str, step: int, loss: float, **data: Any) -> None:
         self.emit(
-            EventKind.EVALUATION,
+            Evaluated(
             split=split,
             step=step,
             loss=loss,
             seconds=0.21,
             after=0.21,
             **data,
-        )
+        ))
 
 
 def job_of(task: str, **more: Any) -> dict[str, Any]:
@@ -151,10 +171,10 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
     """A finished run with everything a report can show, and hostile text where data can put it."""
     writer = Writer(path, job_of("tabular-classification"))
     labels = [str(digit) for digit in range(9)] + [SCRIPT]
-    writer.emit(EventKind.STATE, state=RunState.PENDING)
+    writer.emit(StateChanged(state=RunState.PENDING))
     writer.begin()
     writer.emit(
-        EventKind.ENVIRONMENT,
+        sample(EnvironmentRecorded, 
         yunlu="0.1.0",
         python="3.11.9",
         platform="Linux-6.1-x86_64",
@@ -163,18 +183,18 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
         git_dirty=True,
         devices=[{"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30}],
         argv=["yunlu", "train"],
-    )
+    ))
     writer.emit(
-        EventKind.DATA,
+        DataOpened(
         fingerprint="xxh3:5f2a",
         source="sklearn:digits",
         train=1437,
         validation=180,
         test=180,
         about={"labels": labels, "features": 64},
-    )
-    writer.emit(EventKind.MODEL, name="mlp", parameters=12_810, trainable=12_810)
-    writer.emit(EventKind.PLAN, **plan_of(steps=steps, best_metric="accuracy"))
+    ))
+    writer.emit(ModelBuilt(name="mlp", parameters=12_810, trainable=12_810))
+    writer.emit(sample(PlanMade, **plan_of(steps=steps, best_metric="accuracy")))
     for start in range(0, steps, 45):
         end = min(start + 45, steps)
         writer.train(range(start + 1, end + 1), loss=falling_loss)
@@ -184,15 +204,15 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
     (path / "checkpoints" / "step-450").mkdir(parents=True)
     for step in (400, 450):
         writer.emit(
-            EventKind.CHECKPOINT,
+            CheckpointSaved(
             step=step,
             path=f"checkpoints/step-{step}",
             bytes=158_720,
             seconds=0.031,
             stalled_s=0.004,
             metrics={"accuracy": 0.97},
-        )
-    writer.emit(EventKind.WARNING, message="the validation split has only 180 samples")
+        ))
+    writer.emit(WarningRaised(message="the validation split has only 180 samples"))
     writer.evaluate(
         "test",
         steps,
@@ -205,11 +225,11 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
         ],
     )
     writer.emit(
-        EventKind.EXPORT, path="model", files=["model.safetensors", "README.md"], from_step=400
-    )
+        ModelExported(path="model", files=["model.safetensors", "README.md"], from_step=400
+    ))
     measured = {"memory_bytes": 331e6, "step_s": 0.049, "samples_per_s": 645.0}
-    writer.emit(EventKind.MEASURED, **measured, total_s=29.5, dollars=0.0081)
-    writer.emit(EventKind.STATE, state=RunState.FINISHED)
+    writer.emit(PredictionMeasured(**measured, total_s=29.5, dollars=0.0081))
+    writer.emit(StateChanged(state=RunState.FINISHED))
     return writer.run
 
 
@@ -217,7 +237,7 @@ def write_regression(path: Path) -> RunStore:
     """Running still: no test score, no confusion, nothing measured yet."""
     writer = Writer(path, job_of("tabular-regression"))
     writer.begin()
-    writer.emit(EventKind.PLAN, **plan_of(steps=200, best_metric="rmse"))
+    writer.emit(sample(PlanMade, **plan_of(steps=200, best_metric="rmse")))
     writer.train(range(1, 61), loss=falling_loss, tokens=17)
     for step, rmse in ((20, 3.0), (40, 1.5), (60, 2.0)):
         writer.evaluate("validation", step, rmse**2, metrics={"rmse": rmse, "r2": 0.5})
@@ -240,7 +260,7 @@ def write_tuned(path: Path) -> RunStore:
     """A finished run of the engine that tunes itself: tries, trouble, noise, padding, a trace."""
     writer = Writer(path, job_of("text-classification"))
     writer.begin()
-    writer.emit(EventKind.MODEL, name="transformer", parameters=10_400_000, trainable=10_400_000)
+    writer.emit(ModelBuilt(name="transformer", parameters=10_400_000, trainable=10_400_000))
     trials = [
         ("precision", "bf16", 0.0021, 1.47, True, False),
         ("precision", "fp16", 0.49, 0.01, False, False),
@@ -251,25 +271,25 @@ def write_tuned(path: Path) -> RunStore:
     ]
     keys = ("name", "value", "sample_s", "speedup", "kept", "remembered")
     tried = [dict(zip(keys, trial, strict=True)) for trial in trials]
-    writer.emit(EventKind.PLAN, **plan_of(steps=450, best_metric="accuracy") | {"trials": tried})
-    writer.emit(EventKind.OUT_OF_MEMORY, step=4, micro_batch=16, message="22.1 GiB were asked for")
+    writer.emit(sample(PlanMade, **plan_of(steps=450, best_metric="accuracy") | {"trials": tried}))
+    writer.emit(MemoryExhausted(step=4, micro_batch=16, message="22.1 GiB were asked for"))
     writer.train(range(1, 61), loss=falling_loss, more=tuned_record, life=1)
     for step in (31, 32):
-        writer.emit(EventKind.SKIP, step=step, reason="overflow", loss=1.2, norm="Infinity")
+        writer.emit(StepSkipped(step=step, reason="overflow", loss=1.2, norm="Infinity"))
     for module in ("encoder.layers.3.attention", SCRIPT):
         writer.emit(
-            EventKind.PRECISION,
+            PrecisionChanged(
             step=60,
             module=module,
             to="full",
             reason="outputs overflow in fp16",
             low_share=0.94,
-        )
+        ))
     writer.train(range(61, 211), loss=falling_loss, more=tuned_record, life=1)
-    writer.emit(EventKind.SKIP, step=208, reason="spike", loss=14.2, norm=310.0)
-    writer.emit(EventKind.SKIP, step=209, reason="not finite", loss="NaN", norm="NaN")
-    writer.emit(EventKind.SKIP, step=210, reason="not finite", loss="NaN", norm="NaN")
-    writer.emit(EventKind.ROLLBACK, step=210, to_step=200, skipping=[208, 209, 210])
+    writer.emit(StepSkipped(step=208, reason="spike", loss=14.2, norm=310.0))
+    writer.emit(StepSkipped(step=209, reason="not finite", loss="NaN", norm="NaN"))
+    writer.emit(StepSkipped(step=210, reason="not finite", loss="NaN", norm="NaN"))
+    writer.emit(RolledBack(step=210, to_step=200, skipping=[208, 209, 210]))
     writer.train(range(201, 451), loss=falling_loss, more=tuned_record, life=1)
     phases = (("data", 0.004), ("forward", 0.04), ("backward", 0.071), ("clip", 0.002))
     spent = dict((*phases, ("step", 0.012), ("other", 0.003)))
@@ -277,16 +297,16 @@ def write_tuned(path: Path) -> RunStore:
     rows += [("outside operators (forward)", 0.009, 3), ("aten::copy_", 0.004, 1440)]
     rows += [(f"aten::operator_{i}", 0.003 / i, 12 * i) for i in range(1, 16)]
     writer.emit(
-        EventKind.TRACE,
+        TraceWritten(
         path="trace.json.gz",
         steps=3,
         first_step=11,
         wall_s=0.132,
         phases=[{"name": k, "total_s": v, "share": v / 0.132} for k, v in spent.items()],
         table=[{"name": n, "self_s": s, "share": s / 0.132, "calls": c} for n, s, c in rows],
-    )
+    ))
     writer.evaluate("validation", 450, 0.2, metrics={"accuracy": 0.91})
-    writer.emit(EventKind.STATE, state=RunState.FINISHED)
+    writer.emit(StateChanged(state=RunState.FINISHED))
     return writer.run
 
 
@@ -296,13 +316,13 @@ def write_failed(path: Path) -> RunStore:
     writer.begin()
     writer.train(range(1, 33), loss=lambda step: math.nan if step > 30 else 2.0 + step)
     writer.emit(
-        EventKind.ERROR,
+        ErrorRaised(
         code="training",
         message="The loss is not finite at step 31.",
         hint="Lower train.optimizer.lr.",
         traceback="Traceback: loop.py",
-    )
-    writer.emit(EventKind.STATE, state=RunState.FAILED)
+    ))
+    writer.emit(StateChanged(state=RunState.FAILED))
     return writer.run
 
 
@@ -473,7 +493,7 @@ def test_a_rollback_undoes_evaluations_and_steps_until_they_are_done_again(tmp_p
     writer.train(range(1, 61), loss=lambda step: 1.0, life=1)
     writer.evaluate("validation", 40, 1.0)
     writer.evaluate("validation", 60, 1.0)
-    writer.emit(EventKind.ROLLBACK, step=60, to_step=50, skipping=[58, 59, 60])
+    writer.emit(RolledBack(step=60, to_step=50, skipping=[58, 59, 60]))
     writer.train(range(51, 56), loss=lambda step: 3.0, life=1)
 
     report = build_report(writer.run)
@@ -488,8 +508,8 @@ def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
     writer.begin()
     writer.train(range(1, 101), loss=lambda step: 1.0)
     writer.evaluate("validation", 100, 1.0)
-    writer.emit(EventKind.STATE, state=RunState.LOST, after=3600)
-    writer.emit(EventKind.STATE, state=RunState.PENDING)
+    writer.emit(StateChanged(state=RunState.LOST, after=3600))
+    writer.emit(StateChanged(state=RunState.PENDING))
     writer.begin(number=2, resumed_from=80)
     writer.train(range(81, 91), loss=lambda step: 2.0)
 

@@ -18,8 +18,8 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary, sparkline
+from yunlu.runs.events import StepSkipped
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_overflows_are_a_sentence_and_not_a_row_each(tmp_path: Path) -> None:
     writer = RUNS["Writer"](tmp_path / "r", None)
     writer.train(range(1, 41), loss=lambda step: 1.0)
     for step in range(1, 31):
-        writer.emit(EventKind.SKIP, step=step, reason="overflow", loss=1.0, norm="Infinity")
+        writer.emit(StepSkipped(step=step, reason="overflow", loss=1.0, norm="Infinity"))
     page = render_page(build_report(writer.run))
 
     assert "loss scale was being found: 30" in page

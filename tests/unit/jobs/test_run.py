@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sample_events import sample
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import WorkerProcess, launch_lock, record_worker, this_process
 from yunlu.jobs.run import (
@@ -19,6 +20,14 @@ from yunlu.jobs.run import (
     replay,
     settle,
     worker_of,
+)
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    ErrorRaised,
+    Evaluated,
+    PlanMade,
+    StateChanged,
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
@@ -35,7 +44,7 @@ def store(tmp_path):
     job = {"name": "digits", "task": "tabular-classification", "model": {"name": "mlp"}}
     run.job.write_text(json.dumps(job))
     record_worker(run, this_process())
-    run.emit(EventKind.STATE, state="pending", reason="submitted")
+    run.emit(StateChanged(state="pending", reason="submitted"))
     return run
 
 
@@ -48,16 +57,16 @@ def dead_process(**changes):
 def begin(run, worker):
     record_worker(run, worker)
     at = worker.process_started_at
-    run.emit(EventKind.LIFE, number=1, pid=worker.pid, process_started_at=at)
-    run.emit(EventKind.STATE, state="planning")
-    run.emit(EventKind.STATE, state="running")
+    run.emit(sample(AttemptStarted, number=1, pid=worker.pid, process_started_at=at))
+    run.emit(StateChanged(state="planning"))
+    run.emit(StateChanged(state="running"))
 
 
 def test_events_fold_into_one_record(run):
     begin(run, this_process())
-    run.emit(EventKind.PLAN, steps=100, best_metric="f1")
+    run.emit(sample(PlanMade, steps=100, best_metric="f1"))
     metrics = {"accuracy": 0.9, "f1": 0.8}
-    run.emit(EventKind.EVALUATION, split="validation", step=40, loss=0.3, metrics=metrics)
+    run.emit(sample(Evaluated, split="validation", step=40, loss=0.3, metrics=metrics))
     record = settle(run, new_record(run))
     assert (record.state, record.step, record.steps) == (RunState.RUNNING, 40, 100)
     assert (record.metric, record.metric_value) == ("f1", 0.8)
@@ -70,7 +79,7 @@ def test_replaying_piece_by_piece_gives_the_same_record(run):
     pieces = new_record(run)
     begin(run, this_process())
     pieces = replay(run, pieces)
-    run.emit(EventKind.CHECKPOINT, step=7, path="x")
+    run.emit(sample(CheckpointSaved, step=7, path="x"))
     pieces = replay(run, pieces)
     assert pieces == replay(run, new_record(run))
 
@@ -80,7 +89,7 @@ def test_torn_last_line_is_left_until_it_is_whole(run):
     with run.events.open("a") as file:
         file.write('{"kind": "state", "at": 1.0, "da')
     assert settle(run, new_record(run)).state is RunState.RUNNING
-    run.emit(EventKind.STATE, state="finished")
+    run.emit(StateChanged(state="finished"))
     assert settle(run, new_record(run)).state is RunState.FINISHED
 
 
@@ -128,27 +137,27 @@ def test_submitter_that_died_before_starting_a_worker_loses_the_run(run):
 
 def test_worker_that_vanished_while_stopping_has_stopped(run):
     begin(run, dead_process())
-    run.emit(EventKind.STATE, state="stopping")
+    run.emit(StateChanged(state="stopping"))
     assert settle(run, new_record(run)).state is RunState.STOPPED
 
 
 def test_new_life_clears_the_error_and_undoes_later_steps(run):
     begin(run, this_process())
-    run.emit(EventKind.CHECKPOINT, step=30, path="x")
-    run.emit(EventKind.ERROR, code="training", message="The loss is not finite.")
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(sample(CheckpointSaved, step=30, path="x"))
+    run.emit(ErrorRaised(code="training", message="The loss is not finite."))
+    run.emit(StateChanged(state="failed"))
     failed = settle(run, new_record(run))
     assert (failed.state, failed.error) == (RunState.FAILED, "The loss is not finite.")
-    run.emit(EventKind.STATE, state="pending")
-    run.emit(EventKind.STATE, state="planning")
-    run.emit(EventKind.STATE, state="running", resumed_from_step=20)
+    run.emit(StateChanged(state="pending"))
+    run.emit(StateChanged(state="planning"))
+    run.emit(StateChanged(state="running", resumed_from_step=20))
     again = replay(run, failed)
     assert (again.state, again.error, again.step) == (RunState.RUNNING, None, 20)
 
 
 def test_illegal_move_is_refused_and_leaves_no_event(run):
     begin(run, this_process())
-    run.emit(EventKind.STATE, state="finished")
+    run.emit(StateChanged(state="finished"))
     before = run.events.read_bytes()
     with pytest.raises(StoreError, match="finished cannot become pending"):
         move(run, settle(run, new_record(run)), RunState.PENDING)
@@ -159,14 +168,14 @@ def test_replaced_log_is_read_from_its_start(run):
     begin(run, this_process())
     record = settle(run, new_record(run))
     run.events.unlink()
-    run.emit(EventKind.STATE, state="pending")
+    run.emit(StateChanged(state="pending"))
     assert replay(run, record).state is RunState.PENDING
 
 
 def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run):
     this = this_process()
     record_worker(run, this)
-    run.emit(EventKind.LIFE, number=1, pid=this.pid, process_started_at=12345.0)
+    run.emit(sample(AttemptStarted, number=1, pid=this.pid, process_started_at=12345.0))
     assert worker_of(run, settle(run, new_record(run))) == this
 
 
@@ -191,7 +200,7 @@ def test_unknown_error_code_is_kept():
 
 def test_remaining_time_follows_the_recent_pace(run):
     begin(run, this_process())
-    run.emit(EventKind.PLAN, steps=100)
+    run.emit(sample(PlanMade, steps=100))
     lines = [json.dumps({"step": step, "at": 1000.0 + 2 * step}) for step in range(1, 11)]
     run.metrics.write_text("\n".join(lines) + '\n{"step": 11, "a')
     record = settle(run, new_record(run))

@@ -8,6 +8,7 @@ from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import follow
+from yunlu.runs.events import StateChanged
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -160,7 +161,7 @@ def test_running_run_is_not_resumed(make_job):
 def test_held_worker_lock_forbids_a_second_worker(make_job, monkeypatch):
     monkeypatch.setattr(service, "_LEAVE_S", 0)
     run = service.submit(make_job())
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StoreError, match="has a worker"):
@@ -170,15 +171,15 @@ def test_held_worker_lock_forbids_a_second_worker(make_job, monkeypatch):
 
 def test_run_of_live_objects_is_resumed_only_from_python(make_job):
     run = service.submit(make_job(task=service.IN_PROCESS))
-    run.emit(EventKind.STATE, state="stopped")
+    run.emit(StateChanged(state="stopped"))
     with pytest.raises(StoreError, match="only Python"):
         service.resume(run)
 
 
 def test_program_that_trains_in_itself_is_not_signalled(make_job):
     run = service.submit(make_job(task=service.IN_PROCESS))
-    run.emit(EventKind.STATE, state="planning")
-    run.emit(EventKind.STATE, state="running")
+    run.emit(StateChanged(state="planning"))
+    run.emit(StateChanged(state="running"))
     with pytest.raises(StoreError, match="inside the Python process") as caught:
         service.stop(run, now=True)
     assert "Ctrl-C" in (caught.value.hint or "")

@@ -11,8 +11,8 @@ import pytest
 from yunlu.client.api import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.start import find_start
+from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.load import InvalidJobError
@@ -35,8 +35,8 @@ def write_run(home: Path, name: str, *, exported: bool = True) -> RunStore:
     run.path.mkdir(parents=True)
     job = {"task": "text-classification", "model": {"name": "transformer"}, "data": {"train": "x"}}
     run.job.write_text(json.dumps(job))
-    run.emit(EventKind.STATE, state=RunState.PENDING)
-    run.emit(EventKind.STATE, state=RunState.STOPPED)
+    run.emit(StateChanged(state=RunState.PENDING))
+    run.emit(StateChanged(state=RunState.STOPPED))
     if exported:
         write_model(run.model)
     return run

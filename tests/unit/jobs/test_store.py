@@ -7,10 +7,11 @@ import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
+from tests.sample_events import sample
 from yunlu.core.errors import StoreError
 from yunlu.jobs import service
 from yunlu.jobs.store import MIGRATIONS, SCHEMA, Store
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import Evaluated, StateChanged
 from yunlu.runs.states import RunState
 
 
@@ -32,7 +33,7 @@ def test_submitted_run_is_in_the_index(own_home, make_job):
 def test_deleted_index_is_rebuilt_from_the_run_directories(own_home, make_job):
     for name in ("a", "b", "c"):
         run = service.submit(make_job(name=name))
-        run.emit(EventKind.STATE, state="failed")
+        run.emit(StateChanged(state="failed"))
     before = service.list_runs()
     (own_home / "index.sqlite").unlink()
     assert service.list_runs() == before
@@ -120,7 +121,7 @@ def test_slow_reader_does_not_turn_the_index_back(own_home, make_job):
     run = service.submit(make_job())
     with Store(own_home) as store:
         old = store.get(run.id)
-        run.emit(EventKind.STATE, state="failed")
+        run.emit(StateChanged(state="failed"))
         new = store.refresh(run)
         store._put(old)
         assert store.get(run.id) == new
@@ -128,17 +129,17 @@ def test_slow_reader_does_not_turn_the_index_back(own_home, make_job):
 
 def test_figure_that_is_not_finite_is_kept(own_home, make_job):
     run = service.submit(make_job())
-    run.emit(EventKind.EVALUATION, split="test", step=1, loss=float("inf"), metrics={})
+    run.emit(sample(Evaluated, split="test", step=1, loss=float("inf"), metrics={}))
     with Store(own_home) as store:
         store.refresh(run)
         assert store.get(run.id).metric_value == float("inf")
-        run.emit(EventKind.EVALUATION, split="test", step=2, loss=float("nan"), metrics={})
+        run.emit(sample(Evaluated, split="test", step=2, loss=float("nan"), metrics={}))
         assert store.refresh(run).metric_value is None
 
 
 def test_run_woken_behind_the_indexs_back_is_noticed(own_home, make_job):
     run = service.submit(make_job())
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(StateChanged(state="failed"))
     assert service.list_runs()[0].state is RunState.FAILED
-    run.emit(EventKind.STATE, state="pending")
+    run.emit(StateChanged(state="pending"))
     assert service.list_runs()[0].state is RunState.PENDING

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yunlu.core.errors import JobError, ModelError, YunluError
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.layouts import (
-    ModelFacts,
+    SplitConstraints,
     check_layout,
     choose_layout,
     count_devices,
@@ -30,13 +30,13 @@ from yunlu.spec.layout import LayoutSpec, spell_layout
 ROOMY = math.inf
 
 
-def facts(**changes: Any) -> ModelFacts:
+def facts(**changes: Any) -> SplitConstraints:
     """16 MB of weights, gradients and moments; 2 heads' worth of ways, 4 blocks."""
     fields: dict[str, Any] = {
         "parameters": 1_000_000, "trainable": 1_000_000, "state_bytes": 8e6,
         "activation_bytes_per_sample": 1e5, "layers": 4, "tensor_ways": (1, 2, 4),
     }  # fmt: skip
-    return ModelFacts.model_validate(fields | changes)
+    return SplitConstraints.model_validate(fields | changes)
 
 
 def asked(text: str, **more: Any) -> LayoutSpec:
@@ -264,7 +264,7 @@ rooms = st.floats(1e5, 4e7)
 @settings(deadline=None)
 @given(some_facts, st.integers(1, 24), st.integers(1, 40), rooms, wishes)
 def test_a_chosen_layout_can_be_had_and_uses_what_can_be_used(
-    known: ModelFacts, devices: int, batch: int, room: float, wish: LayoutSpec
+    known: SplitConstraints, devices: int, batch: int, room: float, wish: LayoutSpec
 ) -> None:
     try:
         found, reason = choose_layout(devices, known, batch=batch, room_bytes=room, asked=wish)
@@ -281,7 +281,7 @@ def test_a_chosen_layout_can_be_had_and_uses_what_can_be_used(
     some_facts, st.tuples(st.integers(1, 24), st.integers(1, 12)), st.integers(1, 40), rooms, wishes
 )
 def test_a_resized_layout_can_be_had_whatever_was_before(
-    known: ModelFacts, counts: tuple[int, int], batch: int, room: float, wish: LayoutSpec
+    known: SplitConstraints, counts: tuple[int, int], batch: int, room: float, wish: LayoutSpec
 ) -> None:
     before, devices = counts
     old, _ = choose_layout(before, known, batch=batch, room_bytes=room)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.sample_events import sample
 from yunlu.core.files import append_lines
+from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler.monitor import Course
 
 
@@ -16,7 +17,7 @@ def run(tmp_path):
 
 def crew(run, generation, workers, **more):
     ranks = [{"rank": rank, "host": "here"} for rank in range(workers)]
-    run.emit(EventKind.CREW, generation=generation, ranks=ranks, **more)
+    run.emit(sample(WorkerGroupFormed, generation=generation, ranks=ranks, **more))
 
 
 def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
@@ -31,8 +32,8 @@ def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
 
 
 def test_step_times_are_told_for_each_number_of_workers(run):
-    run.emit(EventKind.LIFE, number=1)
-    run.emit(EventKind.PLAN, batch=64, micro_batch=16, steps=100)
+    run.emit(sample(AttemptStarted, number=1))
+    run.emit(sample(PlanMade, batch=64, micro_batch=16, steps=100))
     course = Course(run)
     steps(run, 1, 6, 1, step_s=0.4)
     assert course.take()
@@ -56,7 +57,7 @@ def test_step_times_are_told_for_each_number_of_workers(run):
 
 
 def test_plain_worker_counts_as_one(run):
-    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=10)
+    run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
     records = [{"step": n, "at": 1.0, "compute_s": 0.1} for n in range(1, 7)]
     append_lines(run.metrics, records)
     course = Course(run)
@@ -66,7 +67,7 @@ def test_plain_worker_counts_as_one(run):
 
 
 def test_a_start_counts_from_the_beginning_of_the_process(run):
-    run.emit(EventKind.LIFE, number=1, began_at=990.0)
+    run.emit(sample(AttemptStarted, number=1, began_at=990.0))
     steps(run, 1, 1, None, step_s=0.1)
     course = Course(run)
     course.take()
@@ -74,7 +75,7 @@ def test_a_start_counts_from_the_beginning_of_the_process(run):
 
 
 def test_noise_is_per_base_batch(run):
-    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=10)
+    run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
     append_lines(run.metrics, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}])
     course = Course(run)
     course.take()
@@ -89,8 +90,8 @@ def test_torn_and_strange_lines_are_passed_over(run):
 
 
 def test_batch_that_follows_the_workers_is_followed(run):
-    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=100)
-    run.emit(EventKind.BATCH, step=5, batch=16, steps=60)
+    run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=100))
+    run.emit(BatchChanged(step=5, batch=16, steps=60))
     course = Course(run)
     course.take()
     assert (course.base_batch, course.batch, course.steps) == (8, 16, 60)

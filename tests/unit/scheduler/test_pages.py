@@ -7,6 +7,7 @@ from rich.console import Console
 from tests.unit.scheduler.clouds import CALM, Cluster
 from yunlu.render.terminal.pool_tables import pool_page, why_page
 from yunlu.scheduler.explanation import explain
+from yunlu.scheduler.pool_view import PoolView
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.scaling import Scaler
 
@@ -15,6 +16,10 @@ def show(page, width=140):
     console = Console(file=io.StringIO(), width=width)
     console.print(page)
     return " ".join(console.file.getvalue().split())
+
+
+def page_of(view, *, now):
+    return pool_page(PoolView.model_validate(view), now=now)
 
 
 def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
@@ -27,7 +32,7 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
         steward.step()
         world.tick()
     view = {"is_up": True, "pid": 7, **steward.journal.read_view()}
-    text = show(pool_page(view, now=view["at"]))
+    text = show(page_of(view, now=view["at"]))
     assert "4 of 4 devices held" in text
     assert "$1.25/h" in text
     assert "second 2, first 2" in text
@@ -35,7 +40,7 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
     assert "○ waiting 0 of 9" in text
     assert "vision" in text
     assert "last looked" not in text
-    assert "last looked 1 min" in show(pool_page(view, now=view["at"] + 60))
+    assert "last looked 1 min" in show(page_of(view, now=view["at"] + 60))
 
 
 def test_narrow_page_leaves_whole_columns_out_and_says_so(make_world, make_steward):
@@ -48,7 +53,7 @@ def test_narrow_page_leaves_whole_columns_out_and_says_so(make_world, make_stewa
         steward.step()
         world.tick()
     view = {"is_up": True, **steward.journal.read_view()}
-    wide, narrow = (show(pool_page(view, now=view["at"]), width) for width in (140, 80))
+    wide, narrow = (show(page_of(view, now=view["at"]), width) for width in (140, 80))
     assert "no room" not in wide
     assert "no room for: cores, pace, team" in narrow
     assert "vision" not in narrow
@@ -64,14 +69,14 @@ def test_page_shows_deadlines_and_what_was_spent(make_world, make_steward):
         steward.step()
         world.tick()
     view = {"is_up": True, **steward.journal.read_view()}
-    assert "deadline" not in show(pool_page(view, now=view["at"]))
+    assert "deadline" not in show(page_of(view, now=view["at"]))
     change_entry(run, deadline_at=world.wall + 600)
     steward.step()
     view = {"is_up": True, **steward.journal.read_view()}
-    text = show(pool_page(view, now=view["at"]))
+    text = show(page_of(view, now=view["at"]))
     assert "deadline $ prio" in text
     assert f"in 10 min 00 s {view['runs'][0]['dollars']:.2f}" in text
-    assert "passed" in show(pool_page(view, now=view["at"] + 601))
+    assert "passed" in show(page_of(view, now=view["at"] + 601))
 
 
 def test_page_shows_how_busy_machines_are(make_world, make_steward):
@@ -80,11 +85,11 @@ def test_page_shows_how_busy_machines_are(make_world, make_steward):
     steward = make_steward(world)
     steward.step()
     view = {"is_up": True, **steward.journal.read_view()}
-    text = show(pool_page(view, now=view["at"]))
+    text = show(page_of(view, now=view["at"]))
     (node,) = view["nodes"]
     assert f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}" in text
     node["gpus"] = [[0.83, 0.5], [0.07, 0.1]]
-    assert "gpu 83% 7%" in show(pool_page(view, now=view["at"]))
+    assert "gpu 83% 7%" in show(page_of(view, now=view["at"]))
 
 
 def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, make_steward):
@@ -97,7 +102,7 @@ def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, m
         world.tick()
     assert cluster.asked[0] > 0
     view = {"is_up": True, **steward.journal.read_view()}
-    text = show(pool_page(view, now=view["at"]))
+    text = show(page_of(view, now=view["at"]))
     assert f"machines on their way: {cluster.awake} × cloud of 2, in 58" in text
     starts = {run["id"]: run["start_at"] for run in view["runs"]}
     assert starts == {first.id: None, second.id: view["arrivals"][0]["at"]}
@@ -112,7 +117,7 @@ def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, m
 
 
 def test_page_without_a_pool_says_how_to_start_one():
-    text = show(pool_page({"is_up": False, "runs": [], "nodes": [], "troubles": {}}, now=0.0))
+    text = show(page_of({"is_up": False, "runs": [], "nodes": [], "troubles": {}}, now=0.0))
     assert "yunlu pool up" in text
     assert "yunlu submit" in text
 
@@ -124,7 +129,7 @@ def test_troubles_are_shown(make_world, make_steward):
     steward = make_steward(world)
     steward.step()
     view = {"is_up": True, **steward.journal.read_view()}
-    assert "queue.json cannot be read" in show(pool_page(view, now=0.0))
+    assert "queue.json cannot be read" in show(page_of(view, now=0.0))
 
 
 def test_why_tells_the_decisions_and_who_holds_the_rest(

@@ -10,7 +10,7 @@ import pytest
 from yunlu.cli.main import main
 from yunlu.core.errors import JobError, StoreError
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import StateChanged
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control, queue
 from yunlu.scheduler.explanation import explain
@@ -187,7 +187,7 @@ def test_run_that_cannot_be_read_does_not_hide_the_queue(own_home, capsys):
 def test_runs_that_go_on_without_a_service_are_shown_as_they_are(own_home, capsys):
     _skip_unless_wired()
     run = enqueue(make_job())
-    run.emit(EventKind.STATE, state="planning")
+    run.emit(StateChanged(state="planning"))
     assert main(["pool", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["phase"] == "starting"
 
@@ -195,7 +195,7 @@ def test_runs_that_go_on_without_a_service_are_shown_as_they_are(own_home, capsy
 def test_finished_run_cannot_be_withdrawn(own_home):
     run = enqueue(make_job())
     for state in ("planning", "running", "finished"):
-        run.emit(EventKind.STATE, state=state)
+        run.emit(StateChanged(state=state))
     queue.withdraw(run)
     assert read_entry(run).wish == "run"
     assert explain(own_home, run).standing == "finished"

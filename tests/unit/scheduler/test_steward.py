@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.world import Fair
+from yunlu.runs.events import ErrorRaised, StateChanged
 from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler import gauge as gauge_module
 from yunlu.scheduler import register as register_module
@@ -185,8 +186,8 @@ def test_fault_that_would_come_again_is_not_tried_again(make_world, make_steward
     steward = make_steward(world)
     turn(world, steward, 1)
     world.processes.clear()
-    run.emit(EventKind.ERROR, code="data", message="no such file")
-    run.emit(EventKind.STATE, state="failed")
+    run.emit(ErrorRaised(code="data", message="no such file"))
+    run.emit(StateChanged(state="failed"))
     sight = world.look
 
     def look(store):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.sample_events import sample
 from yunlu.core.errors import StoreError
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -22,6 +23,7 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.jobs.run import move, new_record, replay
+from yunlu.runs.events import AttemptStarted, CheckpointSaved, ErrorRaised, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
@@ -181,7 +183,7 @@ class World:
         model = {"name": "mlp"}
         run.job.write_text(json.dumps({"task": "x", "model": model, "name": name}))
         record_worker(run, NOBODY)
-        run.emit(EventKind.STATE, state="pending", reason="submitted")
+        run.emit(StateChanged(state="pending", reason="submitted"))
         bounds = {"least": 1, "most": 4, "asked": 1, **needs}
         entry = Entry(submitted_at=self.wall, needs=Needs(**bounds), samples=float(self.steps * 32))
         (run.path / QUEUE).write_text(entry.model_dump_json())
@@ -253,28 +255,28 @@ class World:
         if self.chance.random() < self.crashes or run.id in self.cursed:
             self.processes.remove(process)
             if self.chance.random() < 0.5:
-                run.emit(EventKind.ERROR, code="training", message="it crashed")
-                run.emit(EventKind.STATE, state="failed")
+                run.emit(ErrorRaised(code="training", message="it crashed"))
+                run.emit(StateChanged(state="failed"))
             return
         if not process.has_begun:
             process.has_begun = True
             self._write_down(process)  # says itself who works on the run
             process.step = _last_step(run)
-            run.emit(EventKind.LIFE, number=process.number, pid=(1 << 22) + process.number,
-                         process_started_at=1.0)  # fmt: skip
-            run.emit(EventKind.STATE, state="planning")
-            run.emit(EventKind.STATE, state="running")
+            run.emit(sample(AttemptStarted, number=process.number, pid=(1 << 22) + process.number,
+                         process_started_at=1.0))  # fmt: skip
+            run.emit(StateChanged(state="planning"))
+            run.emit(StateChanged(state="running"))
             return
         if process.is_stopping:
-            run.emit(EventKind.CHECKPOINT, step=process.step)
-            run.emit(EventKind.STATE, state="stopped")
+            run.emit(sample(CheckpointSaved, step=process.step))
+            run.emit(StateChanged(state="stopped"))
             process.is_over = True
             return
         process.shares = dict(process.wanted)
         process.step += 1
-        run.emit(EventKind.CHECKPOINT, step=process.step)
+        run.emit(sample(CheckpointSaved, step=process.step))
         if process.step >= self.steps:
-            run.emit(EventKind.STATE, state="finished")
+            run.emit(StateChanged(state="finished"))
             process.is_over = True
 
 

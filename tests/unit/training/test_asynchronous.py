@@ -218,7 +218,10 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             # that is there before the chief is.
             hand.work(tickets_before_the_chief)
             parts = make_parts(Sentences(), job)
-            assert AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead() is RunState.STOPPED
+            assert (
+                AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead()
+                is RunState.STOPPED
+            )
             hand.close()
         kept.append(max(record["step"] for record, _ in run.read_metrics()))
     told = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]

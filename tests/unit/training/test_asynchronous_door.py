@@ -90,7 +90,9 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_a_machine_and_its_workers_are_known_until_it_goes(door: JoinServer, crew: Crew, tmp_path: Path):
+def test_a_machine_and_its_workers_are_known_until_it_goes(
+    door: JoinServer, crew: Crew, tmp_path: Path
+):
     assert (crew.node_module, crew.target, crew.wanted) == (ASYNCHRONOUS_NODE, 3, {LOCAL: 3})
     machine = Machine(door, crew)
     machine.say(Forked(member=0, pid=77, process_started_at=0))
@@ -156,7 +158,9 @@ def test_a_machine_that_falls_silent_is_given_up(
     machine.close()
 
 
-def test_requests_are_answered_to_those_who_know_the_token(door: JoinServer, crew: Crew, tmp_path: Path):
+def test_requests_are_answered_to_those_who_know_the_token(
+    door: JoinServer, crew: Crew, tmp_path: Path
+):
     def answer(crew: Crew, request: dict[str, Any]) -> Any:
         found: list[Any] = []
 

@@ -20,7 +20,7 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
-from yunlu.training.batch_schedule import CHANGE_EVERY, BatchSchedule, BatchChange
+from yunlu.training.batch_schedule import CHANGE_EVERY, BatchChange, BatchSchedule
 from yunlu.training.data.batch_phases import PhasedOrder, RunOrder, SwitchedOrder
 from yunlu.training.data.sample_order import BucketOrder, StepOrder
 from yunlu.training.tasks.python_objects import ObjectTask

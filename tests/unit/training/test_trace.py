@@ -61,7 +61,10 @@ class Small:
 
 def train(run: RunStore, *, steps: int, first_step: int, traced_steps: int) -> Small:
     engine = Small(steps)
-    with ExitStack() as ranges, StepTrace(run, first_step=first_step, steps=traced_steps) as watched:
+    with (
+        ExitStack() as ranges,
+        StepTrace(run, first_step=first_step, steps=traced_steps) as watched,
+    ):
         ranges.enter_context(with_ranges(engine, watched))  # pyright: ignore[reportArgumentType]
         watched.on_done = ranges.close
         engine.train()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.integration.toy_study import toy_job
+from tests.sample_events import sample
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import new_record
+from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
@@ -32,7 +33,7 @@ def start_run(home: Path, start_s: float) -> None:
     """An earlier run, which made its first step so long after it had begun."""
     run = open_run(home / "earlier")
     run.path.mkdir(parents=True)
-    run.emit(EventKind.LIFE, began_at=1000.0, process_started_at=1000.0)
+    run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
     append_lines(run.metrics, [{"step": 1, "at": 1000.0 + start_s}])
 
 

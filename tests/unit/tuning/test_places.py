@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.integration.toy_study import toy_job
+from tests.sample_events import sample
 from yunlu.executors.record import Record, write_record
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.journal import Journal
@@ -126,14 +127,14 @@ def test_a_trial_that_does_not_run_holds_nothing_and_cannot_be_resized() -> None
 
 def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
     run = LocalPlaces(2).submit(make_job())
-    run.emit(EventKind.LIFE, number=1)
-    run.emit(EventKind.PLAN, batch=8, micro_batch=8, steps=90)
+    run.emit(sample(AttemptStarted, number=1))
+    run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=90))
     crews = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
     with run.metrics.open("w") as metrics:
         for generation, workers, steps, step_s in crews:
             ranks = [{"host": "here"}] * workers
             lost_s = 3.0 if generation else None
-            run.emit(EventKind.CREW, generation=generation, ranks=ranks, lost_s=lost_s)
+            run.emit(sample(WorkerGroupFormed, generation=generation, ranks=ranks, lost_s=lost_s))
             for step in steps:
                 line = {"step": step, "generation": generation, "life": 1, "compute_s": step_s}
                 metrics.write(json.dumps(line) + "\n")

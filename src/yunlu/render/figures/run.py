@@ -26,7 +26,7 @@ from yunlu.render.i18n.texts import known_text, same, text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from yunlu.jobs.report_model import Crew, CrewChange, Curve, Report
+    from yunlu.jobs.report_model import WorkerGroupHistory, WorkerGroupChange, Curve, Report
     from yunlu.render.drawing.charts import Style, Unit
 
 _MOST_DOTS = 60
@@ -121,10 +121,10 @@ def _marks(report: Report) -> list[Mark]:
     for each in report.incidents:
         if each.kind in steps and each.data.get("reason") != "overflow":
             steps[each.kind].add(each.step)
-    crew = report.crew
-    if crew is not None:
-        steps["fault"] = {fault.step for fault in crew.faults if fault.step is not None}
-        steps["crew"] = {change.from_step for change in crew.changes[1:]} - steps["fault"]
+    worker_group = report.worker_group
+    if worker_group is not None:
+        steps["fault"] = {fault.step for fault in worker_group.faults if fault.step is not None}
+        steps["crew"] = {change.from_step for change in worker_group.changes[1:]} - steps["fault"]
     return [
         Mark(kind=kind, steps=sorted(found)[:_MOST_MARKS]) for kind, found in steps.items() if found
     ]
@@ -219,26 +219,26 @@ def time_figure(report: Report) -> Figure | None:
     )
 
 
-def layout_colours(crew: Crew) -> dict[str, int]:
+def layout_colours(worker_group: WorkerGroupHistory) -> dict[str, int]:
     """The same colour for the same layout, however often the run came back to it."""
-    layouts = dict.fromkeys(change.layout for change in crew.changes)
+    layouts = dict.fromkeys(change.layout for change in worker_group.changes)
     return {layout: place % COLOURS + 1 for place, layout in enumerate(layouts)}
 
 
-def course_figure(crew: Crew) -> Figure | None:
+def course_figure(worker_group: WorkerGroupHistory) -> Figure | None:
     """How far the run was when, on the ground of its layouts."""
-    if len(crew.elapsed_s) < 2:
+    if len(worker_group.elapsed_s) < 2:
         return None
-    colours, times = layout_colours(crew), [round(each * 1000) for each in crew.elapsed_s]
-    starts = [max(0, round(crew.elapsed_at(each.at) * 1000)) for each in crew.changes]
+    colours, times = layout_colours(worker_group), [round(each * 1000) for each in worker_group.elapsed_s]
+    starts = [max(0, round(worker_group.elapsed_at(each.at) * 1000)) for each in worker_group.changes]
     starts[0] = 0
     bands = [
         Band(start=start, end=end, colour=colours[change.layout], label=change.layout)
-        for change, start, end in zip(crew.changes, starts, [*starts[1:], times[-1]], strict=True)
+        for change, start, end in zip(worker_group.changes, starts, [*starts[1:], times[-1]], strict=True)
     ]
-    marks = _moments(crew)
+    marks = _moments(worker_group)
     names: list[tuple[tuple[str, str], Sequence[int | str]]] = [
-        (both("crew.course", "step"), crew.done_steps)
+        (both("crew.course", "step"), worker_group.done_steps)
     ]
     # Each time with the layout it fell into: hovering reads it out.
     layouts = [next((b.label for b in reversed(bands) if b.start <= at), "") for at in times]
@@ -246,7 +246,7 @@ def course_figure(crew: Crew) -> Figure | None:
     legend = [(Markup("{}").format(name), f"fill w{colour}") for name, colour in colours.items()]
     legend += [(text(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
     line = Series(
-        key="course", points=list(zip(times, crew.done_steps, strict=True)), colour=1, style="line"
+        key="course", points=list(zip(times, worker_group.done_steps, strict=True)), colour=1, style="line"
     )
     return Figure(
         id="course",
@@ -267,44 +267,44 @@ def course_figure(crew: Crew) -> Figure | None:
     )
 
 
-def _moments(crew: Crew) -> list[Mark]:
+def _moments(worker_group: WorkerGroupHistory) -> list[Mark]:
     """Faults, stragglers and changes that nobody was lost for, in milliseconds."""
     found = {
-        "fault": [each.at for each in crew.faults],
-        "straggler": [each.at for each in crew.stragglers],
-        "crew": [each.at for each in _unforced(crew)],
+        "fault": [each.at for each in worker_group.faults],
+        "straggler": [each.at for each in worker_group.stragglers],
+        "crew": [each.at for each in _unforced(worker_group)],
     }
     return [
-        Mark(kind=kind, steps=sorted(round(crew.elapsed_at(at) * 1000) for at in ats)[:_MOST_MARKS])
+        Mark(kind=kind, steps=sorted(round(worker_group.elapsed_at(at) * 1000) for at in ats)[:_MOST_MARKS])
         for kind, ats in found.items()
         if ats
     ]
 
 
-def _unforced(crew: Crew) -> Iterator[CrewChange]:
-    for before, change in pairwise(crew.changes):
-        if not any(before.at <= fault.at <= change.at for fault in crew.faults):
+def _unforced(worker_group: WorkerGroupHistory) -> Iterator[WorkerGroupChange]:
+    for before, change in pairwise(worker_group.changes):
+        if not any(before.at <= fault.at <= change.at for fault in worker_group.faults):
             yield change
 
 
-def workers_figure(crew: Crew) -> Figure | None:
+def workers_figure(worker_group: WorkerGroupHistory) -> Figure | None:
     """What each worker's step takes without the waiting: one that is slow stands out."""
-    found = [member for member in crew.members if len(member.steps) > 1]
+    found = [worker for worker in worker_group.workers if len(worker.steps) > 1]
     # The slowest are what people look for.
     found = sorted(found, key=lambda each: -median(each.compute_s))[:_MOST_WORKERS]
-    found.sort(key=lambda each: list(crew.members).index(each))
+    found.sort(key=lambda each: list(worker_group.workers).index(each))
     if not found:
         return None
     lines = [
         Series(
-            key=f"worker-{member.member}",
-            points=list(zip(member.steps, member.compute_s, strict=True)),
+            key=f"worker-{worker.worker}",
+            points=list(zip(worker.steps, worker.compute_s, strict=True)),
             colour=place,
         )
-        for place, member in enumerate(found, 1)
+        for place, worker in enumerate(found, 1)
     ]
     names = [
-        (text("crew.worker", member=each.member).en, text("crew.worker", member=each.member).zh)
+        (text("crew.worker", worker=each.worker).en, text("crew.worker", worker=each.worker).zh)
         for each in found
     ]
     drawing = draw_lines(lines, unit="duration")
@@ -313,7 +313,7 @@ def workers_figure(crew: Crew) -> Figure | None:
         title=text("crew.step_time"),
         unit="duration",
         legend=tuple(
-            (text("crew.worker", member=each.member), f"w{place}")
+            (text("crew.worker", worker=each.worker), f"w{place}")
             for place, each in enumerate(found, 1)
         ),
         drawings={"linear": drawing},

@@ -73,7 +73,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
         incidents=[_incident(each) for each in incidents[-_MOST_ROWS:]],
         incidents_total=len(incidents),
         trace=_trace(report.trace),
-        crew=picture_crew(report.crew) if report.crew else None,
+        worker_group=picture_crew(report.worker_group) if report.worker_group else None,
         communication=picture_communication(report),
     )
 
@@ -121,11 +121,11 @@ def _cards(report: Report) -> Iterator[tuple[Markup, str, Markup]]:
         if each.predicted is not None:
             remark = text("card.predicted", value=show_quantity(name, each.predicted))
         yield text(f"quantity.{name}"), show_quantity(name, each.measured), remark
-    if (crew := report.crew) is not None and crew.effective is not None:
+    if (worker_group := report.worker_group) is not None and worker_group.effective is not None:
         remark = text(
-            "card.effective", lost=show_duration(crew.lost_s), count=len(crew.changes) - 1
+            "card.effective", lost=show_duration(worker_group.lost_s), count=len(worker_group.changes) - 1
         )
-        yield text("crew.effective"), f"{crew.effective * 100:.1f} %", remark
+        yield text("crew.effective"), f"{worker_group.effective * 100:.1f} %", remark
     if (padding := report.padding) is not None:
         remark = text("card.tokens", tokens=show_count(padding.tokens))
         yield text("card.padding"), f"{padding.share * 100:.1f} %", remark
@@ -219,7 +219,7 @@ def _evaluations(report: Report) -> list[EvaluationRow]:
 
 def _comparison(each: Comparison) -> dict[str, Any]:
     """Bar lengths as shares of the longest of all."""
-    values = each.foretold, each.predicted, each.measured, *(each.interval or ())
+    values = each.estimated, each.predicted, each.measured, *(each.interval or ())
     longest = max((v for v in values if v is not None and math.isfinite(v)), default=0.0)
 
     def share(value: float | None) -> float:
@@ -227,7 +227,7 @@ def _comparison(each: Comparison) -> dict[str, Any]:
 
     return {
         "row": each,
-        "foretold_share": share(each.foretold),
+        "foretold_share": share(each.estimated),
         "interval_share": [share(edge) for edge in each.interval] if each.interval else None,
         "predicted_share": share(each.predicted),
         "measured_share": share(each.measured),

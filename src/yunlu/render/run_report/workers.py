@@ -18,7 +18,7 @@ from yunlu.render.i18n.texts import known_text, text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.jobs.report_model import Crew, CrewChange, CrewFault, CrewRank
+    from yunlu.jobs.report_model import WorkerGroupHistory, WorkerGroupChange, WorkerFault, RankPosition
 
 _MOST_PICTURES = 8
 _MOST_ROWS = 200
@@ -26,29 +26,29 @@ _LONGEST = 160
 _LONG_ROW = 4
 
 
-def picture_crew(crew: Crew) -> dict[str, Any]:
+def picture_crew(worker_group: WorkerGroupHistory) -> dict[str, Any]:
     """Everything that the page's section about the workers shows."""
-    figures = (course_figure(crew), workers_figure(crew))
-    earlier = crew.changes[:-1]
-    rows = list(_rows(crew))
+    figures = (course_figure(worker_group), workers_figure(worker_group))
+    earlier = worker_group.changes[:-1]
+    rows = list(_rows(worker_group))
     return {
-        "cards": list(_cards(crew)),
+        "cards": list(_cards(worker_group)),
         "figures": [figure for figure in figures if figure is not None],
-        "newest": picture_layout(crew, crew.newest),
-        "earlier": [picture_layout(crew, change) for change in earlier[-_MOST_PICTURES:]],
+        "newest": picture_layout(worker_group, worker_group.newest),
+        "earlier": [picture_layout(worker_group, change) for change in earlier[-_MOST_PICTURES:]],
         "left_out": max(0, len(earlier) - _MOST_PICTURES),
         "rows": rows[-_MOST_ROWS:],
         "rows_total": len(rows),
-        "members": list(_members(crew)),
+        "members": list(_members(worker_group)),
     }
 
 
-def picture_layout(crew: Crew, change: CrewChange) -> dict[str, Any]:
+def picture_layout(worker_group: WorkerGroupHistory, change: WorkerGroupChange) -> dict[str, Any]:
     """Stages from left to right, replicas from top to bottom, shards and cuts inside each cell."""
     sizes = {
         axis: max((getattr(each, axis) for each in change.ranks), default=0) + 1 for axis in AXES
     }
-    lost = {fault.rank: fault.what for fault in crew.faults if fault.struck == change.key}
+    lost = {fault.rank: fault.what for fault in worker_group.faults if fault.struck == change.key}
     at_place = {(each.dp, each.pp, each.fsdp, each.tp): each for each in change.ranks}
     rows = [
         [
@@ -65,11 +65,11 @@ def picture_layout(crew: Crew, change: CrewChange) -> dict[str, Any]:
     folded = sizes["pp"] == 1 and sizes["dp"] > _LONG_ROW
     shards, cuts = sizes["fsdp"], sizes["tp"]
     across = math.ceil(math.sqrt(shards / cuts)) if shards > _LONG_ROW else 1
-    following = next((each for each in crew.changes if each.key > change.key), None)
+    following = next((each for each in worker_group.changes if each.key > change.key), None)
     return {
         "change": change,
         "sizes": sizes,
-        "colour": layout_colours(crew)[change.layout],
+        "colour": layout_colours(worker_group)[change.layout],
         "until": following.from_step if following else None,
         "stages": [change.stages[pp :: sizes["pp"]] for pp in range(sizes["pp"])],
         "rows": rows,
@@ -92,7 +92,7 @@ def _meaning_of_colours(*, stages: int, parts: int) -> str:
 
 
 def _tile(
-    each: CrewRank | None, sizes: dict[str, int], lost: dict[int | None, str]
+    each: RankPosition | None, sizes: dict[str, int], lost: dict[int | None, str]
 ) -> dict[str, Any] | None:
     if each is None:
         return None
@@ -115,37 +115,37 @@ def _tile(
     }
 
 
-def _cards(crew: Crew) -> Iterator[tuple[Markup, str, Markup]]:
-    if crew.effective is not None:
-        remark = text("crew.lost", lost=show_duration(crew.lost_s), wall=show_duration(crew.wall_s))
-        yield text("crew.effective"), f"{crew.effective * 100:.1f} %", remark
-    hosts = len({each.host for each in crew.newest.ranks})
+def _cards(worker_group: WorkerGroupHistory) -> Iterator[tuple[Markup, str, Markup]]:
+    if worker_group.effective is not None:
+        remark = text("crew.lost", lost=show_duration(worker_group.lost_s), wall=show_duration(worker_group.wall_s))
+        yield text("crew.effective"), f"{worker_group.effective * 100:.1f} %", remark
+    hosts = len({each.host for each in worker_group.newest.ranks})
     remark = text("crew.on_hosts", count=hosts)
     yield (
         text("crew.now"),
-        crew.newest.layout,
-        text("crew.count", workers=len(crew.newest.ranks)) + " · " + remark,
+        worker_group.newest.layout,
+        text("crew.count", workers=len(worker_group.newest.ranks)) + " · " + remark,
     )
     yield (
         text("crew.changes"),
-        str(len(crew.changes) - 1),
-        text("crew.redone", steps=f"{crew.redone_steps:,}"),
+        str(len(worker_group.changes) - 1),
+        text("crew.redone", steps=f"{worker_group.redone_steps:,}"),
     )
-    kinds = Counter(fault.what for fault in crew.faults)
+    kinds = Counter(fault.what for fault in worker_group.faults)
     remark = Markup(" · ").join(known_text("fault", what) + f" {n}" for what, n in kinds.items())
     yield text("crew.faults"), str(kinds.total() - kinds["left"]), remark
-    if crew.communication_share is not None:
-        share = f"{crew.communication_share * 100:.1f} %"
+    if worker_group.communication_share is not None:
+        share = f"{worker_group.communication_share * 100:.1f} %"
         yield text("crew.communication"), share, text("crew.of_step")
 
 
-def _rows(crew: Crew) -> Iterator[dict[str, Any]]:
+def _rows(worker_group: WorkerGroupHistory) -> Iterator[dict[str, Any]]:
     """Faults, changes and stragglers in the order they happened."""
-    found = [(fault.at, 0, _fault_row(fault)) for fault in crew.faults]
-    for before, change in pairwise([None, *crew.changes]):
+    found = [(fault.at, 0, _fault_row(fault)) for fault in worker_group.faults]
+    for before, change in pairwise([None, *worker_group.changes]):
         if change is not None:
             found.append((change.at, 1, _change_row(before, change)))
-    for each in crew.stragglers:
+    for each in worker_group.stragglers:
         slow = text("crew.slow", ratio=f"{each.ratio:.1f}")
         found.append(
             (
@@ -154,13 +154,13 @@ def _rows(crew: Crew) -> Iterator[dict[str, Any]]:
                 {
                     "kind": "straggler",
                     "step": each.step,
-                    "what": _worker(each.member, each.rank, each.host, slow),
+                    "what": _worker(each.worker, each.rank, each.host, slow),
                     "why": "",
                 },
             )
         )
     for at, _, row in sorted(found, key=lambda each: each[:2]):
-        elapsed_s = crew.elapsed_at(at)
+        elapsed_s = worker_group.elapsed_at(at)
         yield {
             "elapsed": show_duration(elapsed_s) if elapsed_s > 0 else "–",
             "lost": None,
@@ -169,17 +169,17 @@ def _rows(crew: Crew) -> Iterator[dict[str, Any]]:
         }
 
 
-def _fault_row(fault: CrewFault) -> dict[str, Any]:
+def _fault_row(fault: WorkerFault) -> dict[str, Any]:
     why = gist_of(fault.detail)
     return {
         "kind": "fault",
         "step": fault.step,
-        "what": _worker(fault.member, fault.rank, fault.host, known_text("fault", fault.what)),
+        "what": _worker(fault.worker, fault.rank, fault.host, known_text("fault", fault.what)),
         "why": why if len(why) <= _LONGEST else why[: _LONGEST - 1] + "…",
     }
 
 
-def _change_row(before: CrewChange | None, change: CrewChange) -> dict[str, Any]:
+def _change_row(before: WorkerGroupChange | None, change: WorkerGroupChange) -> dict[str, Any]:
     workers = len(change.ranks)
     if before is None:
         what = text("crew.began", workers=workers, layout=change.layout)
@@ -197,16 +197,16 @@ def _change_row(before: CrewChange | None, change: CrewChange) -> dict[str, Any]
     }
 
 
-def _worker(member: str, rank: int | None, host: str, what: Markup) -> Markup:
+def _worker(worker: str, rank: int | None, host: str, what: Markup) -> Markup:
     where = "–" if rank is None else rank
-    return text("crew.who", member=member, rank=where, host=host or "–", what=what)
+    return text("crew.who", worker=worker, rank=where, host=host or "–", what=what)
 
 
-def _members(crew: Crew) -> Iterator[dict[str, Any]]:
+def _members(worker_group: WorkerGroupHistory) -> Iterator[dict[str, Any]]:
     """Bars as shares of the longest step."""
-    longest = max((each.step_s or 0.0 for each in crew.members), default=0.0)
-    slow = {each.member: each.ratio for each in crew.stragglers}
-    for each in crew.members:
+    longest = max((each.step_s or 0.0 for each in worker_group.workers), default=0.0)
+    slow = {each.worker: each.ratio for each in worker_group.stragglers}
+    for each in worker_group.workers:
         wait_s = min(each.wait_s or 0.0, each.step_s or 0.0)
         yield {
             "row": each,
@@ -214,5 +214,5 @@ def _members(crew: Crew) -> Iterator[dict[str, Any]]:
             "wait": wait_s / longest if longest else 0.0,
             "lost": known_text("fault", each.lost) if each.lost else None,
             "idle": each.rank is None and not each.lost,
-            "slow": slow.get(each.member),
+            "slow": slow.get(each.worker),
         }

@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.jobs.report_builder import build_report
 from yunlu.render.run_report.page import render_page
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ def write_report(run: RunStore) -> Report:
     report = build_report(run)
     page = render_page(report, language=read_settings().language)
     try:
-        write_atomically(run.report_json, report.model_dump_json() + "\n")
-        write_atomically(run.report_html, page)
+        run.write(Document.REPORT, report.model_dump_json() + "\n")
+        run.write(Document.REPORT_PAGE, page)
     except OSError as error:
         raise StoreError(
-            f"The report cannot be written to {run.path}: {error.strerror or error}.",
+            f"The report cannot be written to {run.address}: {error.strerror or error}.",
             hint="Free some space or give yourself write access; the run itself is unharmed.",
         ) from error
     if report.state is RunState.FINISHED:

@@ -48,6 +48,7 @@ from yunlu.render.study_report.format import (
     wall_s,
 )
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document, Log
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
@@ -87,8 +88,8 @@ def write_run_reports(view: StudyView) -> None:
         if path is None or not path.is_dir() or facts.state is TrialState.RUNNING:
             continue
         run = open_run(path)
-        written_at = run.report_html.stat().st_mtime if run.report_html.exists() else 0.0
-        if run.events.exists() and run.events.stat().st_mtime > written_at:
+        written, changed = run.stat(Document.REPORT_PAGE), run.stat(Log.EVENTS)
+        if changed and (written is None or changed.modified_at > written.modified_at):
             with suppress(OSError, YunluError):
                 write_run_report(run)
 

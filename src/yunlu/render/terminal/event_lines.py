@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.jobs.report_model import CrewChange
+    from yunlu.jobs.report_model import WorkerGroupChange
     from yunlu.planning.plan import AutotuneTrial, Prediction
     from yunlu.render.terminal.run_display import Course
 
@@ -97,7 +97,7 @@ def notice_line(event: Event) -> Text:
     return Text(text)
 
 
-def crew_line(event: Event, before: CrewChange | None) -> Text:
+def crew_line(event: Event, before: WorkerGroupChange | None) -> Text:
     """The layout from now on; after a change also what it cost."""
     change = read_change(event.data)
     if change is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from yunlu.scheduler.explanation import Explanation
+    from yunlu.scheduler.pool_view import PoolArrival, PoolNode, PoolRun, PoolView
     from yunlu.scheduler.queue import Entry
 
 _PHASES = {
@@ -35,47 +36,40 @@ _PHASES = {
     "troubled": ("!", "bold magenta"),
 }
 _FIRST_LEFT_OUT = ("cores", "pace", "team", "$", "prio", "progress", "deadline", "start")
-"""Columns that a narrow screen goes without."""
+"""Columns that a narrow screen leaves out, in this order."""
 _OLD_S = 30.0
 _MANY_MOST = 1 << 16
 
 
-def pool_page(view: Mapping[str, Any], *, now: float) -> RenderableType:
-    """Machines, then runs, then what is wrong."""
+def pool_page(view: PoolView, *, now: float) -> RenderableType:
+    """Nodes, then runs, then problems."""
     parts: list[RenderableType] = [_title(view)]
-    if view.get("nodes"):
+    if view.nodes:
         parts += [_nodes(view), Text("")]
-    if view.get("arrivals"):
-        parts += [Text(_arrivals(view["arrivals"], now), style="cyan"), Text("")]
-    if view.get("runs"):
+    if view.arrivals:
+        parts += [Text(_arrivals(view.arrivals, now), style="cyan"), Text("")]
+    if view.runs:
         parts.append(_Runs(view, now))
     else:
         parts.append(Text("nothing is queued: yunlu submit JOB", style="dim"))
-    age_s = now - float(view.get("at") or now)
-    if view.get("is_up") and age_s > _OLD_S:
-        words = f"the service last looked {show_duration(age_s)} ago: see .pool/service.log"
-        parts.append(Text(words, style="yellow"))
-    for what, words in (view.get("troubles") or {}).items():
-        parts.append(Text(f"{what}: {words}", style="yellow"))
+    age_s = now - (view.at or now)
+    if view.is_up and age_s > _OLD_S:
+        text = f"the service last looked {show_duration(age_s)} ago: see .pool/service.log"
+        parts.append(Text(text, style="yellow"))
+    for name, trouble in view.troubles.items():
+        parts.append(Text(f"{name}: {trouble}", style="yellow"))
     return Group(*parts)
 
 
-def why_page(found: Explanation) -> RenderableType:
+def why_page(explanation: Explanation) -> RenderableType:
     """One run explained."""
     parts: list[RenderableType] = [
-        Text.assemble((found.run, "bold"), "  ", found.standing),
+        Text.assemble((explanation.run, "bold"), "  ", explanation.standing),
         Text(""),
     ]
-    if found.history:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for told in found.history:
-            when = time.strftime("%H:%M:%S", time.localtime(told.at))
-            change = (
-                f"{told.was} → {told.devices}" if told.was != told.devices else f"{told.devices}"
-            )
-            table.add_row(Text(when, style="dim"), change, Text(told.text))
-        parts.append(table)
-        last = found.last
+    if explanation.history:
+        parts.append(_history(explanation))
+        last = explanation.last
         if last is not None and last.figures:
             now = time.time()
             figures = "  ".join(
@@ -87,100 +81,110 @@ def why_page(found: Explanation) -> RenderableType:
             parts.append(Text(f"by: {figures}", style="dim"))
     else:
         parts.append(Text("nothing has been decided on it yet", style="dim"))
-    others = {run: count for run, count in found.holders.items() if run != found.run}
+    others = {run: count for run, count in explanation.holders.items() if run != explanation.run}
     if others:
-        who = ", ".join(f"{run} {count}" for run, count in others.items())
-        parts.append(Text(f"devices are held by: {who}", style="dim"))
+        holders = ", ".join(f"{run} {count}" for run, count in others.items())
+        parts.append(Text(f"devices are held by: {holders}", style="dim"))
     return Group(*parts)
 
 
+def _history(explanation: Explanation) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for decision in explanation.history:
+        when = time.strftime("%H:%M:%S", time.localtime(decision.at))
+        before, devices = decision.was, decision.devices
+        change = f"{before} → {devices}" if before != devices else f"{devices}"
+        table.add_row(Text(when, style="dim"), change, Text(decision.text))
+    return table
+
+
 def terms_line(entry: Entry, *, now: float) -> str:
-    """What was asked for a run, in words."""
+    """Priority, devices, deadline and budget of a queued run."""
     needs = entry.needs
     most = f" to {needs.most}" if needs.most < _MANY_MOST else " or more"
-    words = [f"priority {entry.priority}", f"on {needs.least}{'' if needs.is_rigid else most}"]
+    terms = [f"priority {entry.priority}", f"on {needs.least}{'' if needs.is_rigid else most}"]
     if entry.deadline_at is not None:
         left_s = entry.deadline_at - now
-        late = (
-            f"due {show_duration(-left_s)} ago" if left_s < 0 else f"due in {show_duration(left_s)}"
-        )
-        words.append(late)
+        span = show_duration(abs(left_s))
+        terms.append(f"due {span} ago" if left_s < 0 else f"due in {span}")
     if entry.budget_dollars is not None:
-        words.append(f"for up to ${entry.budget_dollars:,.2f}")
-    return ", ".join(words)
+        terms.append(f"for up to ${entry.budget_dollars:,.2f}")
+    return ", ".join(terms)
 
 
-def _title(view: Mapping[str, Any]) -> Text:
-    if not view.get("is_up"):
+def _title(view: PoolView) -> Text:
+    if not view.is_up:
         return Text("no pool is up: yunlu pool up starts one\n", style="yellow")
     facts = [
-        f"{view.get('held', 0)} of {view.get('devices', 0)} devices held",
-        f"policy {view.get('policy')}",
-        str(view.get("executor")),
+        f"{view.held} of {view.devices} devices held",
+        f"policy {view.policy}",
+        str(view.executor),
     ]
-    if dollars := view.get("dollars_per_hour"):
-        facts.append(f"${dollars:.2f}/h")
+    if view.dollars_per_hour:
+        facts.append(f"${view.dollars_per_hour:.2f}/h")
     return Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts), "\n")
 
 
-def _nodes(view: Mapping[str, Any]) -> Table:
+def _nodes(view: PoolView) -> Table:
     table = plain_table()
     for title in ("node", "type", "devices", "held by", "use", "$/h"):
         table.add_column(title, no_wrap=title != "held by", overflow="fold")
     holders: dict[str, list[str]] = {}
-    for run in view.get("runs") or ():
-        for name, count in run.get("shares") or ():
-            holders.setdefault(name, []).append(f"{run['id']} {count}")
-    for node in view["nodes"]:
+    for run in view.runs:
+        for name, count in run.shares:
+            holders.setdefault(name, []).append(f"{run.id} {count}")
+    for node in view.nodes:
         bar = ProgressBar(
-            total=max(node["devices"], 1),
-            completed=node["held"],
+            total=max(node.devices, 1),
+            completed=node.held,
             width=8,
             complete_style=ACCENT,
             finished_style=ACCENT,
         )
         cell = Table.grid(padding=(0, 1))
-        cell.add_row(bar, f"{node['held']}/{node['devices']}")
-        spot = " spot" if node.get("is_spot") else ""
-        price = f"{node['dollars_per_hour']:.2f}" if node.get("dollars_per_hour") else "–"
-        who = ", ".join(holders.get(node["name"], [])) or "–"
-        name, type_ = Text(node["name"], style="bold"), f"{node['type']}{spot}"
+        cell.add_row(bar, f"{node.held}/{node.devices}")
+        spot = " spot" if node.is_spot else ""
+        price = f"{node.dollars_per_hour:.2f}" if node.dollars_per_hour else "–"
+        who = ", ".join(holders.get(node.name, [])) or "–"
+        name, type_ = Text(node.name, style="bold"), f"{node.type}{spot}"
         table.add_row(name, type_, cell, who, _busy(node), price)
     return table
 
 
-def _arrivals(arrivals: Sequence[Mapping[str, Any]], now: float) -> str:
-    """How many machines of which kind are on their way, and when the first will be there."""
+def _arrivals(arrivals: Sequence[PoolArrival], now: float) -> str:
+    """Number of nodes of each kind that were requested, and when the first is expected."""
     kinds: dict[tuple[str, int], list[float]] = {}
-    for each in arrivals:
-        kinds.setdefault((each["kind"], each["devices"]), []).append(each["at"])
-    words = [
+    for arrival in arrivals:
+        kinds.setdefault((arrival.kind, arrival.devices), []).append(arrival.at)
+    counts = [
         f"{len(at)} × {kind} of {devices}, {_until(min(at), now)}"
         for (kind, devices), at in kinds.items()
     ]
-    return f"machines on their way: {'; '.join(words)}"
+    return f"machines on their way: {'; '.join(counts)}"
 
 
-def _busy(node: Mapping[str, Any]) -> str:
-    """How busy its devices are, and how full its memory: of GPUs each."""
-    if gpus := node.get("gpus"):
-        return "gpu " + " ".join(f"{busy:.0%}" for busy, _ in gpus)
-    if node.get("cpu") is None:
+def _busy(node: PoolNode) -> str:
+    """Use of the GPUs, or of processors and memory."""
+    if node.gpus:
+        return "gpu " + " ".join(f"{busy:.0%}" for busy, _ in node.gpus)
+    if node.cpu is None or node.memory is None:
         return "–"
-    return f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}"
+    return f"cpu {node.cpu:.0%}, memory {node.memory:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The runs, in as many columns as there is room for."""
+    """The runs, in as many columns as fit."""
 
-    view: Mapping[str, Any]
+    view: PoolView
     now: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        runs: list[Mapping[str, Any]] = self.view["runs"]
+        runs = self.view.runs
         facts = {"deadline": "deadline_at", "$": "dollars", "team": "team"}
-        absent = {title for title, key in facts.items() if not any(run.get(key) for run in runs)}
+        absent = {
+            title for title, key in facts.items() if not any(getattr(run, key) for run in runs)
+        }
         cells = [_cells(run, self.now) for run in runs]
         titles = [title for title in cells[0] if title not in absent]
         left_out: list[str] = []
@@ -195,8 +199,7 @@ class _Runs:
                 table = _table_of(titles, cells)
         yield table
         if left_out:
-            words = f"no room for: {', '.join(left_out)}; see --json"
-            yield Text(words, style="dim")
+            yield Text(f"no room for: {', '.join(left_out)}; see --json", style="dim")
 
 
 def _table_of(titles: Sequence[str], rows: Sequence[Mapping[str, str | Text]]) -> Table:
@@ -213,49 +216,44 @@ def _table_of(titles: Sequence[str], rows: Sequence[Mapping[str, str | Text]]) -
     return table
 
 
-def _cells(run: Mapping[str, Any], now: float) -> dict[str, str | Text]:
-    sign, style = _PHASES.get(run["phase"], ("·", "dim"))
-    cores = run.get("cores")
+def _cells(run: PoolRun, now: float) -> dict[str, str | Text]:
+    sign, style = _PHASES.get(run.phase, ("·", "dim"))
     return {
-        "run": run["id"],
-        "phase": Text(f"{sign} {run['phase']}", style=style),
+        "run": run.id,
+        "phase": Text(f"{sign} {run.phase}", style=style),
         "devices": _devices(run),
-        "progress": "–" if run.get("progress") is None else f"{run['progress']:.0%}",
-        "pace": _pace(run),
-        "cores": "–" if cores is None or not run.get("devices") else f"{cores:.1f}",
-        "start": _until(run.get("start_at"), now) if not run.get("devices") else "",
-        "end": _until(run.get("end_at"), now),
+        "progress": "–" if run.progress is None else f"{run.progress:.0%}",
+        "pace": f"{show_count(run.samples_per_s)}/s" if run.samples_per_s else "–",
+        "cores": "–" if run.cores is None or not run.devices else f"{run.cores:.1f}",
+        "start": _until(run.start_at, now) if not run.devices else "",
+        "end": _until(run.end_at, now),
         "deadline": _deadline(run, now),
-        "$": f"{run.get('dollars') or 0:.2f}",
-        "prio": str(run.get("priority", "")),
-        "team": run.get("team") or "",
+        "$": f"{run.dollars or 0:.2f}",
+        "prio": str(run.priority),
+        "team": run.team,
     }
 
 
-def _deadline(run: Mapping[str, Any], now: float) -> Text:
-    """Red where it is passed, or will be before the run is over."""
-    at, end_at = run.get("deadline_at"), run.get("end_at")
+def _deadline(run: PoolRun, now: float) -> Text:
+    """Red where it has passed, or is predicted to be missed."""
+    at = run.deadline_at
     if at is None:
         return Text("")
     if at <= now:
         return Text("passed", style="bold red")
-    return Text(_until(at, now), style="red" if end_at is not None and end_at > at else "")
+    is_missed = run.end_at is not None and run.end_at > at
+    return Text(_until(at, now), style="red" if is_missed else "")
 
 
-def _devices(run: Mapping[str, Any]) -> str:
-    if "devices" not in run:
+def _devices(run: PoolRun) -> str:
+    if run.devices is None:
         return ""
-    least, most = run.get("least", 1), run.get("most", 1)
+    least, most = run.least, run.most
     bounds = (
         f"{least}" if least == most else f"{least}–{most}" if most < _MANY_MOST else f"{least}+"
     )
-    change = f"→{run['wanted']}" if run.get("wanted") not in {None, 0, run["devices"]} else ""
-    return f"{run['devices']}{change} of {bounds}"
-
-
-def _pace(run: Mapping[str, Any]) -> str:
-    pace = run.get("samples_per_s")
-    return f"{show_count(pace)}/s" if pace else "–"
+    change = f"→{run.wanted}" if run.wanted not in {None, 0, run.devices} else ""
+    return f"{run.devices}{change} of {bounds}"
 
 
 def _until(at: float | None, now: float) -> str:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.report_model import (
         Comparison,
         ConfusionMatrix,
-        Crew,
-        CrewChange,
+        WorkerGroupHistory,
+        WorkerGroupChange,
         EvaluationRow,
         Report,
         TracedSteps,
@@ -86,8 +86,8 @@ def print_summary(report: Report, console: Console) -> None:
         console.print(_comparison_table(report))
     if report.time is not None:
         console.print(_time_line(report.time.totals))
-    if report.crew is not None:
-        console.print(_crew_block(report.crew))
+    if report.worker_group is not None:
+        console.print(_crew_block(report.worker_group))
     if report.communication is not None:
         console.print(_communication_block(report.communication))
     if report.trace is not None:
@@ -134,8 +134,8 @@ def _heading(report: Report) -> Text:
     if report.step:
         of = f" of {report.plan.steps:,}" if report.plan else ""
         facts.append(f"step {report.step:,}{of}")
-    if report.lives > 1:
-        facts.append(f"resumed {report.lives - 1} ×")
+    if report.attempts > 1:
+        facts.append(f"resumed {report.attempts - 1} ×")
     if report.reason:
         facts.append(report.reason)
     known = " · ".join(_clean(fact) for fact in facts if fact)
@@ -196,7 +196,7 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
 
 def _comparison_table(report: Report) -> Table:
     known = [each for each in report.comparisons if each.is_known]
-    is_foretold = any(each.foretold is not None for each in known)
+    is_foretold = any(each.estimated is not None for each in known)
     table = _table("Predicted beside measured")
     table.add_column("")
     for name in (*(("foretold", "10–90 %") if is_foretold else ()), "predicted", "measured"):
@@ -206,7 +206,7 @@ def _comparison_table(report: Report) -> Table:
         ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
         shown = [show_quantity(each.quantity, each.predicted)]
         if is_foretold:
-            shown = [show_quantity(each.quantity, each.foretold), _interval(each), *shown]
+            shown = [show_quantity(each.quantity, each.estimated), _interval(each), *shown]
         style = {True: "green", False: "yellow", None: ""}[each.inside]
         table.add_row(
             _QUANTITIES[each.quantity],
@@ -240,16 +240,16 @@ def _time_line(totals: dict[str, float], width: int = 48) -> Text:
     return text.append_text(legend)
 
 
-def _crew_block(crew: Crew) -> Group:
+def _crew_block(worker_group: WorkerGroupHistory) -> Group:
     """Lost time in a line, then what happened, each worker, and who holds what."""
-    newest = crew.newest
+    newest = worker_group.newest
     line = Text.assemble("\n  workers  ", (f"{len(newest.ranks)} as {newest.layout}", "bold"))
-    if crew.effective is not None:
-        line.append(f"  effective training time {crew.effective:.1%}", "bold")
-        line.append(f"  ({show_duration(crew.lost_s)} of {show_duration(crew.wall_s)} lost)", "dim")
-    blocks: list[RenderableType] = [_member_table(crew), _layout_table(newest)]
-    if len(crew.changes) > 1 or crew.faults:
-        blocks.insert(0, _happened_table(crew))
+    if worker_group.effective is not None:
+        line.append(f"  effective training time {worker_group.effective:.1%}", "bold")
+        line.append(f"  ({show_duration(worker_group.lost_s)} of {show_duration(worker_group.wall_s)} lost)", "dim")
+    blocks: list[RenderableType] = [_member_table(worker_group), _layout_table(newest)]
+    if len(worker_group.changes) > 1 or worker_group.faults:
+        blocks.insert(0, _happened_table(worker_group))
     return Group(line, *blocks)
 
 
@@ -261,42 +261,42 @@ def _communication_block(communication: Communication) -> Table:
     return grid
 
 
-def _happened_table(crew: Crew) -> Table:
+def _happened_table(worker_group: WorkerGroupHistory) -> Table:
     table = _table("What happened to the workers")
     for name in ("time", "step", "what", "lost", "again"):
         table.add_column(name, justify="left" if name == "what" else "right")
     rows: list[tuple[float, str, str, str, str, str | None]] = []
-    for fault in crew.faults:
+    for fault in worker_group.faults:
         step = "" if fault.step is None else f"{fault.step:,}"
         rows.append((fault.at, step, f"{name_worker(fault)} {show_fault(fault).en}", "", "", "red"))
-    for before, change in pairwise(crew.changes):
+    for before, change in pairwise(worker_group.changes):
         lost = "" if change.lost_s is None else show_duration(change.lost_s)
         what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"
         what += f": {change.reason}" if change.reason else ""
         step, again = f"{change.from_step:,}", f"{change.redone_steps:,}"
         rows.append((change.at, step, what, lost, again, None))
     for at, step, what, lost, again, style in sorted(rows, key=lambda row: row[0])[-_MOST_CHANGES:]:
-        since = show_duration(max(crew.elapsed_at(at), 0.0))
+        since = show_duration(max(worker_group.elapsed_at(at), 0.0))
         table.add_row(since, step, Text(_clean(what)), lost, again, style=style)
     if len(rows) > _MOST_CHANGES:
         table.caption = f"  {len(rows) - _MOST_CHANGES} earlier ones are in the report"
     return table
 
 
-def _member_table(crew: Crew) -> Table:
+def _member_table(worker_group: WorkerGroupHistory) -> Table:
     table = _table("Each worker")
     table.add_column("worker")
     table.add_column("rank", justify="right")
     table.add_column("host")
     for name in ("step", "waiting", "memory"):
         table.add_column(name, justify="right")
-    shown = [each for each in crew.members if each.rank is not None][:_MOST_MEMBERS]
-    slow = {each.member: each.ratio for each in crew.stragglers}
+    shown = [each for each in worker_group.workers if each.rank is not None][:_MOST_MEMBERS]
+    slow = {each.worker: each.ratio for each in worker_group.stragglers}
     for each in shown:
-        tag = f"  {slow[each.member]:.1f} × slower" if each.member in slow else ""
+        tag = f"  {slow[each.worker]:.1f} × slower" if each.worker in slow else ""
         share = each.wait_share
         table.add_row(
-            Text(_clean(each.member + tag)),
+            Text(_clean(each.worker + tag)),
             str(each.rank),
             Text(_clean(each.host)),
             "–" if each.step_s is None else show_duration(each.step_s),
@@ -304,12 +304,12 @@ def _member_table(crew: Crew) -> Table:
             "–" if each.memory_bytes is None else show_bytes(each.memory_bytes),
             style="yellow" if tag else None,
         )
-    if len(shown) < len(crew.members):
-        table.caption = f"  {len(crew.members) - len(shown)} more are in the report"
+    if len(shown) < len(worker_group.workers):
+        table.caption = f"  {len(worker_group.workers) - len(shown)} more are in the report"
     return table
 
 
-def _layout_table(change: CrewChange) -> Group:
+def _layout_table(change: WorkerGroupChange) -> Group:
     """Stages from left to right, replicas downwards; in a cell, a line for each shard."""
     table = _table("Which rank holds what")
     table.add_column("")

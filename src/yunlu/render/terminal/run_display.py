@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from yunlu.jobs.report_model import CrewChange
+    from yunlu.jobs.report_model import WorkerGroupChange
     from yunlu.runs.run_store import RunStore
 
 _LINE_EVERY_S = 5.0
@@ -57,8 +57,8 @@ class Course:
         self.record: dict[str, Any] = {}
         self.saved_step: int | None = None
         self.skipped = 0
-        self.crew: CrewChange | None = None
-        self.crew_before: CrewChange | None = None
+        self.worker_group: WorkerGroupChange | None = None
+        self.crew_before: WorkerGroupChange | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
 
     def take(self, item: FollowedItem) -> None:
@@ -72,9 +72,9 @@ class Course:
         elif item.kind is EventKind.SKIP:
             self.skipped += 1
         elif item.kind is EventKind.CREW:
-            self.crew_before, self.crew = self.crew, read_change(item.data) or self.crew
+            self.crew_before, self.worker_group = self.worker_group, read_change(item.data) or self.worker_group
         elif item.kind is EventKind.LIFE:
-            self.crew = None
+            self.worker_group = None
 
     @property
     def steps(self) -> int:
@@ -107,10 +107,10 @@ class Course:
 
     def workers(self) -> str | None:
         """``dp2 x tp2 · 4 workers``; None where one plain worker trains alone."""
-        if self.crew is None:
+        if self.worker_group is None:
             return None
-        count = len(self.crew.ranks)
-        return f"{self.crew.layout} · {count} worker" + ("s" if count != 1 else "")
+        count = len(self.worker_group.ranks)
+        return f"{self.worker_group.layout} · {count} worker" + ("s" if count != 1 else "")
 
     def figures(self) -> list[tuple[str, str]]:
         """What the newest step measured, as name and text."""

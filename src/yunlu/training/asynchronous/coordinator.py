@@ -10,7 +10,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.files import append_lines, read_last, read_lines
 from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.schedule import rate
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, CommunicationChosen, StateChanged
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
@@ -178,18 +178,19 @@ class AsyncCoordinator:
     def _tell_start(self, resumed_from: int | None) -> None:
         spec = self._job.communication
         was_told = any(
-            event.kind is EventKind.COMMUNICATION for event, _ in self._run.read_events()
+            isinstance(event, CommunicationChosen) for event, _ in self._run.read_events()
         )
         setting = MethodSetting(method="asynchronous", codec=self._client.rules.codec)
         change_state(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
         self._run.emit(
-            EventKind.COMMUNICATION,
-            step=self._progress.steps,
-            chosen=setting.name,
-            setting=setting.model_dump(),
-            guarantee=spec.kept,
-            reason=f"{'as before' if was_told else 'the job names it'};"
-            f" {_describe_rules(self._client.rules)}",
+            CommunicationChosen(
+                step=self._progress.steps,
+                chosen=setting.name,
+                setting=setting.model_dump(),
+                guarantee=spec.kept,
+                reason=f"{'as before' if was_told else 'the job names it'};"
+                f" {_describe_rules(self._client.rules)}",
+            )
         )
 
     def _is_at_end(self) -> bool:
@@ -225,7 +226,7 @@ class AsyncCoordinator:
     def _tell_stopping(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            self._run.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
 
     def _is_evaluation_due(self) -> bool:
         every = self._plan.evaluate_every
@@ -322,9 +323,9 @@ def _last_step(log: Path) -> int:
 def _is_running(run: RunStore) -> bool:
     """Whether this life has begun to train: an earlier chief may have been lost."""
     states = [
-        event.data.get("state")
+        event.state if isinstance(event, StateChanged) else None
         for event, _ in run.read_events()
-        if event.kind in {EventKind.STATE, EventKind.LIFE}
+        if isinstance(event, StateChanged | AttemptStarted)
     ]
     return states[-1] in {RunState.RUNNING, RunState.STOPPING}
 

@@ -16,7 +16,8 @@ import psutil
 
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address
-from yunlu.runs.run_dir import WORKERS, EventKind
+from yunlu.runs.events import WorkerLost
+from yunlu.runs.run_dir import WORKERS
 from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
@@ -107,9 +108,9 @@ class JoinServer:
                 self._links.send(link, Ping())
 
     def list_workers(self) -> list[dict[str, Any]]:
-        """Workers on other machines, as a CREW event has them."""
+        """Workers on other machines, as a worker group event lists them."""
         return [
-            {"member": f"{guest.name}.{number}", "host": guest.host, "pid": pid}
+            {"worker": f"{guest.name}.{number}", "host": guest.host, "pid": pid}
             for guest in self._guests.values()
             for number, pid in sorted(guest.pids.items())
         ]
@@ -205,5 +206,5 @@ class JoinServer:
         self, guest: JoinedNode, member: str, what: str, detail: str, pid: int | None
     ) -> None:
         self._directory.emit(
-            EventKind.FAULT, what=what, member=member, host=guest.host, pid=pid, detail=detail
+            WorkerLost(cause=what, worker=member, host=guest.host, pid=pid, detail=detail)
         )

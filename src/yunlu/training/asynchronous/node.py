@@ -159,7 +159,9 @@ class AsyncNodeAgent:
         lost_s = time.monotonic() - self._contact.lost_at
         return lost_s > _WAIT_S or (lost_s > 1 and self._contact.is_over())
 
-    def _make_place(self, number: int, job: Job, plan: Plan, parts: TrainingInputs) -> ManagedProcess:
+    def _make_place(
+        self, number: int, job: Job, plan: Plan, parts: TrainingInputs
+    ) -> ManagedProcess:
         def body() -> None:
             own = fit(plan, job, slot=number, here=self._here)
             work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")

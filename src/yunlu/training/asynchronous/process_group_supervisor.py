@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from yunlu.core.errors import TrainingError, YunluError
 from yunlu.core.files import read_last
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import WorkerLost
 from yunlu.training.attempt import as_user_error
 from yunlu.training.communication.servers.link import ServerLostError
 from yunlu.training.elastic.event_reporter import EventReporter
@@ -166,14 +166,15 @@ class ProcessGroupSupervisor:
 
     def _emit_fault(self, place: ManagedProcess, pid: int, code: int, words: str) -> None:
         self._logbook.emit(
-            EventKind.FAULT,
-            what="killed" if code < 0 else "failed",
-            member=place.name if place.number is None else place.number,
-            rank=place.number,
-            host=socket.gethostname(),
-            pid=pid,
-            step=last_step(self._directory),
-            detail=words,
+            WorkerLost(
+                cause="killed" if code < 0 else "failed",
+                worker=place.name if place.number is None else str(place.number),
+                rank=place.number,
+                host=socket.gethostname(),
+                pid=pid,
+                step=last_step(self._directory),
+                detail=words,
+            )
         )
 
     def _start(self, place: ManagedProcess) -> None:

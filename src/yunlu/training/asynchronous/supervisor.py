@@ -27,8 +27,15 @@ import torch
 from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
+from yunlu.runs.events import (
+    CommunicationChosen,
+    EnvironmentRecorded,
+    WorkerGroupFormed,
+    WorkerRank,
+)
+from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import WORKERS, EventKind
+from yunlu.runs.run_dir import WORKERS
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.asynchronous.coordinator import AsyncCoordinator
@@ -56,7 +63,7 @@ from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import hear_asks
 from yunlu.training.environment import describe_environment
-from yunlu.training.prepare import prepare, load_or_make_plan
+from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
@@ -155,7 +162,7 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
 
     def settle() -> None:
         machine = probe_machine()
-        directory.emit(EventKind.ENVIRONMENT, **describe_environment(machine))
+        directory.emit(EnvironmentRecorded(**describe_environment(machine)))
         if machine.best_device.kind == "cuda" and shares:  # each worker has one, wherever it is
             machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
         ours = job.model_copy(update={"devices": shares or devices})
@@ -192,11 +199,11 @@ def _read_job(directory: RunStore) -> Job:
     if spec.method == "asynchronous":
         return job
     told = [
-        event.data["setting"]
+        event.setting
         for event, _ in directory.read_events()
-        if event.kind is EventKind.COMMUNICATION
+        if isinstance(event, CommunicationChosen)
     ]
-    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": told[-1]["codec"]}
+    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": told[-1].codec}
     return job.model_copy(update={"communication": spec.model_copy(update=chosen)})
 
 
@@ -235,15 +242,15 @@ class _AsyncRun:
     parts: TrainingInputs
     life: int
     asked: _Options
-    _told: tuple[tuple[int | str, str, int], ...] = ()
+    _told: tuple[tuple[str, str, int], ...] = ()
     """Member, host and pid of each worker; members on other machines have names."""
     _generation: int = 0
 
     def count_on(self) -> None:
         """In a life that a crew has begun, its generations are counted on."""
-        crews = [e.data for e, _ in self.directory.read_events() if e.kind is EventKind.CREW]
-        if self.asked.goes_on and crews:
-            self._generation = int(crews[-1]["generation"]) + 1
+        newest = read_view(self.directory).worker_group
+        if self.asked.goes_on and newest is not None:
+            self._generation = newest.generation + 1
 
     def make_shards(self) -> list[ManagedProcess]:
         """One for each server, when there is what they are to hold."""
@@ -298,26 +305,29 @@ class _AsyncRun:
     def tell_crew(self, workers: list[ManagedProcess], elsewhere: list[dict[str, Any]]) -> None:
         """Say who the workers are, whenever that has changed."""
         here: list[dict[str, Any]] = [
-            {"member": number, "host": socket.gethostname(), "pid": place.pid}
+            {"worker": str(number), "host": socket.gethostname(), "pid": place.pid}
             for number, place in enumerate(workers)
         ]
         everyone = [*here, *elsewhere]
-        told = tuple((each["member"], each["host"], each["pid"]) for each in everyone)
+        told = tuple((each["worker"], each["host"], each["pid"]) for each in everyone)
         if told == self._told or not all(place.pid for place in workers):
             return
         reason = "a lost worker is replaced" if len(told) == len(self._told) else "as asked"
         if {each[0] for each in told[len(here) :]} != {
-            each[0] for each in self._told if isinstance(each[0], str)
+            each[0] for each in self._told if not each[0].isdecimal()
         }:
             reason = "workers on another machine came or went"
         self.directory.emit(
-            EventKind.CREW,
-            generation=self._generation,
-            layout=str(Layout(dp=len(told))),
-            reason=reason,
-            from_step=last_step(self.directory),
-            redone_steps=0,
-            ranks=[{"rank": rank, **each} for rank, each in enumerate(everyone)],
+            WorkerGroupFormed(
+                generation=self._generation,
+                layout=str(Layout(dp=len(told))),
+                reason=reason,
+                from_step=last_step(self.directory),
+                redone_steps=0,
+                ranks=tuple(
+                    WorkerRank(rank=rank, dp=rank, **worker) for rank, worker in enumerate(everyone)
+                ),
+            )
         )
         self._told = told
         self._generation += 1

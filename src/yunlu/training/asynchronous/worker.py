@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import psutil
 import torch
 
 from yunlu.planning.splitting import fit_plan
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import PrecisionChanged, StepSkipped
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
@@ -143,16 +142,16 @@ class _TicketCallbacks:
     def after_step(self, step: Step) -> bool:
         engine, done = self._engine, self._engine.steps_done
         for move in engine.precision.observe(step=done, loss=step.loss):
-            self._run.emit(EventKind.PRECISION, step=done, **asdict(move))
+            self._run.emit(PrecisionChanged(step=done, **asdict(move)))
         if step.is_applied:
             return False
         self._run.emit(
-            EventKind.SKIP,
-            step=done,
-            reason=step.verdict.reason or "overflow",
-            # JSON has no NaN.
-            loss=step.loss if math.isfinite(step.loss) else str(step.loss),
-            norm=step.norm if math.isfinite(step.norm) else str(step.norm),
+            StepSkipped(
+                step=done,
+                reason=step.verdict.reason or "overflow",
+                loss=step.loss,
+                norm=step.norm,
+            )
         )
         if step.verdict.action == "fail":
             raise diverged(done, step.loss, step.norm, engine.lr)

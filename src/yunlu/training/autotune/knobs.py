@@ -32,7 +32,9 @@ _SMALL_PASS_S = 0.02
 """Below this, a pass is mostly the calls themselves: fewer samples in it can only be slower."""
 
 
-def start_settings(job: Job, parts: TrainingInputs, *, threads: int, micro_batch: int) -> StepSettings:
+def start_settings(
+    job: Job, parts: TrainingInputs, *, threads: int, micro_batch: int
+) -> StepSettings:
     """What the job pins, and for the rest what is never a bad choice."""
     train = job.train
     paddings = padding_options(parts.task, parts.model, parts.splits)

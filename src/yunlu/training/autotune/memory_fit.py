@@ -37,7 +37,13 @@ class MemoryFit:
 
 
 def fit_memory(
-    job: Job, model: nn.Module, meter: ModelTimer, first: StepSettings, *, batch: int, room_bytes: float
+    job: Job,
+    model: nn.Module,
+    meter: ModelTimer,
+    first: StepSettings,
+    *,
+    batch: int,
+    room_bytes: float,
 ) -> MemoryFit:
     """The largest micro-batch that fits; activations are computed again where not even one does."""
     apply_recompute(model, first.recompute)

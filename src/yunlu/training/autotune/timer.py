@@ -44,7 +44,9 @@ _UNLIKE_MICROS = 4
 class ModelTimer:
     """Runs passes under given settings; the caller puts weights and random numbers back."""
 
-    def __init__(self, job: Job, parts: TrainingInputs, device: torch.device, *, batch: int) -> None:
+    def __init__(
+        self, job: Job, parts: TrainingInputs, device: torch.device, *, batch: int
+    ) -> None:
         self._job, self._parts, self._device, self.batch = job, parts, device, batch
         self._lengths = lengths_of(parts.splits.train)
         self._micros: dict[tuple[str, int], list[Batch]] = {}

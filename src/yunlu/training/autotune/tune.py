@@ -99,7 +99,9 @@ def _try_kernels(
     return _with_kernel(found, first, f"{best} is {ratio:.3g} × as fast", trials)
 
 
-def _with_kernel(found: TunedSettings, kernel: Any, reason: str, trials: list[AutotuneTrial]) -> TunedSettings:
+def _with_kernel(
+    found: TunedSettings, kernel: Any, reason: str, trials: list[AutotuneTrial]
+) -> TunedSettings:
     return found.model_copy(
         update={
             "settings": found.settings.model_copy(update={"kernel": kernel}),

@@ -24,7 +24,7 @@ from yunlu.training.checkpoint.manifest import (
     parse_manifest,
     unpack,
 )
-from yunlu.training.checkpoint.storage import MANIFEST, LocalStorage, CheckpointStorage
+from yunlu.training.checkpoint.storage import MANIFEST, CheckpointStorage, LocalStorage
 from yunlu.training.checkpoint.tensor_files import CODES, describe_bytes, write_tensors
 from yunlu.training.parallel.tensor_slices import TensorShard, join_groups, shard_of
 
@@ -45,7 +45,9 @@ class Snapshot:
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     """By group (``model``, ``optimizer``, ``random``), whole tensors that nobody else changes."""
-    pieces: dict[str, dict[str, TensorShard]] = field(default_factory=dict[str, dict[str, TensorShard]])
+    pieces: dict[str, dict[str, TensorShard]] = field(
+        default_factory=dict[str, dict[str, TensorShard]]
+    )
     """By group, parts of live tensors: they are copied before training goes on."""
     state: dict[str, Any]
     """JSON, the same on all workers; the leader's is written."""
@@ -83,7 +85,7 @@ class CheckpointEntry:
     bytes: int
 
 
-class SaveAbandonedError(Exception):  # noqa: N818 - not an error: nobody waits for this save any more
+class SaveAbandonedError(Exception):
     """The save was given up."""
 
 
@@ -155,7 +157,11 @@ def entries(place: CheckpointStorage) -> list[CheckpointEntry]:
 
 
 def _await_reports(
-    place: CheckpointStorage, directory: str, crew: SaveGroup, patience_s: float, between: Callable[[], None]
+    place: CheckpointStorage,
+    directory: str,
+    crew: SaveGroup,
+    patience_s: float,
+    between: Callable[[], None],
 ) -> list[dict[str, Any]]:
     deadline = time.monotonic() + patience_s
     pause_s, longest_s = _LOOK_S

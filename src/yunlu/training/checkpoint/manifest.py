@@ -14,7 +14,12 @@ import xxhash
 
 from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.tensor_files import DTYPES
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorSpec, missing_elements, full_slice
+from yunlu.training.parallel.tensor_slices import (
+    TensorSlice,
+    TensorSpec,
+    full_slice,
+    missing_elements,
+)
 
 STATE = "state.json"
 VERSION = 2

@@ -16,7 +16,7 @@ from yunlu.core.errors import CheckpointError
 from yunlu.training.checkpoint.manifest import STATE, parse_manifest
 from yunlu.training.checkpoint.storage import MANIFEST
 from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
-from yunlu.training.parallel.tensor_slices import TensorSlice, ShardGroupReader
+from yunlu.training.parallel.tensor_slices import ShardGroupReader, TensorSlice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

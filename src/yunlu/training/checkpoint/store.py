@@ -300,7 +300,9 @@ class _Late:
         self.places, self.tensors = places, tensors
 
 
-def _tell_leader(place: CheckpointStorage, directory: str, crew: SaveGroup, error: BaseException) -> None:
+def _tell_leader(
+    place: CheckpointStorage, directory: str, crew: SaveGroup, error: BaseException
+) -> None:
     # On a full disk even this may fail: then the leader's patience ends the save.
     with suppress(Exception):
         files.report_failure(place, directory, crew, f"{type(error).__name__}: {error}")

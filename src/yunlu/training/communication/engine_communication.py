@@ -41,7 +41,12 @@ class EngineCommunication:
     communicator: Communicator
 
     def __init__(
-        self, job: Job, plan: Plan, model: nn.Module, course: BatchSchedule, tell: Callable[..., Any]
+        self,
+        job: Job,
+        plan: Plan,
+        model: nn.Module,
+        course: BatchSchedule,
+        tell: Callable[..., Any],
     ) -> None:
         self._job, self._plan, self._model = job, plan, model
         self._course, self._tell = course, tell

@@ -136,7 +136,9 @@ def rules_of(setting: MethodSetting, spec: CommunicationSpec) -> LocalRules:
     )
 
 
-def start_of(setting: MethodSetting, spec: CommunicationSpec, *, steps: int, memory_steps: int) -> int:
+def start_of(
+    setting: MethodSetting, spec: CommunicationSpec, *, steps: int, memory_steps: int
+) -> int:
     """From which step on a setting is itself: before, workers are together, or send more bits."""
     if setting.method == "post-local":
         return rules_of(setting, spec).from_step

@@ -20,7 +20,7 @@ from yunlu.planning.communication.switching import (
     renew,
     should_switch,
 )
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import CommunicationChosen, MeasuredLinks
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import SyncCommunicator
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
@@ -232,7 +232,9 @@ class MethodSelector:
         is_free = self._job.communication.method == "auto"
         if not (world.may_part and is_free) or decision.setting.method == "asynchronous":
             return
-        found = find_stragglers_to_exclude(decision, figures, steps_left=self._plan.steps - steps_done)
+        found = find_stragglers_to_exclude(
+            decision, figures, steps_left=self._plan.steps - steps_done
+        )
         if found is not None:
             self.aside, self._aside_words = found.ranks, found.reason
 
@@ -268,7 +270,7 @@ class MethodSelector:
     def announce(self, step: int) -> None:
         """Tell what was decided, now that it is known after which step; one worker speaks for all."""
         if self._news is not None:
-            self._tell(EventKind.COMMUNICATION, step=step, **self._news)
+            self._tell(CommunicationChosen(step=step, **self._news))
         self._news = None
 
     def _adopt(self, decision: MethodDecision, figures: WireFigures) -> None:
@@ -285,8 +287,8 @@ class MethodSelector:
                 for each in decision.candidates
             ],
             "refused": [each.model_dump() for each in decision.refused],
-            "links": figures.model_dump(),
-            **({"aside": list(self.aside)} if self.aside else {}),
+            "links": figures.model_dump(include=set(MeasuredLinks.model_fields)),
+            "excluded": self.aside,
         }
 
     def _note_unmeasured(self, setting: MethodSetting, reason: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.readers import Columns, read_csv, read_json, read_tsv
-from yunlu.training.data.table import AudioRef, FileRef, ImageRef, DataTable
+from yunlu.training.data.table import AudioRef, DataTable, FileRef, ImageRef
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

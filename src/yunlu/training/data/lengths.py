@@ -27,7 +27,11 @@ def lengths_of(samples: Any) -> NDArray[np.integer] | None:
 
 
 def expected_padding(
-    lengths: NDArray[np.integer], order: SampleOrder, *, micro_batch: int | None = None, steps: int = 256
+    lengths: NDArray[np.integer],
+    order: SampleOrder,
+    *,
+    micro_batch: int | None = None,
+    steps: int = 256,
 ) -> float:
     """The share of computed positions that is padding, over the first ``steps`` of the order.
 

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.settings import worker_environment
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.fold import read_view
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, FrameError, Unpacker, read_crew
 from yunlu.training.elastic.messages import Message, frame, read_message
@@ -144,10 +144,7 @@ class ControlClient:
 
 def run_is_over(run: RunStore) -> bool:
     """Whether the last word about the run is that it rests, or is asked to."""
-    state = RunState.RUNNING
-    for event, _ in run.read_events():
-        if event.kind is EventKind.STATE:
-            state = RunState(event.data["state"])
+    state = read_view(run).state
     return state is RunState.STOPPING or not state.is_active
 
 

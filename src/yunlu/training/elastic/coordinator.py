@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import StateChanged, WarningRaised
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.generations import GenerationPlan, plan_generation
 from yunlu.training.elastic.membership import (
@@ -211,10 +211,12 @@ class Coordinator:
         for node in self.membership.nodes.values():
             here = len(self.membership.with_status("busy", "settled", node=node.name))
             node.wanted, node.excluded = max(node.wanted, here), 0
-        if self.stage in {"planning", "gathering"} and not self.membership.with_status("busy", "settled"):
+        if self.stage in {"planning", "gathering"} and not self.membership.with_status(
+            "busy", "settled"
+        ):
             self._end(RunState.STOPPED, "asked to stop before the first step")
             return
-        self.reporter.emit(EventKind.STATE, state=RunState.STOPPING, reason="asked to stop")
+        self.reporter.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
         for worker in self.membership.with_status("busy"):
             self.server.send(worker.connection, Stop())
 
@@ -276,7 +278,7 @@ class Coordinator:
 
     def _hear_beat(self, worker: WorkerRecord, heartbeat: Heartbeat, now: float) -> None:
         worker.heartbeat = heartbeat
-        for verdict in self.watchdog.handle_message(worker.number, heartbeat, at=now):
+        for verdict in self.watchdog.observe(worker.number, heartbeat, at=now):
             self.reporter.tell_straggler(worker, verdict)
         if heartbeat.steps:
             worker.last_step = heartbeat.steps[-1]
@@ -314,16 +316,16 @@ class Coordinator:
         """The others go on without it, and try it again later: its link may be a better one by then."""
         node = self.membership.nodes.get(worker.node)
         is_busy = worker.status == "busy" and not worker.is_leaving and not self.is_stopping
-        if node is not None and is_busy and self.membership.seats > 1:
+        if node is not None and is_busy and self.membership.active_target > 1:
             worker.is_leaving = worker.is_excluded = True
-            node.set_aside(at=now)
+            node.exclude_worker(at=now)
 
     def _recall(self, now: float) -> None:
         """Try again those who stood aside long enough; and all where nobody else is left."""
-        is_empty = not self.membership.seats
+        is_empty = not self.membership.active_target
         for node in self.membership.nodes.values():
             if node.excluded and (now >= node.excluded_until or is_empty):
-                node.recall()
+                node.readmit()
 
     # Nodes.
 
@@ -336,7 +338,12 @@ class Coordinator:
         if node is None:
             node = NodeRecord(name=hello.node, wanted=hello.devices)
             self.membership.nodes[node.name] = node
-        node.connection, node.host, node.pid, node.is_ready = connection, hello.host, hello.pid, False
+        node.connection, node.host, node.pid, node.is_ready = (
+            connection,
+            hello.host,
+            hello.pid,
+            False,
+        )
         for worker in self.membership.with_status("gone", node=node.name):
             # Given up while the node was cut off: it may still hold its device, and wait for others.
             self.server.send(connection, Kill(worker=worker.number))
@@ -390,7 +397,7 @@ class Coordinator:
             self._fail(failure, None)
         else:
             words = f"node {node.name} cannot start workers: {failure.message}"
-            self.reporter.emit(EventKind.WARNING, message=words)
+            self.reporter.emit(WarningRaised(message=words))
 
     def _take_plan(self, plan: LayoutsPlanned, now: float) -> None:
         self.layouts = dict(plan.layouts)
@@ -403,7 +410,9 @@ class Coordinator:
         if node.is_local:
             self.stop()
             return
-        for worker in self.membership.with_status("starting", "idle", "busy", "settled", node=node.name):
+        for worker in self.membership.with_status(
+            "starting", "idle", "busy", "settled", node=node.name
+        ):
             self._let_leave(worker)
         if not self.is_stopping:
             node.wanted = 0
@@ -435,14 +444,14 @@ class Coordinator:
             words = (
                 "the process that starts workers ended again and again: the lost are not replaced"
             )
-            self.reporter.emit(EventKind.WARNING, message=words)
+            self.reporter.emit(WarningRaised(message=words))
         elif not self.membership.with_status("starting", "idle", "busy", "settled"):
             self._end_badly("no worker is left, and none can be started", None)
 
     def _watch(self, now: float) -> None:
         workers = self.membership.workers
         is_moving = self.stage in {"running", "pausing"}
-        verdicts = self.watchdog.look(
+        verdicts = self.watchdog.find_lost(
             at=now,
             is_stopped=lambda n: workers[n].node == LOCAL and is_stopped(workers[n].pid),
             is_remote=lambda node: node != LOCAL,
@@ -511,7 +520,10 @@ class Coordinator:
             case "gathering":
                 self._refill(now)
                 stay, _ = self.membership.candidates()
-                if stay and (len(stay) >= self.membership.seats or not self.membership.with_status("starting")):
+                if stay and (
+                    len(stay) >= self.membership.active_target
+                    or not self.membership.with_status("starting")
+                ):
                     self._form(now)
             case "planning":
                 pass
@@ -533,7 +545,9 @@ class Coordinator:
         """Why the generation should end at the next step boundary, if it should."""
         if not self._has_stepped or self.is_stopping:
             return None
-        seated = [worker for worker in self.membership.with_status("busy") if worker.rank is not None]
+        seated = [
+            worker for worker in self.membership.with_status("busy") if worker.rank is not None
+        ]
         leaving = [worker for worker in seated if worker.is_leaving]
         if leaving:
             names = ", ".join(str(worker.number) for worker in leaving)
@@ -542,13 +556,17 @@ class Coordinator:
         stay, _ = self.membership.candidates()
         if not stay:
             return None
-        wanted = self._layout_for(min(len(stay), self.membership.seats))
+        wanted = self._layout_for(min(len(stay), self.membership.active_target))
         now = self.history[self.generation]
         if wanted.world == now.world:
             return None
         is_growing = wanted.world > now.world
         # Several that come at once are taken in together.
-        if is_growing and len(stay) < self.membership.seats and self.membership.with_status("starting"):
+        if (
+            is_growing
+            and len(stay) < self.membership.active_target
+            and self.membership.with_status("starting")
+        ):
             return None
         return f"{now.world} to {wanted.world} workers"
 
@@ -597,7 +615,7 @@ class Coordinator:
             reports,
             layouts=self.history,
             current=self.generation,
-            target=self.membership.seats,
+            target=self.membership.active_target,
             replan=self._layout_for,
         )
         if decision is None:
@@ -612,21 +630,21 @@ class Coordinator:
         self.history[self.generation] = decision.layout
         self._has_stepped, self._reached = False, self._furthest
         for worker in self.membership.with_status("settled"):
-            if worker.number not in decision.seats:
+            if worker.number not in decision.workers:
                 worker.rank = None
                 worker.move("idle", at=now)
         self._give_slots(decision)
-        for rank, number in enumerate([*decision.seats, *decision.departing]):
-            workers[number].rank = rank if number in decision.seats else None
+        for rank, number in enumerate([*decision.workers, *decision.departing]):
+            workers[number].rank = rank if number in decision.workers else None
             workers[number].ending = None
             workers[number].move("busy", at=now)
         self._enter("running", now)
         self.save()  # before anybody acts on it: the next supervisor must know this generation
         seats = tuple(
             RankAssignment(worker=number, host=workers[number].host, pid=workers[number].pid)
-            for number in decision.seats
+            for number in decision.workers
         )
-        for rank, number in enumerate([*decision.seats, *decision.departing]):
+        for rank, number in enumerate([*decision.workers, *decision.departing]):
             self._say(
                 number,
                 Assignment(
@@ -634,7 +652,7 @@ class Coordinator:
                     layout=decision.layout,
                     rank=workers[number].rank,
                     slot=workers[number].slot,
-                    seats=seats,
+                    workers=seats,
                     departing=decision.departing,
                     handoff_rank=rank,
                     before=decision.before,
@@ -649,7 +667,7 @@ class Coordinator:
     def _give_slots(self, decision: GenerationPlan) -> None:
         """Each keeps its device; who comes takes the lowest that is free on its node."""
         taken: dict[str, set[int]] = {}
-        seated = [self.membership.workers[number] for number in decision.seats]
+        seated = [self.membership.workers[number] for number in decision.workers]
         for worker in sorted(seated, key=lambda worker: worker.rank is None):
             here = taken.setdefault(worker.node, set())
             if worker.rank is None or worker.slot in here:
@@ -683,9 +701,11 @@ class Coordinator:
         if not self.layouts or self.is_stopping or self.outcome is not None:
             return
         for node in self.membership.nodes.values():
-            here = self.membership.with_status("starting", "idle", "busy", "settled", node=node.name)
+            here = self.membership.with_status(
+                "starting", "idle", "busy", "settled", node=node.name
+            )
             here = [worker for worker in here if not worker.is_leaving]
-            wanted = node.seats + (self.spares if node.is_local else 0)
+            wanted = node.active_target + (self.spares if node.is_local else 0)
             if node.is_ready:
                 for _ in range(wanted - len(here)):
                     worker = self.membership.add(node.name, at=now)
@@ -697,7 +717,11 @@ class Coordinator:
 
     def _adopt(self, now: float) -> None:
         """The workers of the supervisor before us report one by one."""
-        missing = [m for m in self.membership.with_status("busy", "idle", "settled") if m.connection is None]
+        missing = [
+            m
+            for m in self.membership.with_status("busy", "idle", "settled")
+            if m.connection is None
+        ]
         absent = [node for node in self.membership.nodes.values() if node.connection is None]
         if (missing or absent) and now - self._stage_at < ADOPT_S:
             return

@@ -167,11 +167,15 @@ class _Source:
             for held_state in self.replicas.get(worker, ()):
                 if self.part(held_state) not in have:
                     have.add(self.part(held_state))
-                    found.append(StateSource(handoff_rank=rank, held_state=held_state, is_replica=True))
+                    found.append(
+                        StateSource(handoff_rank=rank, held_state=held_state, is_replica=True)
+                    )
         return tuple(found)
 
 
-def _find_source(worker_reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]) -> _Source | None:
+def _find_source(
+    worker_reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]
+) -> _Source | None:
     """The newest step at which everything is there, live or as a copy."""
     sources: dict[tuple[int, StateSplit], _Source] = {}
 
@@ -230,7 +234,9 @@ def _needed_guests(workers: Sequence[int], source: _Source) -> tuple[int, ...]:
     """As few as can be of those without a seat, so that everything is there."""
     missing = set(cut_of(source.layout).parts()) - source.covers_by(workers)
     departing: list[int] = []
-    others = sorted({*source.live, *source.replicas} - set(workers), key=lambda m: m not in source.live)
+    others = sorted(
+        {*source.live, *source.replicas} - set(workers), key=lambda m: m not in source.live
+    )
     for worker in others:
         if missing & source.parts_of(worker):
             departing.append(worker)

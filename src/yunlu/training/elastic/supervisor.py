@@ -27,10 +27,11 @@ import psutil
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.planning.layout import Layout
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
+from yunlu.training.attempt import read_attempts
 from yunlu.training.elastic.control_client import run_is_over
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.coordinator import Coordinator, RunOutcome
@@ -170,7 +171,7 @@ class Supervisor:
             return outcome.state
         reason = {"reason": outcome.reason} if outcome.reason else {}
         with suppress(OSError):
-            self.coordinator.reporter.emit(EventKind.STATE, state=outcome.state, **reason)
+            self.coordinator.reporter.emit(StateChanged(state=outcome.state, **reason))
         return outcome.state
 
     def _begin(self) -> None:
@@ -183,7 +184,11 @@ class Supervisor:
 
     def _see_through(self) -> RunOutcome:
         while self.coordinator.outcome is None:
-            self._server.poll(_LOOP_S, on_message=self.coordinator.hear, on_lost=self.coordinator.lose)
+            self._server.poll(
+                _LOOP_S,
+                on_message=self.coordinator.handle_message,
+                on_lost=self.coordinator.connection_lost,
+            )
             if self._is_signalled:
                 self.coordinator.stop()
             self.coordinator.tick()
@@ -194,14 +199,18 @@ class Supervisor:
     def _take_over(self, before: Crew) -> None:
         coordinator = self.coordinator
         coordinator.generation = before.generation
-        coordinator.layouts = {n: Layout.model_validate(found) for n, found in before.layouts.items()}
-        coordinator.history = {n: Layout.model_validate(found) for n, found in before.history.items()}
-        coordinator.membership.next_worker = before.next_worker
+        coordinator.layouts = {
+            n: Layout.model_validate(found) for n, found in before.layouts.items()
+        }
+        coordinator.history = {
+            n: Layout.model_validate(found) for n, found in before.history.items()
+        }
+        coordinator.membership.next_worker = before.next_member
         for name, wanted in before.wanted.items():
             coordinator.membership.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
-        for found in before.workers:
-            coordinator.membership.workers[found.worker] = WorkerRecord(
-                number=found.worker,
+        for found in before.members:
+            coordinator.membership.workers[found.member] = WorkerRecord(
+                number=found.member,
                 node=found.node,
                 host=found.host,
                 pid=found.pid,
@@ -227,19 +236,21 @@ class Supervisor:
                 target=coordinator.membership.target,
                 wanted={node.name: node.wanted for node in coordinator.membership.nodes.values()},
                 spares=coordinator.spares,
-                next_worker=coordinator.membership.next_worker,
+                next_member=coordinator.membership.next_worker,
                 layouts={n: found.model_dump() for n, found in coordinator.layouts.items()},
                 history={n: found.model_dump() for n, found in coordinator.history.items()},
-                workers=tuple(
+                members=tuple(
                     CrewMember(
-                        worker=worker.number,
+                        member=worker.number,
                         node=worker.node,
                         host=worker.host,
                         pid=worker.pid,
                         process_started_at=worker.process_started_at,
                         rank=worker.rank,
                     )
-                    for worker in coordinator.membership.with_status("starting", "idle", "busy", "settled")
+                    for worker in coordinator.membership.with_status(
+                        "starting", "idle", "busy", "settled"
+                    )
                     if worker.pid
                 ),
             ),
@@ -256,16 +267,16 @@ class Supervisor:
         write_atomically(self.directory.path / "worker.json", json.dumps(record))
 
     def _begin_life(self) -> None:
-        lives = sum(event.kind is EventKind.LIFE for event, _ in self.directory.read_events())
         self.directory.emit(
-            EventKind.LIFE,
-            number=lives + 1,
-            pid=os.getpid(),
-            process_started_at=self._started_at,
-            began_at=self._started_at,
-            devices=self.coordinator.membership.target,
+            AttemptStarted(
+                number=len(read_attempts(self.directory)) + 1,
+                pid=os.getpid(),
+                process_started_at=self._started_at,
+                began_at=self._started_at,
+                devices=self.coordinator.membership.target,
+            )
         )
-        self.directory.emit(EventKind.STATE, state=RunState.PLANNING)
+        self.directory.emit(StateChanged(state=RunState.PLANNING))
 
     def _start_node(self) -> None:
         devices = str(self.coordinator.membership.nodes[LOCAL].wanted)

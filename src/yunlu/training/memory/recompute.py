@@ -128,7 +128,9 @@ class _Segment:
 def find_blocks(model: nn.Module) -> list[RecomputedBlock]:
     """The outermost repeated blocks; where there are none, even runs of long nn.Sequentials."""
     # transformers marks its blocks itself, and takes care of what must not happen twice in them.
-    layers = [RecomputedBlock(name, part) for name, part in model.named_modules() if _is_hf_layer(part)]
+    layers = [
+        RecomputedBlock(name, part) for name, part in model.named_modules() if _is_hf_layer(part)
+    ]
     return layers or list(_repeated(model, "")) or list(_segments(model, ""))
 
 

@@ -146,7 +146,9 @@ def _take_hf(model: nn.Module, spec: ModelSpec) -> WeightsOrigin:
     return WeightsOrigin(source=source, taken=_count(model) - fresh, new=new)
 
 
-def _take(model: nn.Module, directory: Path, before: Sequence[str], now: Sequence[str]) -> WeightsOrigin:
+def _take(
+    model: nn.Module, directory: Path, before: Sequence[str], now: Sequence[str]
+) -> WeightsOrigin:
     stored, wanted = _read_weights(directory), model.state_dict()
     _check_names(model, stored, wanted, directory)
     added = tuple(label for label in now if label not in before)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, TensorSpec, fill, shard_of, full_slice
+from yunlu.training.parallel.tensor_slices import (
+    TensorShard,
+    TensorSlice,
+    TensorSpec,
+    fill,
+    full_slice,
+    shard_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from yunlu.training.communication.summation import TorchSummation
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
-from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm, uncounted, remove_sync
+from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 from yunlu.training.parallel.zero import OwnedWeights
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "UsedWeights", "cut", "reshard", "set_sync", "sharded_loss"]
 
 
-def parallelize(model: nn.Module, world: World) -> tuple[dict[int, nn.Module], dict[str, list[int]]]:
+def parallelize(
+    model: nn.Module, world: World
+) -> tuple[dict[int, nn.Module], dict[str, list[int]]]:
     """Change the model for good into what one worker holds of it.
 
     Returns:

@@ -19,7 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
 from yunlu.training.parallel.pipeline_schedules import actions
-from yunlu.training.parallel.pipeline_transport import StageMessage, StageTransport, empty_header, write_header
+from yunlu.training.parallel.pipeline_transport import (
+    StageMessage,
+    StageTransport,
+    empty_header,
+    write_header,
+)
 from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:

@@ -287,7 +287,9 @@ def _share_out(model: nn.Module, anatomy: _Anatomy, stages: int) -> list[int]:
     return [*(units[cut].start for cut in cuts[:-1]), len(children)]
 
 
-def _make_stage(model: nn.Module, anatomy: _Anatomy, own: range, number: int, count: int) -> PipelineStage:
+def _make_stage(
+    model: nn.Module, anatomy: _Anatomy, own: range, number: int, count: int
+) -> PipelineStage:
     kind = type(model)
     passage = _Passage(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
     root = _copy_along(model, anatomy.path)

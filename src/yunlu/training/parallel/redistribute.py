@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, TensorSpec
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ _ALIGN_BYTES = 16
 _SMALLEST_BYTES = 1 << 20
 
 
-class UncoveredError(CheckpointError):  # noqa: N818 - it says what is the case, not what went wrong
+class UncoveredError(CheckpointError):
     """Some part of the state is held by nobody."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -70,7 +70,9 @@ class Transfer:
         return self.box.volume * self.dtype.itemsize
 
 
-def redistribute(held: Iterable[TensorShard], wanted: Iterable[TensorShard], *, group: Any = None) -> None:
+def redistribute(
+    held: Iterable[TensorShard], wanted: Iterable[TensorShard], *, group: Any = None
+) -> None:
     """Fill the wanted tensors from what everyone holds; every worker of the group calls this.
 
     Wanted tensors share no memory with held ones. Raises ``UncoveredError`` on all workers alike where

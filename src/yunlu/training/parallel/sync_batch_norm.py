@@ -189,7 +189,9 @@ class _Normalise(Function):
         )
 
 
-def _through(grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, seen: _GroupStatistics) -> Tensor:
+def _through(
+    grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, seen: _GroupStatistics
+) -> Tensor:
     """The gradient of the values: of the output, less what mean and variance took, a line per channel."""
     shape = (1, -1, *(1,) * (values.ndim - 2))
     inverse = (seen.variance + seen.eps).rsqrt()

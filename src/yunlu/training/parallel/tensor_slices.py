@@ -45,7 +45,9 @@ class TensorSlice:
         """What lies in both; empty where nothing does."""
         low = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
-        return TensorSlice(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
+        return TensorSlice(
+            low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True))
+        )
 
     def subtract(self, other: TensorSlice) -> Iterator[TensorSlice]:
         """What lies in this one only, as boxes that do not overlap."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from yunlu.planning.layout import AXES, Layout, RankCoordinates
 from yunlu.training.communication.allreduce.doubling import doubling_sum
 from yunlu.training.communication.transport import connect
-from yunlu.training.parallel.redistribute import redistribute, gather_json, gather_specs
+from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
 from yunlu.training.parallel.tensor_slices import shard_of
 

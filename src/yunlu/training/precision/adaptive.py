@@ -201,7 +201,9 @@ class Adaptive:
             name = name.rpartition(".")[0]
         return name
 
-    def _weigh(self, look: RangeProbe, seen_at: float, scale: LossScale | None) -> list[PrecisionChange]:
+    def _weigh(
+        self, look: RangeProbe, seen_at: float, scale: LossScale | None
+    ) -> list[PrecisionChange]:
         sizes = {
             name: size
             for name, size in self._sizes.items()

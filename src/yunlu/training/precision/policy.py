@@ -64,7 +64,10 @@ def judge(
 
 
 def _choose_shift(
-    ranges: Mapping[str, Mapping[str, ValueRange]], sizes: Mapping[str, int], form: FloatFormat, power: int
+    ranges: Mapping[str, Mapping[str, ValueRange]],
+    sizes: Mapping[str, int],
+    form: FloatFormat,
+    power: int,
 ) -> int:
     """The change of scale that leaves most parameters low; none where the one in use does."""
     bands: dict[str, tuple[int, int]] = {}
@@ -95,7 +98,9 @@ def _common_band(
     )
 
 
-def _misfit(spans: Mapping[str, ValueRange], form: FloatFormat, power: int, change: int) -> str | None:
+def _misfit(
+    spans: Mapping[str, ValueRange], form: FloatFormat, power: int, change: int
+) -> str | None:
     """Why the format cannot hold the ranges at a scale; none where it can."""
     for kind in FORWARD + BACKWARD:
         span = spans.get(kind)

@@ -10,7 +10,7 @@ import torch
 
 from yunlu.planning.machine_profile import MachineProfile
 from yunlu.training.probing.child_process import start_child
-from yunlu.training.probing.profile_store import save_profile, load_profile
+from yunlu.training.probing.profile_store import load_profile, save_profile
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine

@@ -118,7 +118,9 @@ def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> Kern
         return _pace(bench, "product", sides, make, precision=precision)
 
 
-def measure_convolutions(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> tuple[KernelTiming, KernelTiming]:
+def measure_convolutions(
+    bench: Bench, shapes: Sequence[tuple[int, int, int]]
+) -> tuple[KernelTiming, KernelTiming]:
     """Three by three, as images have them: forward, and the gradients of both sides."""
 
     def parts(shape: tuple[int, int, int]) -> tuple[float, torch.Tensor, torch.Tensor]:

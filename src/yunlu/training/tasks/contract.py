@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from yunlu.training.data.lengths import lengths_of
-from yunlu.training.tasks.task import Batch, SupportsPacking, SavesArtifacts, Task
+from yunlu.training.tasks.task import Batch, SavesArtifacts, SupportsPacking, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

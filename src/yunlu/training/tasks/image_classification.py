@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from yunlu.core.errors import ModelError
 from yunlu.training.data.features import find_column
 from yunlu.training.data.images import (
-    ImageFiles,
     ImageArrays,
+    ImageFiles,
     ImageShape,
-    infer_scale,
     infer_image_shape,
+    infer_scale,
     load_images,
     measure,
 )

@@ -178,7 +178,9 @@ class Seq2Seq:
         begin = source.new_full((len(source), 1), tokenizer.bos)
         return extend(scores_of, begin, count=longest, length=longest + 1, fill=tokenizer.pad)
 
-    def _read_part(self, table: DataTable | None, names: tuple[str, str], part: str) -> SequencePairs | None:
+    def _read_part(
+        self, table: DataTable | None, names: tuple[str, str], part: str
+    ) -> SequencePairs | None:
         if table is None:
             return None
         sources, targets = (texts_of(table, [name], part=part) for name in names)

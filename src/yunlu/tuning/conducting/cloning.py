@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yunlu.core.files import write_atomically
 from yunlu.planning.large_batch import scale_rate
-from yunlu.planning.plan import Plan
-from yunlu.spec.job import Job
+from yunlu.runs.documents import read_job, read_plan, write_plan
+from yunlu.runs.run_store import Area, local
 from yunlu.tuning.conducting.prefixes import find_course
 from yunlu.tuning.conducting.story import read_story
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.story import Story
 
@@ -31,14 +30,14 @@ def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
     story = read_story(parent)
     step = story.step_of(rung)
     where = story.checkpoints.get(-1 if step is None else step, "")
-    source = parent.path / where
+    source = Path(parent.location(where))
     if not where or "://" in where or not source.is_dir():
         return False
-    if not _link_tree(source, child.checkpoints / source.name):
+    if not _link_tree(source, local(child).directory(Area.CHECKPOINTS) / source.name):
         return False
     plan = _adapt_plan(parent, child, story)
     if plan is not None:
-        write_atomically(child.plan, plan.model_dump_json(indent=2))
+        write_plan(child, plan)
     return True
 
 
@@ -70,11 +69,10 @@ def _adapt_plan(parent: RunStore, child: RunStore, story: Story) -> Plan | None:
 
     What was measured stays as it was: the child then computes each step exactly as the parent would.
     """
-    try:
-        plan = Plan.model_validate_json(parent.plan.read_bytes())
-    except FileNotFoundError:
+    plan = read_plan(parent)
+    if plan is None:
         return None
-    before, after = (Job.model_validate_json(run.job.read_bytes()) for run in (parent, child))
+    before, after = (read_job(run) for run in (parent, child))
     old, new = before.train, after.train
     is_other = any(getattr(old, name) != getattr(new, name) for name in _MADE_ANEW)
     if is_other or before.model != after.model or before.data != after.data:

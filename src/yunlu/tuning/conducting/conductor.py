@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.jobs.run import new_record, settle
+from yunlu.runs.run_store import Log, log_end
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.deciding import Decider
 from yunlu.tuning.conducting.hosting import Hosting
@@ -229,9 +230,8 @@ class Conductor:
         if now - live.looked_at > _ALIVE_S:
             live.looked_at = now
             live.record = settle(live.run, live.record)
-        try:
-            size = live.run.events.stat().st_size
-        except FileNotFoundError:
+        size = log_end(live.run, Log.EVENTS)
+        if not size:
             self._rests.forget(live)
             self._records.end(live.number, TrialState.FAILED, error="its run was removed")
             return

@@ -15,13 +15,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
 from yunlu.executors import limits
 from yunlu.executors.finding import open_executor
 from yunlu.executors.record import read_record as read_leases
 from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
+from yunlu.runs.documents import read_job
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler.control import find_service
@@ -29,14 +30,14 @@ from yunlu.scheduler.hands import ExecutorHands, NotNowError
 from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.needs import find_needs
 from yunlu.scheduler.notes import read_notes
-from yunlu.scheduler.queue import QUEUE, Entry, change_entry, put_back, read_entry, sign
-from yunlu.spec.job import Job
+from yunlu.scheduler.queue import Entry, change_entry, put_back, read_entry, sign
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
 
 PROMISING = 0.5
 """A trial that is better than half of those at its rung keeps the study's priority in the pool."""
@@ -183,7 +184,7 @@ class LocalPlaces:
         if read_leases(run) is not None:
             return self._hands.look(run).usable
         if run.id not in self._most:
-            job = Job.model_validate_json(run.job.read_bytes())
+            job = read_job(run)
             self._most[run.id] = min(find_needs(job).most, self.devices)
         return self._most[run.id]
 
@@ -259,7 +260,7 @@ class PoolPlaces:
     ) -> None:
         """As ``Places.start``: put into the queue, with all that waits there."""
         del most  # a bound in the queue can be raised at any time
-        job = Job.model_validate_json(run.job.read_bytes())
+        job = read_job(run)
         needs = find_needs(job, most=devices)
         priority = self._priority_of(promise)
         if read_entry(run) is None:
@@ -273,7 +274,7 @@ class PoolPlaces:
                 signature=sign(job),
                 wish="pause",  # until it is whole
             )
-            write_atomically(run.path / QUEUE, entry.model_dump_json(indent=2))
+            run.write(Document.QUEUE_ENTRY, entry.model_dump_json(indent=2))
         else:
             change_entry(run, needs=needs, priority=priority)
         put_back(run)

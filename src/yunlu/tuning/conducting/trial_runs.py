@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
-from yunlu.spec.job import Job
+from yunlu.runs.documents import read_job
+from yunlu.runs.events import AttemptStarted
+from yunlu.runs.home import find_runs, open_if_run
+from yunlu.runs.run_store import Area, Document
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
     from yunlu.tuning.conducting.places import Places
     from yunlu.tuning.study_dir import StudyAsked
     from yunlu.tuning.values import Params
@@ -66,43 +66,39 @@ def make_run(
         "saves": saves,
         "is_copy": is_copy,
     }
-    write_atomically(run.trial, json.dumps(told))
+    run.write(Document.TRIAL, json.dumps(told))
     return run
 
 
 def find_run(run_id: str) -> RunStore | None:
     """The directory of a trial's run; None where somebody has removed it."""
-    run = open_run(read_settings().home / run_id)
-    return run if run.job.exists() else None
+    return open_if_run(read_settings().home / run_id)
 
 
 def write_verdict(run: RunStore, verdict: dict[str, Any]) -> None:
     """Tell the worker: ``until``, a rung; ``hold`` or ``prune``, a reason; nothing: to the end."""
-    write_atomically(run.verdict, json.dumps(verdict))
+    run.write(Document.TRIAL_CONTROL, json.dumps(verdict))
 
 
 def read_verdict(run: RunStore) -> dict[str, Any]:
     """What the worker was last told."""
-    try:
-        return json.loads(run.verdict.read_bytes())
-    except FileNotFoundError:
-        return {}
+    content = run.read(Document.TRIAL_CONTROL)
+    return {} if content is None else json.loads(content)
 
 
 def drop_checkpoints(run: RunStore) -> None:
     """Nobody goes on from here."""
-    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    run.remove(Area.CHECKPOINTS)
 
 
 def _find_orphan(job: Job) -> RunStore | None:
     """A run that was submitted for this very job, and that nobody ever started."""
     home, name = read_settings().home, str(job.name)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
-    for path in sorted(home.glob(f"{slug}-*")):
-        run = open_run(path)
-        if not _SUFFIX.fullmatch(path.name.removeprefix(slug)) or not run.job.exists():
+    for run in sorted(find_runs(home), key=lambda run: run.id):
+        if not _SUFFIX.fullmatch(run.id.removeprefix(slug)) or not run.has(Document.JOB):
             continue
-        same = Job.model_validate_json(run.job.read_bytes()) == job
-        if same and not any(event.kind is EventKind.LIFE for event, _ in run.read_events()):
+        same = read_job(run) == job
+        if same and not any(isinstance(event, AttemptStarted) for event, _ in run.read_events()):
             return run
     return None

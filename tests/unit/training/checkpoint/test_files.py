@@ -23,7 +23,7 @@ from yunlu.training.checkpoint.save_group import SaveGroup, WriterAssignment, as
 from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.checkpoint.tensor_files import describe_bytes
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorShard, shard_of
+from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, shard_of
 
 WEIGHTS = "rank-00000.safetensors"
 

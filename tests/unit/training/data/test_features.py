@@ -5,7 +5,7 @@ import pytest
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.features import ONE_HOT_LIMIT, FeatureMap, find_column, fit_features
-from yunlu.training.data.table import ImageRef, DataTable
+from yunlu.training.data.table import DataTable, ImageRef
 
 
 def fit(columns: dict[str, object], *, embed: bool = True) -> tuple[FeatureMap, DataTable]:

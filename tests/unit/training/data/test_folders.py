@@ -9,7 +9,7 @@ import pytest
 from yunlu.core.errors import DataError
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.sources import load_tables
-from yunlu.training.data.table import AudioRef, ImageRef, DataTable
+from yunlu.training.data.table import AudioRef, DataTable, ImageRef
 
 
 def write(root: Path, *names: str) -> Path:

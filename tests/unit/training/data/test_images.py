@@ -9,11 +9,11 @@ from PIL import Image
 from yunlu.core.errors import DataError
 from yunlu.training.data import images
 from yunlu.training.data.images import (
-    ImageFiles,
     ImageArrays,
+    ImageFiles,
     ImageShape,
-    infer_scale,
     infer_image_shape,
+    infer_scale,
     load_images,
     measure,
     read_image,
@@ -37,7 +37,9 @@ def test_the_first_image_decides_size_and_colour(tmp_path: Path) -> None:
 
     assert infer_image_shape([colour, grey]) == ImageShape(channels=3, height=6, width=8)
     assert infer_image_shape([grey, colour]) == ImageShape(channels=1, height=4, width=4)
-    assert infer_image_shape([grey], edges=(2, 3), channels=3) == ImageShape(channels=3, height=2, width=3)
+    assert infer_image_shape([grey], edges=(2, 3), channels=3) == ImageShape(
+        channels=3, height=2, width=3
+    )
 
 
 def test_a_png_is_read_pixel_by_pixel(tmp_path: Path) -> None:
@@ -90,7 +92,10 @@ def test_transparent_drawings_lie_on_white(tmp_path: Path) -> None:
     drawing.putpixel((1, 0), (10, 20, 30, 255))
     ref = save(tmp_path / "drawing.png", drawing)
 
-    assert read_image(ref, infer_image_shape([ref]))[:, 0].T.tolist() == [[255, 255, 255], [10, 20, 30]]
+    assert read_image(ref, infer_image_shape([ref]))[:, 0].T.tolist() == [
+        [255, 255, 255],
+        [10, 20, 30],
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40])

@@ -10,8 +10,8 @@ import soundfile
 from yunlu.core.errors import DataError, MissingPartError
 from yunlu.training.data.synthetic_speech import (
     DIGITS,
-    SPLITS,
     SAMPLE_RATE,
+    SPLITS,
     WORDS,
     Clip,
     find_espeak,

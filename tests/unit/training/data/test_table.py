@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.table import FileRef, ImageRef, DataTable
+from yunlu.training.data.table import DataTable, FileRef, ImageRef
 
 
 def small() -> DataTable:

@@ -9,7 +9,7 @@ import torch
 from tests.unit.training.tiny_hf import save_tokenizer
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
-from yunlu.training.data.table import ImageRef, DataTable
+from yunlu.training.data.table import DataTable, ImageRef
 from yunlu.training.data.text import TokenLists, encode, fit_length, pad, texts_of
 from yunlu.training.data.tokenizer import ByteTokenizer, HfTokenizer
 

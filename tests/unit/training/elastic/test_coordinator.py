@@ -31,7 +31,7 @@ from yunlu.training.elastic.messages import (
 
 
 class Ship:
-    """A captain with two workers in a generation, on a clock that the test turns."""
+    """A coordinator with two workers in a generation, on a clock that the test turns."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -216,7 +216,7 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
 ) -> None:
     request_exclusion(ship)
     assert ship.coordinator.stage == "pausing"
-    assert (ship.coordinator.membership.seats, ship.coordinator.membership.target) == (1, 2)
+    assert (ship.coordinator.membership.active_target, ship.coordinator.membership.target) == (1, 2)
     for number in (0, 1):
         live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
         ship.handle_message(number, Paused(generation=1, step=1, live=live))
@@ -257,20 +257,20 @@ def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
     request_exclusion(ship)
     ship.handle_message(0, LeaveNotice(is_excluded=True))
     assert not ship.coordinator.membership.workers[0].is_leaving
-    assert ship.coordinator.membership.seats == 1
+    assert ship.coordinator.membership.active_target == 1
 
 
 def test_who_stands_aside_is_called_back_where_nobody_else_is_left(ship: Ship) -> None:
     request_exclusion(ship)
     node = ship.coordinator.membership.nodes[LOCAL]
     node.wanted = 1  # the other's device goes
-    assert ship.coordinator.membership.seats == 0
+    assert ship.coordinator.membership.active_target == 0
     ship.coordinator._recall(ship.now)
-    assert ship.coordinator.membership.seats == 1
+    assert ship.coordinator.membership.active_target == 1
 
 
 def test_to_save_takes_those_too_who_were_to_step_aside(ship: Ship) -> None:
     request_exclusion(ship)
     ship.coordinator.stop()
     assert not ship.coordinator.membership.workers[1].is_leaving
-    assert ship.coordinator.membership.seats == 2
+    assert ship.coordinator.membership.active_target == 2

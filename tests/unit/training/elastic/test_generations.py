@@ -29,7 +29,11 @@ def test_a_spare_takes_the_place_of_the_dead_one_and_the_others_keep_theirs() ->
     found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=3, replan=by_dp)
     assert found is not None
     assert found.workers == (0, 9, 2)
-    assert (found.restore.kind, found.restore.step, found.restore.needs_transfer) == ("live", 7, True)
+    assert (found.restore.kind, found.restore.step, found.restore.needs_transfer) == (
+        "live",
+        7,
+        True,
+    )
     assert not found.departing
 
 
@@ -173,7 +177,9 @@ def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layo
             else by_dp(devices)
         )
 
-    found = plan_generation(worker_reports, layouts={1: layout}, current=1, target=target, replan=replan)
+    found = plan_generation(
+        worker_reports, layouts={1: layout}, current=1, target=target, replan=replan
+    )
     able = {report.worker for report in worker_reports if not report.is_leaving}
     if found is None:
         assert not able

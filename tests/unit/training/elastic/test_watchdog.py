@@ -51,7 +51,9 @@ class Sea:
 
     def move(self, number: int, **changes: Any) -> None:
         heartbeat = self.beats[number]
-        self.beats[number] = heartbeat.model_copy(update={"progress": heartbeat.progress + 1, **changes})
+        self.beats[number] = heartbeat.model_copy(
+            update={"progress": heartbeat.progress + 1, **changes}
+        )
 
     def step(
         self, seconds: dict[int, float], waits: dict[int, float] | None = None

@@ -275,7 +275,9 @@ def test_the_compiler_takes_a_model_that_is_computed_again(mode: RecomputeMode) 
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Linear(3, 3), MatrixFactorization(users=3, items=3, dim=4)], ids=["linear", "factors"]
+    "model",
+    [nn.Linear(3, 3), MatrixFactorization(users=3, items=3, dim=4)],
+    ids=["linear", "factors"],
 )
 def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError, match="no repeated blocks") as caught:

@@ -18,7 +18,11 @@ from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_tokenizer
 from yunlu.training.export import ModelLineage, export
-from yunlu.training.models.initial_weights import WeightsOrigin, load_initial_weights, describe_start
+from yunlu.training.models.initial_weights import (
+    WeightsOrigin,
+    describe_start,
+    load_initial_weights,
+)
 from yunlu.training.tasks.registry import open_task
 
 WORDS = ["fine", "poor", "grand", "dull", "bright", "sour"]

@@ -32,7 +32,13 @@ from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.mlp import MLP
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import Block, CausalTransformer, TransformerClassifier
-from yunlu.training.parallel.pipeline_stages import PipelineStage, check, shared_names, split, why_not_split
+from yunlu.training.parallel.pipeline_stages import (
+    PipelineStage,
+    check,
+    shared_names,
+    split,
+    why_not_split,
+)
 
 Inputs = tuple[Tensor, ...] | dict[str, Tensor]
 

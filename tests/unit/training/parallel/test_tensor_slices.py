@@ -18,14 +18,14 @@ from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.optimizer_state import fill_optimizer, optimizer_shards
 from yunlu.training.parallel.redistribute import SliceTransfer, UncoveredError, plan_transfers
 from yunlu.training.parallel.tensor_slices import (
-    TensorSlice,
     TensorShard,
+    TensorSlice,
     fill,
     find_aliases,
-    shard_of,
-    missing_elements,
-    weights_of,
     full_slice,
+    missing_elements,
+    shard_of,
+    weights_of,
 )
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -48,7 +48,8 @@ def cut(shape: tuple[int, ...], ways: tuple[int, ...]) -> list[TensorSlice]:
         starts = [min(chunk * part, length) for part in range(parts)]
         ranges.append([(start, min(chunk, length - start)) for start in starts])
     return [
-        TensorSlice(tuple(at for at, _ in one), tuple(size for _, size in one)) for one in product(*ranges)
+        TensorSlice(tuple(at for at, _ in one), tuple(size for _, size in one))
+        for one in product(*ranges)
     ]
 
 
@@ -88,8 +89,12 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
     shape = data.draw(SHAPES)
     before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
     size = max(len(before), len(after))
-    held = [[SliceTransfer("w", shape, box, torch.int64)] for box in before] + [[]] * (size - len(before))
-    wanted = [[SliceTransfer("w", shape, box, torch.int64)] for box in after] + [[]] * (size - len(after))
+    held = [[SliceTransfer("w", shape, box, torch.int64)] for box in before] + [[]] * (
+        size - len(before)
+    )
+    wanted = [[SliceTransfer("w", shape, box, torch.int64)] for box in after] + [[]] * (
+        size - len(after)
+    )
     limit = data.draw(st.sampled_from([8, 64, 1 << 20]))
     counts = [
         torch.zeros(parts[0].box.size if parts else (), dtype=torch.int64) for parts in wanted
@@ -107,7 +112,11 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
 
 def test_own_data_comes_first_and_holders_share_the_load() -> None:
     shape = (8, 8)
-    held = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(3)] + [[], [], []]
+    held = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(3)] + [
+        [],
+        [],
+        [],
+    ]
     wanted = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(6)]
     sources = [transfer.source for transfer in plan_transfers(held, wanted, limit_bytes=1 << 20)]
     assert sources[:3] == [0, 1, 2]
@@ -117,7 +126,12 @@ def test_own_data_comes_first_and_holders_share_the_load() -> None:
 def test_what_nobody_holds_is_named() -> None:
     shape = (4,)
     held = [[SliceTransfer("a", shape, TensorSlice((0,), (3,)), torch.float32)]]
-    wanted = [[SliceTransfer("a", shape, full_slice(shape), torch.float32), SliceTransfer("b", (), full_slice(()), torch.int8)]]
+    wanted = [
+        [
+            SliceTransfer("a", shape, full_slice(shape), torch.float32),
+            SliceTransfer("b", (), full_slice(()), torch.int8),
+        ]
+    ]
     with pytest.raises(UncoveredError) as caught:
         plan_transfers(held, wanted)
     assert caught.value.names == ("a", "b")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from yunlu.training.precision import Move, Precision
+from yunlu.training.precision import Precision, PrecisionChange
 from yunlu.training.precision.adaptive import LONGEST_WAIT
 from yunlu.training.precision.modules import find_candidates
 from yunlu.training.precision.range_probes import FiniteProbe, RangeProbe
@@ -32,8 +32,8 @@ class Run:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         self.steps, self.looks = 0, list[int]()
 
-    def take(self, steps: int) -> list[Move]:
-        moves: list[Move] = []
+    def take(self, steps: int) -> list[PrecisionChange]:
+        moves: list[PrecisionChange] = []
         for _ in range(steps):
             self.steps += 1
             assert self.precision._adaptive is not None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.unit.training.tiny_hf import save_gpt2
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
-from yunlu.training.tasks.language_modeling import TokenBlocks, LanguageModeling
+from yunlu.training.tasks.language_modeling import LanguageModeling, TokenBlocks
 from yunlu.training.tasks.task import Batch
 
 if TYPE_CHECKING:

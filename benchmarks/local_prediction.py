@@ -153,7 +153,7 @@ def _measure(
 def _train(directory: Path, *, clock: str) -> int:
     """One life of a run, by one clock or the other."""
     if clock == "cpu":
-        for module in (loop, profile, meter):
+        for module in (loop, profile, timer):
             module.perf_counter = time.thread_time
     return 0 if worker.run(directory) is RunState.FINISHED else 1
 

@@ -37,7 +37,7 @@ _FIELDS: dict[type[RunEvent], dict[str, Any]] = {
         "devices": (),
         "packages": {},
     },
-    DataOpened: {"fingerprint": "f", "source": "made:x", "train": 0},
+    DataOpened: {"fingerprint": "f", "source": "synthetic:x", "train": 0},
     ModelBuilt: {"name": "mlp", "parameters": 10, "trainable": 10},
     Evaluated: {"split": "validation", "step": 1, "loss": 0.0, "metrics": {}, "seconds": 0.0},
     CheckpointSaved: {"step": 1, "path": "checkpoints/x", "bytes": 1, "seconds": 0.0},

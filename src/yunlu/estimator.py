@@ -17,7 +17,7 @@ from yunlu.core.errors import JobError, TrainingError, missing_part
 from yunlu.jobs import service
 from yunlu.jobs.publishing import publish
 from yunlu.jobs.run import error_of, move
-from yunlu.runs.run_store import Area, local
+from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
 from yunlu.spec.load import job_from_mapping
 from yunlu.spec.overrides import lay_fields
@@ -286,7 +286,7 @@ def _train(run: RunStore, live: Any) -> None:
 def _trained(job: Job, run: RunStore, net: Any, *, inputs: int, outputs: int) -> Any:
     """A plain module with the weights that the run exported."""
     fresh = _build(job, inputs=inputs, outputs=outputs)
-    exported = local(run).directory(Area.MODEL) / "model.safetensors"
+    exported = require_local(run).directory(Area.MODEL) / "model.safetensors"
     if exported.exists():
         # Weights that two layers share stand there once.
         weights = _import("safetensors.torch").load_file(exported)

@@ -48,19 +48,19 @@ class BuiltIn(TaskContract):
 class TestTextClassification(BuiltIn):
     task = "text-classification"
     model: ClassVar = {"name": "transformer", "args": SMALL}
-    data: ClassVar = {"train": "made:reviews"}
+    data: ClassVar = {"train": "synthetic:reviews"}
 
 
 class TestLanguageModeling(BuiltIn):
     task = "language-modeling"
     model: ClassVar = {"name": "transformer", "args": SMALL}
-    data: ClassVar = {"train": "made:python-docs", "max_length": 32}
+    data: ClassVar = {"train": "synthetic:python-docs", "max_length": 32}
 
 
 class TestSeq2Seq(BuiltIn):
     task = "seq2seq"
     model: ClassVar = {"name": "transformer", "args": SMALL}
-    data: ClassVar = {"train": "made:dates"}
+    data: ClassVar = {"train": "synthetic:dates"}
 
 
 class TestImageClassification(BuiltIn):
@@ -84,7 +84,7 @@ class TestTabularRegression(BuiltIn):
 class TestRecommendation(BuiltIn):
     task = "recommendation"
     model: ClassVar = {"name": "factors", "args": {"dim": 4}}
-    data: ClassVar = {"train": "made:films"}
+    data: ClassVar = {"train": "synthetic:films"}
 
 
 @needs_voice
@@ -93,7 +93,7 @@ class TestRecommendation(BuiltIn):
 class TestKeywordSpotting(BuiltIn):
     task = "keyword-spotting"
     model: ClassVar = {"name": "cnn"}
-    data: ClassVar = {"train": "made:spoken-words"}
+    data: ClassVar = {"train": "synthetic:spoken-words"}
 
 
 @needs_voice
@@ -102,7 +102,7 @@ class TestKeywordSpotting(BuiltIn):
 class TestSpeechToText(BuiltIn):
     task = "speech-to-text"
     model: ClassVar = {"name": "conv-gru", "args": {"hidden": 16}}
-    data: ClassVar = {"train": "made:spoken-digits"}
+    data: ClassVar = {"train": "synthetic:spoken-digits"}
 
 
 def test_no_task_of_the_package_is_without_its_contract() -> None:

@@ -43,7 +43,7 @@ TASKS = {
 )
 def test_an_example_reaches_its_figure(example: Path, yunlu: Yunlu) -> None:
     text = example.read_text()
-    if "made:spoken" in text and not shutil.which("espeak-ng"):
+    if "synthetic:spoken" in text and not shutil.which("espeak-ng"):
         pytest.skip("espeak-ng, which speaks this example's data, is not installed")
     match = EXPECTS.search(text)
     assert match, "an example says what to expect"

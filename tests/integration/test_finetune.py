@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 FIRST = """
 task: text-classification
 model: {name: transformer, args: {width: 32, layers: 2}}
-data: {train: made:reviews, limit: 4000}
+data: {train: synthetic:reviews, limit: 4000}
 train: {epochs: 3, batch: 64, optimizer: {name: adamw, lr: 0.003}}
 """
 NEXT = """
@@ -142,7 +142,7 @@ def _losses(run: RunStore) -> dict[int, float]:
 
 
 def _refuse(yunlu: Yunlu, folder: Path) -> None:
-    (folder / "dates.yaml").write_text("task: seq2seq\ndata: made:dates\n")
+    (folder / "dates.yaml").write_text("task: seq2seq\ndata: synthetic:dates\n")
     for arguments, words in {
         ("nosuch", "next.yaml"): "there is no run 'nosuch'",
         ("first", "dates.yaml"): "was trained for text-classification, not for seq2seq",

@@ -67,7 +67,7 @@ class Pool:
             {
                 "name": name,
                 "task": "tabular-classification",
-                "data": "made:x",
+                "data": "synthetic:x",
                 "model": {"name": "mlp", "args": args},
                 "train": {"steps": steps, "batch": 8},
                 "devices": devices,

@@ -19,7 +19,7 @@ SUBMIT = """
 import sys
 from yunlu.jobs import service
 from yunlu.spec.job import Job
-job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "made:x"})
+job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"})
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(int(sys.argv[1])):

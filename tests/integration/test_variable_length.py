@@ -83,7 +83,7 @@ def ids_of(micros: list[Batch]) -> list[Any]:
     return [given[0].tolist() for given in inputs if isinstance(given, tuple)]
 
 
-CASES = [("text-classification", "made:reviews"), ("seq2seq", "made:dates")]
+CASES = [("text-classification", "synthetic:reviews"), ("seq2seq", "synthetic:dates")]
 
 
 @pytest.mark.parametrize(("name", "data"), CASES)
@@ -104,16 +104,16 @@ def test_an_encoder_of_hugging_face_trains_packed_as_padded(tmp_path: Path) -> N
     curves: list[list[float]] = []
     ways: list[Padding] = ["pad", "pack"]
     for padding in ways:
-        task, splits, built = load("text-classification", model, "made:reviews")
+        task, splits, built = load("text-classification", model, "synthetic:reviews")
         assert padding in padding_options(task, built, splits)
         curves.append(train(task, built.train(), batches(task, splits, padding)))
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
 
 
 def test_batches_by_length_go_on_after_a_stop_and_pad_less() -> None:
-    task, splits, model = load("text-classification", OWN, "made:reviews")
+    task, splits, model = load("text-classification", OWN, "synthetic:reviews")
     whole = train(task, model, batches(task, splits, "bucket"))
-    _, _, again = load("text-classification", OWN, "made:reviews")
+    _, _, again = load("text-classification", OWN, "synthetic:reviews")
     steps = batches(task, splits, "bucket")
     half = train(task, again, islice(steps, STEPS // 2))
     assert half == whole[: STEPS // 2]
@@ -129,7 +129,7 @@ def test_batches_by_length_go_on_after_a_stop_and_pad_less() -> None:
 
 
 def test_the_padding_that_was_foretold_is_the_padding_there_is() -> None:
-    task, splits, _ = load("seq2seq", OWN, "made:dates")
+    task, splits, _ = load("seq2seq", OWN, "synthetic:dates")
     lengths = lengths_of(splits.train)
     assert lengths is not None
     order = make_order(len(splits.train), BATCH, 7, lengths=lengths, padding="bucket")

@@ -52,7 +52,7 @@ def join(
     crew = read_crew(run)
     if crew is None:
         raise StoreError(
-            f"{run.path}, where the run lies, cannot be read on this machine",
+            f"{run.address}, where the run lies, cannot be read on this machine",
             hint="share it between the machines, at the same path and for the same user",
         )
     called = name or f"{socket.gethostname()}-{os.getpid()}"

@@ -42,7 +42,7 @@ from yunlu.executors.worker_process import (
 from yunlu.hardware.fleet import Node
 from yunlu.runs.documents import read_raw_job
 from yunlu.runs.home import find_runs
-from yunlu.runs.run_store import Area, Document, local, text_logs
+from yunlu.runs.run_store import Area, Document, require_local, text_logs
 from yunlu.runs.worker_group import ask, count_workers, read_crew
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class LocalExecutor:
     def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """As ``Executor.start``."""
         devices = self._check(run, placement)
-        with record_lock(run), locked(local(run).home / _DEVICES_LOCK):
+        with record_lock(run), locked(require_local(run).home / _DEVICES_LOCK):
             before = read_record(run)
             slots = self._choose_gpus(run, devices) if self._gpus else ()
             record = Record(
@@ -195,7 +195,7 @@ class LocalExecutor:
     def _choose_gpus(self, run: RunStore, devices: int) -> tuple[int, ...]:
         """The first that no other run has; who is to have how many is not for us to say."""
         taken: set[int] = set()
-        for other in find_runs(local(run).home, having=Document.LEASES):
+        for other in find_runs(require_local(run).home, having=Document.LEASES):
             record = read_record(other)
             if record is not None and other.id != run.id:
                 slots = {slot for lease in record.wanted for slot in lease.slots}

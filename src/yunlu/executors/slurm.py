@@ -29,7 +29,7 @@ from yunlu.executors.slurm_words import (
     read_queue,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.runs.run_store import WORKER_LOG, Area, local
+from yunlu.runs.run_store import WORKER_LOG, Area, require_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -150,7 +150,7 @@ class SlurmExecutor(LeasedExecutor):
 
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        local(run).directory(Area.LOGS).mkdir(exist_ok=True)
+        require_local(run).directory(Area.LOGS).mkdir(exist_ok=True)
         log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
         cpus = lease.devices * int(self.options.cpus)
         words = [

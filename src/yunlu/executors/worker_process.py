@@ -19,7 +19,7 @@ import psutil
 
 from yunlu.core.errors import StoreError, missing_part
 from yunlu.core.settings import worker_environment
-from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, local
+from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, require_local
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -174,7 +174,7 @@ def start_worker(
             f"the run was submitted from {directory}, which is no longer there",
             hint="put the directory back: relative paths in the job start from it",
         )
-    with local(run).open_text_log(WORKER_LOG) as log:
+    with require_local(run).open_text_log(WORKER_LOG) as log:
         child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
             words,
             stdin=subprocess.DEVNULL,

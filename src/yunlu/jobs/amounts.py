@@ -109,7 +109,7 @@ def _bytes_per_token(job: Job) -> float:
 
 
 def _bytes_of(source: str) -> int:
-    if source == "made:python-docs":
+    if source == "synthetic:python-docs":
         return _PYTHON_DOCS_BYTES
     return sum(file.stat().st_size for file in _files(source))
 

@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.value import Value
-from yunlu.jobs.run import fold, new_record, settle
+from yunlu.jobs.run import new_record, settle, take_event
 from yunlu.runs.documents import not_a_run
-from yunlu.runs.run_dir import Event
+from yunlu.runs.events import Event
 from yunlu.runs.run_store import Log, log_end
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def follow(
     while True:
         batch: list[FollowedItem] = []
         for event, after in run.read_events(offset=events_at):
-            record, events_at = fold(record, event, after), after
+            record, events_at = take_event(record, event, after), after
             if after > since.events:
                 batch.append(event)
         for metric, after in run.read_metrics(offset=metrics_at):

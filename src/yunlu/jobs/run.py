@@ -1,15 +1,13 @@
-"""What a run's log of events says about it: a record, folded from the events one by one."""
+"""Record of a run for the index, kept up to date with its events and its worker process."""
 
 from __future__ import annotations
 
 import json
-import math
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, error_of_code
-from yunlu.core.value import Value
 from yunlu.executors import memory
 from yunlu.executors.finding import is_elsewhere, is_held, last_reason
 from yunlu.executors.worker_group import living_workers
@@ -20,15 +18,18 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.runs.events import ErrorRaised, StateChanged
-from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.fold import RunSummary, advance, fold
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, log_end
-from yunlu.runs.states import RunState, check_move, replay_move
+from yunlu.runs.states import RunState, check_move
+from yunlu.runs.step_metrics import is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from yunlu.core.errors import YunluError
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
+    from yunlu.runs.step_metrics import StepMetrics
 
 _TAIL_BYTES = 32_768
 MEMORY = "memory"
@@ -36,26 +37,15 @@ MEMORY = "memory"
 _MORE_MEMORY = "say what it needs (train.memory_gb), or give it more devices (--min-devices)"
 
 
-class RunRecord(Value):
-    """One row of the index: where a run stands after the events before ``offset``."""
+class RunRecord(RunSummary):
+    """One row of the index: state and progress after the events before ``offset``."""
 
     id: str
     name: str
     task: str
     model: str
-    state: RunState = RunState.PENDING
-    created_at: float
-    updated_at: float
     offset: int = 0
     """Bytes of ``events.jsonl`` that this record has taken in."""
-    pid: int | None = None
-    process_started_at: float | None = None
-    step: int | None = None
-    steps: int | None = None
-    metric: str | None = None
-    """The name of the figure people quote for this task."""
-    metric_value: float | None = None
-    error: str | None = None
 
     @property
     def progress(self) -> float | None:
@@ -87,50 +77,17 @@ def replay(run: RunStore, record: RunRecord) -> RunRecord:
     if record.offset > log_end(run, Log.EVENTS):
         record = new_record(run) or record.model_copy(update={"offset": 0})
     for event, offset in run.read_events(offset=record.offset):
-        record = fold(record, event, offset)
+        record = take_event(record, event, offset)
     step = last_step(run) if record.state.is_active else None
     if step is not None and step > (record.step or 0):
         record = record.model_copy(update={"step": step})
     return record
 
 
-def fold(record: RunRecord, event: Event, offset: int) -> RunRecord:
+def take_event(record: RunRecord, event: Event, offset: int) -> RunRecord:
     """The record after one more event; pure."""
-    data = event.data
-    changes: dict[str, Any] = {"offset": offset, "updated_at": event.at}
-    if record.offset == 0:
-        changes["created_at"] = event.at
-    match event.kind:
-        case EventKind.STATE:
-            changes |= _fold_state(record, data)
-        case EventKind.LIFE:
-            changes |= {key: data.get(key) for key in ("pid", "process_started_at")}
-        case EventKind.PLAN:
-            changes |= {"steps": data.get("steps"), "metric": data.get("best_metric")}
-        case EventKind.BATCH:
-            changes["steps"] = data.get("steps")
-        case EventKind.EVALUATION:
-            metric, value = headline(data, record.metric)
-            changes |= {"metric": metric, "metric_value": value}
-            changes["step"] = max(record.step or 0, data.get("step") or 0)
-        case EventKind.CHECKPOINT:
-            changes["step"] = max(record.step or 0, data.get("step") or 0)
-        case EventKind.ERROR:
-            changes["error"] = data.get("message")
-        case _:
-            pass
-    return record.model_copy(update=changes)
-
-
-def headline(evaluation: dict[str, Any], wanted: str | None) -> tuple[str, float | None]:
-    """The figure people quote: the one the plan watches, else the first metric, else the loss."""
-    figures: dict[str, Any] = {
-        **(evaluation.get("metrics") or {}),
-        "loss": evaluation.get("loss"),
-    }
-    name = wanted if wanted is not None and wanted in figures else next(iter(figures))
-    value = math.nan if figures[name] is None else float(figures[name])
-    return name, None if math.isnan(value) else value  # a database has no NaN, only nothing
+    advanced = advance(record, event, is_first=record.offset == 0)
+    return advanced.model_copy(update={"offset": offset})
 
 
 def settle(run: RunStore, record: RunRecord) -> RunRecord:
@@ -142,13 +99,13 @@ def settle(run: RunStore, record: RunRecord) -> RunRecord:
         with launch_lock(run, wait=False):
             record = replay(run, record)  # its last words may have arrived meanwhile
             if record.state.is_active and not worker_is_alive(run, record):
-                record = _bury(run, record)
-    except BlockingIOError:  # somebody is just starting or burying its worker
+                record = _reap(run, record)
+    except BlockingIOError:  # somebody is just starting or reaping its worker
         pass
     return record
 
 
-def _bury(run: RunStore, record: RunRecord) -> RunRecord:
+def _reap(run: RunStore, record: RunRecord) -> RunRecord:
     """Write down how a run ended whose worker could not; the caller holds its lock."""
     outgrown = memory.tell_outgrown(run.id) if not is_elsewhere(run) else None
     if outgrown is not None:
@@ -170,7 +127,7 @@ def _last_sign(run: RunStore) -> float:
 def move(run: RunStore, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
     """Move the run, if the table of moves allows it, by one event. The caller holds its lock."""
     check_move(record.state, state)
-    run.emit(StateChanged(state=state.value, **data))
+    run.emit(StateChanged(state=state, **data))
     return replay(run, record)
 
 
@@ -193,7 +150,7 @@ def worker_of(run: RunStore, record: RunRecord) -> WorkerProcess | None:
     if recorded is not None and recorded.pid == record.pid:
         return recorded  # measured the same way as we look: the best identity there is
     if recorded is not None and recorded.process_started_at > record.process_started_at:
-        return recorded  # a supervisor that took over within the same life
+        return recorded  # a supervisor that took over within the same attempt
     return WorkerProcess(
         pid=record.pid,
         process_started_at=record.process_started_at,
@@ -203,22 +160,14 @@ def worker_of(run: RunStore, record: RunRecord) -> WorkerProcess | None:
 
 
 def error_of(events: Iterable[Event]) -> YunluError | None:
-    """Why the last life of the run failed or was lost, as the error the worker raised."""
-    error: YunluError | None = None
-    for event in events:
-        data = event.data
-        if event.kind is EventKind.ERROR:
-            error = error_of_code(
-                data.get("code") or "internal",
-                data.get("message") or "the run failed",
-                hint=data.get("hint"),
-                traceback=data.get("traceback"),
-            )
-        elif event.kind is EventKind.STATE and data.get("state") == RunState.PENDING:
-            error = None
-        elif event.kind is EventKind.STATE and data.get("state") == RunState.LOST:
-            error = TrainingError(data.get("reason") or "the worker vanished")
-    return error
+    """Why the last attempt failed or was lost, as the error that the worker raised."""
+    view = fold(events)
+    if view.state is RunState.LOST:
+        return TrainingError(view.reason or "the worker vanished")
+    if view.error is None:
+        return None
+    error = view.error
+    return error_of_code(error.code, error.message, hint=error.hint, traceback=error.traceback)
 
 
 def last_step(run: RunStore) -> int | None:
@@ -227,7 +176,7 @@ def last_step(run: RunStore) -> int | None:
     return tail[-1]["step"] if tail else None
 
 
-def recent_metrics(run: RunStore) -> list[dict[str, Any]]:
+def recent_metrics(run: RunStore) -> list[StepMetrics]:
     """The last few metric records, without reading the whole file."""
     tail = run.read(Log.METRICS, offset=-_TAIL_BYTES) or b""
     return list(_whole_records(tail.splitlines(keepends=True)))
@@ -251,21 +200,6 @@ def log_tail(run: RunStore, lines: int = 20) -> list[str]:
     return tail.decode(errors="replace").splitlines()[-lines:]
 
 
-def _fold_state(record: RunRecord, data: dict[str, Any]) -> dict[str, Any]:
-    told = RunState(data["state"])
-    state = replay_move(record.state, told)
-    if state is not told:
-        return {}
-    changes: dict[str, Any] = {"state": state}
-    if state is RunState.PENDING:  # a new life: the old worker and its error are history
-        changes |= {"pid": None, "process_started_at": None, "error": None}
-    if state is RunState.RUNNING and data.get("resumed_from_step") is not None:
-        changes["step"] = data["resumed_from_step"]  # later steps of the old life are undone
-    if state is RunState.LOST:
-        changes["error"] = data.get("reason")
-    return changes
-
-
 def _last_words(run: RunStore, record: RunRecord) -> str:
     if is_elsewhere(run):
         return last_reason(run)
@@ -282,11 +216,11 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
     return f"the worker (process {worker.pid}) ended with exit code {code} without a word"
 
 
-def _whole_records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+def _whole_records(lines: list[bytes]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:  # half a line, at the end or after a crash
             continue
-        if isinstance(record, dict) and "step" in record and "at" in record:
+        if is_step(record):
             yield record

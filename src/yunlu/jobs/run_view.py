@@ -12,14 +12,14 @@ from yunlu.jobs.crew import newest_crew
 from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import RunRecord, error_of, log_tail, remaining_s
 from yunlu.planning.plan import Plan
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import BatchChanged, CheckpointSaved, CommunicationChosen, Evaluated
+from yunlu.runs.fold import GroupGeneration, LostWorker, read_view
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, last_record
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
-_DETAILS = {"confusion", "examples"}
 _LAST_LINES = 8
 
 
@@ -49,17 +49,18 @@ class RunDetails(ListedRun):
     """One run: state, plan, workers, evaluations, checkpoints, warnings, paths."""
 
     plan: Plan | None = None
-    crew: dict[str, Any] | None = None
-    """The newest worker group."""
-    communication: dict[str, Any] | None = None
+    worker_group: GroupGeneration | None = None
+    """The newest generation."""
+    communication: CommunicationChosen | None = None
     """The newest choice of a communication method."""
-    batch: dict[str, Any] | None = None
+    batch: BatchChanged | None = None
     """The newest change of the batch."""
     noise: dict[str, float] = Field(default_factory=dict)
     """The newest figures of the gradient noise."""
-    faults: tuple[dict[str, Any], ...] = ()
-    evaluations: tuple[dict[str, Any], ...] = ()
-    checkpoints: tuple[dict[str, Any], ...] = ()
+    lost_workers: tuple[LostWorker, ...] = ()
+    evaluations: tuple[Evaluated, ...] = ()
+    """Without confusion counts and examples."""
+    checkpoints: tuple[CheckpointSaved, ...] = ()
     """Those that are still there."""
     warnings: tuple[str, ...] = ()
     paths: dict[str, str] = Field(default_factory=dict)
@@ -110,26 +111,23 @@ def list_run(run: RunStore, record: RunRecord) -> ListedRun:
 
 def describe_run(run: RunStore, record: RunRecord) -> RunDetails:
     """Everything that one screen shows of a run."""
-    found: dict[EventKind, list[dict[str, Any]]] = {kind: [] for kind in EventKind}
-    for event, _ in run.read_events():
-        found[event.kind].append(event.data)
-    checkpoints = {entry["step"]: entry for entry in found[EventKind.CHECKPOINT]}.values()
-    plan = run.read(Document.PLAN)
+    view, plan = read_view(run), run.read(Document.PLAN)
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in view.checkpoints}.values()
     return RunDetails(
         **_summary(run, record),
         plan=None if plan is None else Plan.model_validate_json(plan),
-        crew=(found[EventKind.CREW] or [None])[-1],
-        communication=(found[EventKind.COMMUNICATION] or [None])[-1],
-        batch=(found[EventKind.BATCH] or [None])[-1],
+        worker_group=view.worker_group,
+        communication=view.communications[-1] if view.communications else None,
+        batch=view.batches[-1] if view.batches else None,
         noise=_read_noise(run),
-        faults=tuple(found[EventKind.FAULT]),
+        lost_workers=view.lost_workers,
         evaluations=tuple(
-            {key: value for key, value in evaluation.items() if key not in _DETAILS}
-            for evaluation in found[EventKind.EVALUATION]
+            evaluation.model_copy(update={"confusion": None, "examples": ()})
+            for evaluation in view.evaluations
         ),
         # Old checkpoints are removed as new ones come.
-        checkpoints=tuple(entry for entry in checkpoints if run.has(entry["path"])),
-        warnings=tuple(str(warning.get("message")) for warning in found[EventKind.WARNING]),
+        checkpoints=tuple(checkpoint for checkpoint in checkpoints if run.has(checkpoint.path)),
+        warnings=tuple(warning.message for warning in view.warnings),
         paths=_list_paths(run),
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import JobError, ModelError, StoreError
 from yunlu.jobs import service
 from yunlu.runs.home import open_if_run
-from yunlu.runs.run_store import Area, Log, local
+from yunlu.runs.run_store import Area, Log, require_local
 from yunlu.spec.job import ModelSpec
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _of_run(run: RunStore) -> Start:
             hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
             f"wait for its end: yunlu logs -f {run.id}",
         )  # fmt: skip
-    return _of_directory(local(run).directory(Area.MODEL))
+    return _of_directory(require_local(run).directory(Area.MODEL))
 
 
 def _of_directory(directory: Path) -> Start:

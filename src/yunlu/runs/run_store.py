@@ -221,7 +221,7 @@ class LocalRunStore(Protocol):
         ...
 
 
-def local(run: RunStore) -> LocalRunStore:
+def require_local(run: RunStore) -> LocalRunStore:
     """The store, if its artifacts are files of this machine."""
     if isinstance(run, LocalRunStore):
         return run

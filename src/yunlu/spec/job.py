@@ -67,7 +67,7 @@ class DataSpec(Value):
     """Where the samples are and which parts of them matter."""
 
     train: str = Field(min_length=1)
-    """A file or folder (local path or fsspec URL), ``hf:NAME``, ``sklearn:NAME``, or ``made:NAME`` for data Yunlu makes."""
+    """A file or folder (local path or fsspec URL), ``hf:NAME``, ``sklearn:NAME``, or ``synthetic:NAME`` for data Yunlu makes."""
     validation: str | None = None
     """Like ``train``; without it a share of the training data is held out."""
     test: str | None = None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
 from yunlu.runs.events import AttemptStarted, StateChanged
+from yunlu.runs.run_store import Claim, HeldClaim
 from yunlu.training.callbacks import StopRequest
 from yunlu.training.memory.out_of_memory import is_out_of_memory
 
@@ -64,24 +64,20 @@ def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tupl
 
 
 @contextmanager
-def run_lock(directory: RunStore, *, held: int | None = None) -> Generator[int]:
-    """Hold the run's lock, and give it: two workers on one run would destroy each other's work.
+def run_lock(directory: RunStore, *, passed_on: str | None = None) -> Generator[HeldClaim]:
+    """Hold the claim on the run: two workers on one run would destroy each other's work.
 
-    ``held`` is the lock itself, where this process had it as another program.
+    ``passed_on``: the claim, where the program that this process was before held it.
     """
-    path = directory.path / "worker.lock"
-    with path.open("w") if held is None else os.fdopen(held, "w") as file:
+    with ExitStack() as stack:
+        claim = directory.claim(Claim.WORKER, wait=False, passed_on=passed_on)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = stack.enter_context(claim)
         except BlockingIOError as error:
             raise RunBusyError(
                 f"Run {directory.id} already has a worker.", hint="`yunlu ps` shows it."
             ) from error
-        _held_locks.append(file)
-        try:
-            yield file.fileno()
-        finally:
-            _held_locks.remove(file)
+        yield held
 
 
 _held_locks: list[IO[str]] = []

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.metrics import lower_is_better
+from yunlu.runs.documents import read_number
 from yunlu.runs.events import (
     CheckpointSaved,
     PrecisionChanged,
@@ -17,6 +18,7 @@ from yunlu.runs.events import (
     StateChanged,
     StepSkipped,
 )
+from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.evaluate import Score, evaluate
@@ -114,14 +116,16 @@ class TrainingCallbacks:
             engine.plan.stopping_metric, min_delta=patience.min_delta if patience else 0.0
         )
         self.log = log or MetricLog(
-            run.metrics,
+            run,
             device=engine.device,
             life=life,
             forward=lambda values, step: trackers.log(values, step=step),
         )
         kept = train.checkpoint
         self.checkpoints = CheckpointStore(
-            run.checkpoints if kept.url is None else f"{kept.url.rstrip('/')}/{run.id}",
+            run.location(Area.CHECKPOINTS)
+            if kept.url is None
+            else f"{kept.url.rstrip('/')}/{run.id}",
             options=kept.options,
             keep_last=train.checkpoint.keep_last,
             keep_best=train.checkpoint.keep_best,
@@ -180,9 +184,10 @@ class TrainingCallbacks:
     def _read_batch(self) -> int | None:
         """The batch that somebody asked for while the run goes on."""
         try:
-            return max(int(self._run.batch.read_text()), 1)
-        except (OSError, ValueError):
+            target = read_number(self._run, Document.TARGET_BATCH)
+        except OSError:
             return None
+        return None if target is None else max(target, 1)
 
     def before_step(self) -> StepRequest:
         """A worker alone asks nobody."""
@@ -369,7 +374,7 @@ class TrainingCallbacks:
         self._run.emit(
             CheckpointSaved(
                 step=entry.step,
-                path=entry.where.removeprefix(f"{self._run.path}/"),
+                path=entry.where.removeprefix(f"{self._run.location('')}/"),
                 bytes=entry.bytes,
                 seconds=seconds,
                 stalled_s=self._stall_s,

@@ -16,9 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.documents import require_plan
 from yunlu.runs.events import MemoryExhausted, StateChanged
+from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.machine import Machine
     from yunlu.planning.layout import Layout
+    from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.elastic.messages import Assignment, RankAssignment
     from yunlu.training.elastic.worker_agent import WorkerAgent
@@ -132,7 +134,7 @@ class ElasticWorker:
         if size is None:
             return False
         self._most_samples = size
-        type(self._run)(self._run.path).emit(  # whoever leads: this is not its news
+        open_run(self._run.address).emit(  # whoever leads: this is not its news
             MemoryExhausted(
                 step=engine.steps_done + 1,
                 micro_batch=size,
@@ -377,7 +379,7 @@ class ElasticWorker:
 
     def _load_plan(self) -> Plan:
         if self._plan is None:
-            self._plan = Plan.model_validate_json(self._run.plan.read_bytes())
+            self._plan = require_plan(self._run)
         return self._plan
 
     def _copies(self) -> list[StateReplica]:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from yunlu.core.errors import TrainingError, is_disk_full
 from yunlu.core.files import sync_directory, sync_tree
 from yunlu.core.units import show_count, show_number
+from yunlu.runs.run_store import Area, require_local
 from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
 from yunlu.training.models.initial_weights import describe_start
@@ -44,7 +45,8 @@ def export(
     run: RunStore, job: Job, task: Task, model: nn.Module, lineage: ModelLineage
 ) -> list[str]:
     """Write ``model/`` aside, then publish it whole; returns the names of its files."""
-    aside = run.path / ".model.part"
+    published = require_local(run).directory(Area.MODEL)
+    aside = published.with_name(".model.part")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
@@ -60,19 +62,19 @@ def export(
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
         (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
         sync_tree(aside)  # a finished run is not resumed: its model must outlast a power cut
-        shutil.rmtree(run.model, ignore_errors=True)
-        aside.rename(run.model)
+        shutil.rmtree(published, ignore_errors=True)
+        aside.rename(published)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             raise TrainingError(
-                f"No space left to export the model to {run.model}.",
+                f"No space left to export the model to {published}.",
                 hint="The checkpoints are kept: free some space, then `yunlu resume`.",
             ) from error
         raise
-    sync_directory(run.path)
+    sync_directory(published.parent)
     return sorted(
-        str(path.relative_to(run.model)) for path in run.model.rglob("*") if path.is_file()
+        str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()
     )
 
 

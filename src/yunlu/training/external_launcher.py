@@ -25,13 +25,13 @@ from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.launch import detect_launch
 from yunlu.core.settings import launch_variables
 from yunlu.planning.layout import Layout
-from yunlu.planning.plan import Plan
 from yunlu.planning.splitting import fit_plan, resplit
+from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.events import EnvironmentRecorded, ErrorRaised, WorkerLost
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Area, Document, require_local
 from yunlu.runs.states import RunState
-from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.rules import against_serving
 from yunlu.training.attempt import (
@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
     from yunlu.hardware.machine import Machine
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.parallel.world import World
     from yunlu.training.training_inputs import TrainingInputs
@@ -110,11 +112,11 @@ def run(path: Path | None, place: LaunchInfo, *, turn: int = 0) -> RunState:
 
 def _lead(run: RunStore, muster: Rendezvous, stop: StopRequest) -> RunState:
     with run_lock(run) as lock:
-        job = Job.model_validate_json(run.job.read_bytes())
+        job = read_job(run)
         # Named by the job, or chosen by those who were launched before us.
-        is_served = job.communication.method == "asynchronous" or run.servers.is_dir()
+        is_served = job.communication.method == "asynchronous" or run.has(Area.SERVERS)
         is_over = _is_finished(run)
-        about = {"path": str(run.path), "directory": str(Path.cwd()), "is_over": is_over}
+        about = {"path": run.address, "directory": str(Path.cwd()), "is_over": is_over}
         muster.share("run", about | {"is_served": is_served})
         if is_over:  # a restart because of something that came after the end
             muster.meet("end")
@@ -136,9 +138,9 @@ def _follow(muster: Rendezvous, stop: StopRequest) -> RunState:
     print(about["path"], flush=True)  # noqa: T201 (to the parent: see above)
     run = open_run(Path(about["path"]))
     run.is_quiet = True
-    if not run.job.exists():
+    if not run.has(Document.JOB):
         raise StoreError(
-            f"{run.path} is not there on this machine.",
+            f"{run.address} is not there on this machine.",
             hint="All machines must see the same files: put YUNLU_HOME on a shared drive.",
         )
     if about["is_over"]:
@@ -146,7 +148,7 @@ def _follow(muster: Rendezvous, stop: StopRequest) -> RunState:
         return RunState.FINISHED
     with suppress(OSError):
         os.chdir(about["directory"])
-    _write_to(run.logs / f"member-{muster.place.rank}.log")
+    _print_to(run, f"{Area.LOGS}/member-{muster.place.rank}.log")
     if about["is_served"]:
         switch_to_async(run, muster)
     muster.watch_for_failure(lambda _: None)
@@ -161,7 +163,7 @@ def _take_part(
 ) -> RunState:
     machine = probe_machine()
     run.emit(EnvironmentRecorded(**describe_environment(machine)))
-    job = Job.model_validate_json(run.job.read_bytes())
+    job = read_job(run)
     set_deterministic(job.train.deterministic)
     parts = _load(run, job, muster)
     pattern = pattern_of(parts.model)
@@ -170,7 +172,7 @@ def _take_part(
     if muster.leads:
         layout = _lay_out(run, job, parts, machine, muster, cores=cores, began_at=began_at)
     told = muster.share("layout", layout and layout.model_dump(mode="json"))
-    plan = Plan.model_validate_json(run.plan.read_bytes())
+    plan = require_plan(run)
     layout = Layout.model_validate(told)
     plan = fit_plan(plan, job, layout, cores=cores, nodes=muster.nodes)
     device = _device(plan, muster.place)
@@ -373,10 +375,9 @@ def _is_finished(run: RunStore) -> bool:
     return read_view(run).state is RunState.FINISHED
 
 
-def _write_to(log: Path) -> None:
-    """From here on this process prints into its own file."""
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as file:
+def _print_to(run: RunStore, log: str) -> None:
+    """From here on this process prints to its own log."""
+    with require_local(run).open_text_log(log) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yunlu.runs.events import ModelExported, PredictionMeasured, ProgressReported
+from yunlu.runs.run_store import Area
 from yunlu.training.export import ModelLineage, export
 from yunlu.training.run_measurement import measure_run
 
@@ -40,7 +41,7 @@ def finalize(
         return {}
     lineage = ModelLineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, model, lineage)
-    directory.emit(ModelExported(path=directory.model.name, files=names, from_step=step))
+    directory.emit(ModelExported(path=Area.MODEL.value, files=names, from_step=step))
     measured = measure_run(directory, samples=watch.samples_done, machine=machine)
     directory.emit(PredictionMeasured(measured=measured))
     return {

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.core.files import append_lines
+from yunlu.runs.run_store import Log
 from yunlu.training.memory.resident import peak_resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from yunlu.runs.run_store import RunStore
 
 _FLUSH_EVERY_S = 0.5
 _FLUSH_AT = 256
@@ -24,17 +25,17 @@ _TRACKED = (
 
 
 class MetricLog:
-    """Appends one record per step to ``metrics.jsonl`` (keys: ``core.rundir.METRIC_KEYS``)."""
+    """Appends one record per step to the metrics of the run (keys: ``METRIC_KEYS``)."""
 
     def __init__(
         self,
-        path: Path,
+        run: RunStore,
         *,
         device: torch.device,
         life: int,
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
-        self._path = path
+        self._run = run
         self._device = device
         self._life = life
         self._forward = forward
@@ -72,7 +73,7 @@ class MetricLog:
         memory = self._memory_bytes()
         for record in records:
             record["memory_bytes"] = memory
-        append_lines(self._path, records)
+        self._run.append(Log.METRICS, records)
         # Nobody looks at hundreds of points a second; the log above has them all.
         stride = -(-len(records) // _TRACKED_PER_FLUSH)
         for record in records[::-stride][::-1]:

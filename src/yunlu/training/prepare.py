@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.core.errors import DataError
-from yunlu.core.files import write_atomically
 from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
 from yunlu.planning.layouts import count_devices
-from yunlu.planning.plan import Plan
 from yunlu.planning.planner import make_plan
+from yunlu.runs.documents import require_plan, write_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
+from yunlu.runs.run_store import Document
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.models.batch_norm import allow_single_samples
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.machine import Machine
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.models.initial_weights import WeightsOrigin
@@ -88,8 +89,8 @@ def load_or_make_plan(
     directory: RunStore, job: Job, parts: TrainingInputs, machine: Machine, *, started_at: float
 ) -> Plan:
     """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
-    if directory.plan.exists():
-        plan = Plan.model_validate_json(directory.plan.read_text())
+    if directory.has(Document.PLAN):
+        plan = require_plan(directory)
     else:
         directory.emit(ProgressReported(phase="measuring and planning"))
         load = background_load(machine)
@@ -107,7 +108,7 @@ def load_or_make_plan(
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
         plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
-        write_atomically(directory.plan, plan.model_dump_json(indent=2))
+        write_plan(directory, plan)
     directory.emit(PlanMade(plan=plan))
     return plan
 

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from yunlu.runs.events import TraceWritten
+from yunlu.runs.run_store import Area, require_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -145,9 +146,10 @@ class StepTrace:
         self._profiler.start()
 
     def _write(self, profiler: profile) -> None:
-        path = self._run.path / _FILE
+        path = require_local(self._run).directory(Area.TRACES) / _FILE
         aside = path.with_name(f".{_FILE}")
         try:
+            path.parent.mkdir(exist_ok=True)
             events = list(profiler.events() or ())
             if len(events) > _MOST_EVENTS:
                 _write_longest(events, aside)
@@ -160,7 +162,7 @@ class StepTrace:
             path = None
         self._run.emit(
             TraceWritten(
-                path=None if path is None else path.name,
+                path=None if path is None else f"{Area.TRACES}/{path.name}",
                 first_step=self._first_step,
                 **summarize(profiler.key_averages()),
             )

@@ -1,6 +1,6 @@
 """The gate of a trial: between steps its study may hold the run, or give it up.
 
-Whoever conducts the study writes ``verdict.json`` into the run's directory: ``until``, the evaluation
+Whoever conducts the study writes the document ``trial_control.json`` of the run: ``until``, the evaluation
 up to which the run may go; ``hold`` or ``prune``, with the reason. The worker only reads.
 """
 
@@ -11,6 +11,9 @@ import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from yunlu.runs.documents import read_json
+from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +38,13 @@ class TrialControl:
     """Reads what the study decided; one worker of a run asks it."""
 
     def __init__(self, run: RunStore, *, patience_s: float = PATIENCE_S) -> None:
-        self._path, self._patience_s = run.verdict, patience_s
-        about = json.loads(run.trial.read_bytes())
+        self._run, self._patience_s = run, patience_s
+        about = read_json(run, Document.TRIAL) or {}
         self.saves: bool = about.get("saves", False)
         """Whether others may begin from any of its evaluations."""
         self.is_copy: bool = about.get("is_copy", False)
         """Whether it began from the checkpoint of another, with rules of its own."""
-        self._seen: tuple[int, int] | None = None
+        self._version: tuple[int, ...] | None = None
         self._verdict: dict[str, Any] = {}
 
     def peek(self, rung: int) -> PruneDecision | None:
@@ -71,15 +74,12 @@ class TrialControl:
 
     def _read(self) -> None:
         """Asked after every step: a file that is the same as before is not opened."""
-        try:
-            about = self._path.stat()
-            seen = (about.st_ino, about.st_mtime_ns)
-            if seen != self._seen:
-                self._verdict, self._seen = json.loads(self._path.read_bytes()), seen
-        except FileNotFoundError:
-            return
+        stat = self._run.stat(Document.TRIAL_CONTROL)
+        if stat is not None and stat.version != self._version:
+            content = self._run.read(Document.TRIAL_CONTROL)
+            self._verdict, self._version = json.loads(content or b"{}"), stat.version
 
 
 def open_trial_control(run: RunStore) -> TrialControl | None:
     """The gate of a run that is a trial; others have none."""
-    return TrialControl(run) if run.trial.exists() else None
+    return TrialControl(run) if run.has(Document.TRIAL) else None

@@ -20,10 +20,10 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
+from yunlu.runs.documents import read_job
 from yunlu.runs.events import EnvironmentRecorded, ErrorRaised
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
-from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.attempt import (
     RunBusyError,
@@ -90,7 +90,7 @@ def _live(
     started_at: float,
     plan_only: bool,
 ) -> RunState:
-    job = Job.model_validate_json(directory.job.read_text())
+    job = read_job(directory)
     change_state(directory, RunState.PLANNING)
     machine = probe_machine()
     environment = describe_environment(machine)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.files import append_lines, read_last
 from yunlu.runs.events import StateChanged
+from yunlu.runs.run_store import Log, last_record
 from yunlu.runs.states import RunState
 from yunlu.training.callbacks import StopRequest, TrainingCallbacks
 from yunlu.training.data.sample_order import digest_of
@@ -26,7 +26,6 @@ from yunlu.training.trial_control import PruneDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
     from yunlu.training.checkpoint.save_group import SaveGroup
@@ -107,8 +106,7 @@ class WorkerGroupLog(MetricLog):
         life: int,
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
-        super().__init__(run.metrics, device=device, life=life, forward=forward)
-        self._ledger_path = run.ledger
+        super().__init__(run, device=device, life=life, forward=forward)
         self._ledger: list[dict[str, Any]] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._recent_ledger: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
@@ -120,14 +118,14 @@ class WorkerGroupLog(MetricLog):
         self._generation, self._leads = generation, leads
         self._pending.clear()
         self._ledger.clear()
-        records = _missing(self._recent, self._path, step)
-        entries = _missing(self._recent_ledger, self._ledger_path, step)
+        records = _missing(self._recent, self._run, Log.METRICS, step)
+        entries = _missing(self._recent_ledger, self._run, Log.LEDGER, step)
         self.forget_after(step)
         known = gather_json(len(records) + len(entries))
         rank = dist.get_rank() if dist.is_initialized() else 0
         if any(known) and known.index(max(known)) == rank:
-            append_lines(self._path, records)
-            append_lines(self._ledger_path, entries)
+            self._run.append(Log.METRICS, records)
+            self._run.append(Log.LEDGER, entries)
 
     def add(self, record: dict[str, Any]) -> None:
         """Take one step."""
@@ -161,7 +159,7 @@ class WorkerGroupLog(MetricLog):
         super().flush()
         records, self._ledger = self._ledger, []
         if records:
-            append_lines(self._ledger_path, records)
+            self._run.append(Log.LEDGER, records)
 
 
 class WorkerGroupCallbacks(TrainingCallbacks):
@@ -344,7 +342,9 @@ def _up_to(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:
     return deque((record for record in recent if record["step"] <= step), maxlen=_REMEMBERED)
 
 
-def _missing(recent: deque[dict[str, Any]], path: Path, step: int) -> list[dict[str, Any]]:
-    last = read_last(path)
+def _missing(
+    recent: deque[dict[str, Any]], run: RunStore, log: Log, step: int
+) -> list[dict[str, Any]]:
+    last = last_record(run, log)
     written = 0 if last is None else int(last["step"])
     return [record for record in recent if written < record["step"] <= step]

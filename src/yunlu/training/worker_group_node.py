@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import layouts_by_count
+from yunlu.runs.documents import read_job
 from yunlu.runs.events import EnvironmentRecorded
 from yunlu.runs.worker_group import read_crew
-from yunlu.spec.job import Job
 from yunlu.training.attempt import read_attempts
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.node import run_node
@@ -24,6 +24,7 @@ from yunlu.training.probe import probe_machine
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.runs.worker_group import Crew
+    from yunlu.spec.job import Job
     from yunlu.training.elastic.worker_agent import WorkerAgent
 
 _MOST_WORKERS = 64
@@ -33,7 +34,7 @@ def load(run: RunStore) -> NodeInputs:
     """Read the data and build the model, once for all workers of this machine."""
     crew = read_crew(run)
     run.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
-    job = Job.model_validate_json(run.job.read_text())
+    job = read_job(run)
     if _may_cut(job, crew):
         # Seconds, spent once here rather than in the middle of a recovery: sharding loads a compiler.
         for name in ("yunlu.training.parallel.parallelize", "torch._dynamo"):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.cli import doctor
 from yunlu.core.settings import worker_environment
+from yunlu.jobs import doctor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,16 +85,16 @@ def test_a_probe_that_breaks_is_a_finding_not_a_crash(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_written_is_found_by_writing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     found = doctor.examine_store(tmp_path / "file" / "runs")
-    assert found["problem"] == "Not a directory"
-    advice = doctor._advice({"torch": {"version": "2"}}, found)
+    assert found.problem == "Not a directory"
+    advice = doctor.list_advice(doctor.TorchState(version="2"), found)
     assert len(advice) == 1
     assert "YUNLU_HOME" in advice[0]
 
 
 def test_a_store_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     found = doctor.examine_store(tmp_path)
-    assert found["problem"] is None
-    assert found["free_bytes"] > 0
+    assert found.problem is None
+    assert found.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
 
 

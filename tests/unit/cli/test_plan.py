@@ -188,7 +188,7 @@ def test_measure_lets_a_worker_settle_the_plan(
     monkeypatch.setattr("yunlu.executors.worker_process.WORKER", FAKE_WORKER)
     path = tmp_path / "job.yaml"
     path.write_text(
-        "task: tabular-classification\ndata: made:x\nmodel: {name: mlp, args: {fate: finish}}\n"
+        "task: tabular-classification\ndata: synthetic:x\nmodel: {name: mlp, args: {fate: finish}}\n"
     )
     code, out, _ = run(capsys, str(path), "--measure", "--json")
     assert code == 0

@@ -16,9 +16,9 @@ import pytest
 
 from tests.unit.planning.test_machine_profile import pace, probe
 from tests.waiting import LIMIT_S
-from yunlu.cli import probe as verb
 from yunlu.cli.main import main
 from yunlu.jobs import calibration as known
+from yunlu.jobs import machine_probe
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.machine_profile import (
     FOLDER,
@@ -62,7 +62,7 @@ def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("measured, though there are figures")
 
-    monkeypatch.setattr(verb, "measure", refuse)
+    monkeypatch.setattr(machine_probe, "measure", refuse)
 
 
 def test_nothing_stored_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_it_measures_when_asked_to_or_when_the_figures_are_not_of_this_torch_and
         "torch": {"torch": "0.1"},
     }
     store(own_cache, **changes.get(why, {}))
-    monkeypatch.setattr(verb, "measure", lambda _: probe(device="measured anew"))
+    monkeypatch.setattr(machine_probe, "measure", lambda _: probe(device="measured anew"))
     assert main(["probe", *(["--afresh"] if why == "afresh" else [])]) == 0
     assert "measured anew" in capsys.readouterr().out
 
@@ -140,7 +140,7 @@ def test_a_measurement_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = "import sys; sys.exit('no memory left to measure')"
-    monkeypatch.setattr(verb, "_PROGRAM", (verb.sys.executable, "-c", script))
+    monkeypatch.setattr(machine_probe, "_PROGRAM", (sys.executable, "-c", script))
     assert main(["probe"]) == 1
     said = capsys.readouterr().err
     assert "no memory left to measure" in said
@@ -155,16 +155,15 @@ def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
     said = tmp_path / "said.jsonl"
     said.write_text("a warning of some library\n" + "".join(json.dumps(e) + "\n" for e in lines))
     script = f"print(open({str(said)!r}).read())"
-    monkeypatch.setattr(verb, "_PROGRAM", (verb.sys.executable, "-c", script))
+    monkeypatch.setattr(machine_probe, "_PROGRAM", (sys.executable, "-c", script))
     assert main(["probe"]) == 0
     assert "told (4 cores)" in capsys.readouterr().out
 
 
 _BY_COMMAND = """
-import sys; from yunlu.cli import probe as verb
-verb._PROGRAM = (sys.executable, "-c", {inner!r})
-for said in verb._listen():
-    print(said["pid"], flush=True)
+import sys; verb._PROGRAM = (sys.executable, "-c", {inner!r})
+for message in machine_probe._read_messages():
+    print(message["pid"], flush=True)
 """
 _BY_PROBE = """
 import json, sys; from yunlu.training.probing.child_process import started

@@ -53,7 +53,7 @@ def job_file(tmp_path):
     def write(fate="finish"):
         file = tmp_path / "digits.yaml"
         model = {"name": "mlp", "args": {"fate": fate}}
-        file.write_text(f"task: tabular-classification\nmodel: {json.dumps(model)}\ndata: made:x\n")
+        file.write_text(f"task: tabular-classification\nmodel: {json.dumps(model)}\ndata: synthetic:x\n")
         return str(file)
 
     return write
@@ -74,7 +74,7 @@ def metric(step, **changes):
 def story():
     yield event(EventKind.STATE, state="planning")
     yield event(EventKind.PROGRESS, phase="loading data")
-    yield event(EventKind.DATA, source="made:x", train=1000, validation=50, test=0)
+    yield event(EventKind.DATA, source="synthetic:x", train=1000, validation=50, test=0)
     yield event(EventKind.MODEL, name="mlp", parameters=12_400)
     yield event(EventKind.PLAN, **PLAN)
     yield event(EventKind.STATE, state="running", resumed_from_step=10)
@@ -266,7 +266,7 @@ def test_ps_and_show_tell_the_same_in_words_and_json(job_file, capsys):
 
 
 def test_ps_shows_the_newest_and_says_how_many_more(capsys):
-    job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "made:x"})
+    job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"})
     for _ in range(22):
         service.stop(service.submit(job))
     assert main(["ps"]) == 0

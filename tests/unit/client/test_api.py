@@ -22,7 +22,7 @@ def fake_worker(monkeypatch):
 
 def job(fate="finish", **parts):
     model = {"name": "mlp", "args": {"fate": fate}}
-    given = {"name": "digits", "task": "tabular-classification", "data": "made:x", "model": model}
+    given = {"name": "digits", "task": "tabular-classification", "data": "synthetic:x", "model": model}
     return Job.model_validate({**given, **parts})
 
 
@@ -40,7 +40,7 @@ def test_train_waits_for_the_result():
 
 def test_train_takes_a_file_overrides_and_options(tmp_path):
     file = tmp_path / "digits.yaml"
-    file.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\ntrain: {epochs: 9}\n")
+    file.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\ntrain: {epochs: 9}\n")
     run = yunlu.train(
         file, overrides=["train.seed=7"], name="mine", steps=5, optimizer="sgd", lr=0.5
     )
@@ -53,7 +53,7 @@ def test_train_takes_a_file_overrides_and_options(tmp_path):
 
 def test_train_takes_the_parts_of_a_job():
     model = ModelSpec(name="mlp", args={"fate": "finish"})
-    run = yunlu.train(model=model, data="made:x", task="tabular-classification", epochs=2)
+    run = yunlu.train(model=model, data="synthetic:x", task="tabular-classification", epochs=2)
     assert run.state is RunState.FINISHED
     assert run.id.startswith("tabular-classification-")
 
@@ -102,7 +102,7 @@ def test_bad_value_is_refused_before_a_run_is_made():
 
 def test_missing_parts_are_named():
     with pytest.raises(JobError, match="task"):
-        yunlu.train(model="mlp", data="made:x")
+        yunlu.train(model="mlp", data="synthetic:x")
 
 
 def test_model_object_does_not_go_with_a_job():

@@ -18,7 +18,7 @@ def fake_worker(monkeypatch):
 def make_job():
     def make(fate="finish", **parts):
         model = {"name": "mlp", "args": {"fate": fate}}
-        given = {"name": "digits", "task": "tabular-classification", "data": "made:x"}
+        given = {"name": "digits", "task": "tabular-classification", "data": "synthetic:x"}
         return Job.model_validate({**given, "model": model, **parts})
 
     return make

@@ -59,7 +59,7 @@ def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     run.emit(sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at))
     run.emit(StateChanged(state="planning"))
     run.emit(ProgressReported(phase="loading data"))
-    run.emit(DataOpened(source="made:x", train=320, validation=40, test=40, fingerprint="f"))
+    run.emit(DataOpened(source="synthetic:x", train=320, validation=40, test=40, fingerprint="f"))
     write_atomically(run.plan, json.dumps(PLAN))
     run.emit(sample(PlanMade, **PLAN))
     if "--plan-only" in sys.argv:

@@ -249,7 +249,7 @@ def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path:
     step = report.comparison("step_s")
     assert report.plan is not None
     assert report.plan.foretold is not None
-    assert step.foretold == report.plan.foretold.step_s
+    assert step.estimated == report.plan.foretold.step_s
     assert step.predicted == report.plan.prediction.step_s
     assert step.measured == pytest.approx(1.05 * report.plan.foretold.raw["step_s"])
     assert step.interval == report.plan.foretold.intervals["step_s"]
@@ -269,6 +269,6 @@ def test_a_total_with_a_start_up_that_nobody_foretold_is_not_shown_as_foretold(
     hurried = build_report(finished_run(tmp_path, "hurried", start=None))
     for quantity in ("total_s", "dollars"):
         found = hurried.comparison(quantity)
-        assert (found.foretold, found.interval, found.inside) == (None, None, None)
+        assert (found.estimated, found.interval, found.inside) == (None, None, None)
         assert found.predicted is not None
-    assert hurried.comparison("step_s").foretold is not None
+    assert hurried.comparison("step_s").estimated is not None

@@ -228,7 +228,7 @@ def told(report: Report) -> str:
 
 
 def test_lives_of_the_crew_are_told_in_order(run: RunStore) -> None:
-    crew = build_report(run).crew
+    crew = build_report(run).worker_group
 
     assert crew is not None
     assert [(each.layout, each.from_step, len(each.ranks)) for each in crew.changes] == [
@@ -237,12 +237,12 @@ def test_lives_of_the_crew_are_told_in_order(run: RunStore) -> None:
         ("fsdp2 x tp2", 260, 4),
     ]
     (fault,) = crew.faults
-    assert (fault.what, fault.member, fault.rank, fault.struck) == ("killed", "3", 3, (1, 1))
-    assert [(each.member, each.ratio) for each in crew.stragglers] == [("2", 1.8)]
+    assert (fault.what, fault.worker, fault.rank, fault.struck) == ("killed", "3", 3, (1, 1))
+    assert [(each.worker, each.ratio) for each in crew.stragglers] == [("2", 1.8)]
 
 
 def test_lost_time_is_what_lay_between_the_steps_of_two_layouts(run: RunStore) -> None:
-    crew = build_report(run).crew
+    crew = build_report(run).worker_group
 
     assert crew is not None
     assert [each.lost_s for each in crew.changes[1:]] == pytest.approx([0.4, 0.2])
@@ -268,11 +268,11 @@ def test_steps_done_again_are_lost_time_and_undo_what_they_replace(tmp_path: Pat
 
     crew.train(21, 40)
     report = build_report(crew.run)
-    assert report.crew is not None
-    assert report.crew.lost_s == pytest.approx(2.0 + redone_s)
-    assert report.crew.redone_steps == 10
+    assert report.worker_group is not None
+    assert report.worker_group.lost_s == pytest.approx(2.0 + redone_s)
+    assert report.worker_group.redone_steps == 10
     assert {finding.key for finding in report.findings} == {"effective", "redone"}
-    assert list(report.crew.done_steps) == sorted(report.crew.done_steps)
+    assert list(report.worker_group.done_steps) == sorted(report.worker_group.done_steps)
 
 
 @given(
@@ -310,7 +310,7 @@ def test_time_between_two_lives_is_nobody_s(tmp_path: Path) -> None:
     crew.form("dp2", [0, 1], reason="resumed", from_step=20)
     crew.train(21, 40, life=2)
 
-    found = build_report(crew.run).crew
+    found = build_report(crew.run).worker_group
     assert found is not None
     assert found.wall_s < 60
     assert 0 < found.lost_s < 10
@@ -333,11 +333,11 @@ def test_what_a_new_crew_did_before_it_was_told_of_still_counts(tmp_path: Path) 
 
 
 def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunStore) -> None:
-    crew = build_report(run).crew
+    crew = build_report(run).worker_group
 
     assert crew is not None
-    members = {each.member: each for each in crew.members}
-    assert [each.rank for each in crew.members] == [0, 1, 2, 3, None]
+    members = {each.worker: each for each in crew.workers}
+    assert [each.rank for each in crew.workers] == [0, 1, 2, 3, None]
     assert (members["3"].lost, members["4"].lost) == ("killed", None)
     slow, quick = members["2"], members["0"]
     assert slow.step_s == pytest.approx(quick.step_s)  # all take as long: they wait for each other
@@ -432,7 +432,7 @@ def test_one_plain_worker_has_nothing_of_it(tmp_path: Path) -> None:
     report = build_report(run)
     page = render_page(report)
 
-    assert report.crew is None
+    assert report.worker_group is None
     assert newest_crew(run) is None
     assert 'id="workers"' not in page
     assert "Workers" not in page
@@ -453,8 +453,8 @@ def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
     append_lines(run.crew_metrics, [[1], {"ranks": [4, {"member": 1, "step_s": "NaN"}]}, {}])
     report = write_report(run)
 
-    assert report.crew is not None
-    assert report.crew.newest.layout == "ring"
+    assert report.worker_group is not None
+    assert report.worker_group.newest.layout == "ring"
     assert "abducted" in told(report)
 
 
@@ -463,7 +463,7 @@ def test_a_crew_without_figures_has_a_report_too(tmp_path: Path) -> None:
     crew.form("dp2", [0, 1], reason="start", from_step=0)
     report = write_report(crew.run)
 
-    assert report.crew is not None
-    assert (report.crew.effective, report.crew.communication_share) == (None, None)
+    assert report.worker_group is not None
+    assert (report.worker_group.effective, report.worker_group.communication_share) == (None, None)
     assert list(read_samples(crew.run)) == []
     assert "2 as dp2" in told(report)

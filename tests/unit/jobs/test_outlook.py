@@ -561,7 +561,7 @@ def test_samples_are_counted_at_a_glance(tmp_path: Path) -> None:
     (folder / "README").write_text("pictures of a cat")
     assert count_amounts(tabular(str(folder), split=split), seq=1).train == 6
     assert count_amounts(tabular("sklearn:iris"), seq=1).train == 120
-    assert count_amounts(tabular("made:spoken-words"), seq=1).train == 448
+    assert count_amounts(tabular("synthetic:spoken-words"), seq=1).train == 448
 
 
 def test_a_text_is_counted_in_blocks_of_tokens(tmp_path: Path) -> None:

@@ -518,7 +518,7 @@ def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
     assert loss is not None
     assert (loss.steps[-1], loss.values[79:81]) == (90, (1.0, 2.0))
     assert report.evaluations == ()
-    assert (report.lives, report.resumed_from) == (2, (80,))
+    assert (report.attempts, report.resumed_from) == (2, (80,))
     # The hour between the two lives is nobody's time.
     total = report.comparison("total_s").measured
     assert total is not None

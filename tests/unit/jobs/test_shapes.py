@@ -31,7 +31,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def job(**parts: Any) -> Job:
-    given = {"task": "language-modeling", "model": "transformer", "data": "made:nothing"}
+    given = {"task": "language-modeling", "model": "transformer", "data": "synthetic:nothing"}
     return Job.model_validate({**given, **parts})
 
 
@@ -51,7 +51,7 @@ def test_a_known_model_needs_neither_network_nor_process() -> None:
 def test_the_job_says_the_length_and_the_adapter() -> None:
     asked = job(
         model={"name": "hf:llama3-8b", "adapter": {"name": "lora", "rank": 4}},
-        data={"train": "made:nothing", "max_length": 2048},
+        data={"train": "synthetic:nothing", "max_length": 2048},
     )
     found = find_shape(asked, command=NOBODY)
     assert found.seq == 2048
@@ -63,7 +63,7 @@ def test_the_job_says_the_length_and_the_adapter() -> None:
     [("hf:gpt2", 1024), ("hf:facebook/opt-125m", 2048), ("hf:roberta-base", 512)],
 )
 def test_a_sequence_beyond_the_positions_is_refused(model: str, longest: int) -> None:
-    data = {"train": "made:nothing", "max_length": longest}
+    data = {"train": "synthetic:nothing", "max_length": longest}
     assert find_shape(job(model=model, data=data), command=NOBODY).seq == longest
     data["max_length"] = longest + 1
     with pytest.raises(ModelError, match=rf"data\.max_length: {longest + 1} tokens") as caught:
@@ -72,7 +72,7 @@ def test_a_sequence_beyond_the_positions_is_refused(model: str, longest: int) ->
 
 
 def test_rotary_positions_have_no_end() -> None:
-    data = {"train": "made:nothing", "max_length": 1 << 20}
+    data = {"train": "synthetic:nothing", "max_length": 1 << 20}
     assert find_shape(job(model="hf:llama3-8b", data=data), command=NOBODY).seq == 1 << 20
 
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_asks_the_hub_for_the_configuration_once(tmp_path: Path)
 
 
 def test_our_own_transformer_is_known_by_its_arguments() -> None:
-    data = {"train": "made:nothing", "max_length": 64, "tokenizer": "bytes"}
+    data = {"train": "synthetic:nothing", "max_length": 64, "tokenizer": "bytes"}
     asked = job(model={"name": "transformer", "args": {"layers": 6, "width": 64}}, data=data)
     found = find_shape(asked, command=NOBODY)
     assert (found.source, found.shape.layers, found.shape.vocab) == ("arguments", 6, 259)

@@ -30,7 +30,7 @@ LARGE = TransferScale(parameters=1e9, tokens=5e10)
 
 def job(**parts: Any) -> Job:
     return Job.model_validate(
-        {"task": "language-modeling", "model": "transformer", "data": "made:x", **parts}
+        {"task": "language-modeling", "model": "transformer", "data": "synthetic:x", **parts}
     )
 
 

@@ -8,7 +8,7 @@ from yunlu.spec.job import Job
 
 
 def job(**parts):
-    given = {"task": "tabular-classification", "model": "mlp", "data": "made:x"}
+    given = {"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"}
     return Job.model_validate({**given, **parts})
 
 

@@ -18,7 +18,7 @@ from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
 from yunlu.scheduler.queue import Asked, enqueue, read_entry
 from yunlu.spec.job import Job
 
-JOB = {"name": "digits", "task": "tabular-classification", "data": "made:x", "model": "mlp"}
+JOB = {"name": "digits", "task": "tabular-classification", "data": "synthetic:x", "model": "mlp"}
 
 
 def make_job(**parts):
@@ -133,7 +133,7 @@ def test_jobs_that_are_equally_fast_have_one_signature():
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
     _skip_unless_wired()
     job = tmp_path / "job.yaml"
-    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     service.submit(make_job())
     assert main([word.format(job=job) for word in words]) == 1
     assert expected in " ".join(capsys.readouterr().err.split())
@@ -142,7 +142,7 @@ def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
 def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path, capsys):
     _skip_unless_wired()
     job = tmp_path / "job.yaml"
-    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     journal = Journal(own_home)
     journal.path.mkdir(parents=True)
     journal.settings.write_text(PoolSettings(quotas={"vision": 2}).model_dump_json())
@@ -154,7 +154,7 @@ def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path,
 def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
     _skip_unless_wired()
     job = tmp_path / "job.yaml"
-    job.write_text("task: tabular-classification\nmodel: mlp\ndata: made:x\n")
+    job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     assert main(["submit", str(job), "--name", "mine", "--priority", "2"]) == 0
     assert "no pool is up yet" in capsys.readouterr().out
     assert main(["priority", "last", "7"]) == 0

@@ -190,10 +190,10 @@ def test_a_job_is_measured_on_its_own_data() -> None:
 
 
 def test_samples_of_typical_length_are_measured() -> None:
-    found = measure_job(job(task="seq2seq", model="transformer", data="made:dates"))
+    found = measure_job(job(task="seq2seq", model="transformer", data="synthetic:dates"))
     assert (found.how, found.shape.kind) == ("fake", "encoder-decoder")
     assert 20 < found.seq < 40
-    texts = measure_job(job(task="text-classification", model="transformer", data="made:reviews"))
+    texts = measure_job(job(task="text-classification", model="transformer", data="synthetic:reviews"))
     assert (texts.shape.kind, texts.shape.headless) == ("encoder", True)
 
 

@@ -28,7 +28,7 @@ from yunlu.tuning.values import Point, Trial, TrialState
 
 
 def make_job(**parts: Any) -> Job:
-    told = {"name": "t", "task": "tabular-classification", "data": "made:x", "model": "mlp"}
+    told = {"name": "t", "task": "tabular-classification", "data": "synthetic:x", "model": "mlp"}
     return Job.model_validate(told | parts)
 
 

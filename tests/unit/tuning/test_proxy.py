@@ -13,7 +13,7 @@ from yunlu.tuning.proxy import carry_over, check_fields, find_doubts, make_proxy
 
 def job(args: dict[str, Any] | None = None, **parts: Any) -> Job:
     model = {"name": "transformer", "args": args or {}}
-    given = {"task": "language-modeling", "model": model, "data": "made:x"}
+    given = {"task": "language-modeling", "model": model, "data": "synthetic:x"}
     return Job.model_validate({**given, **parts})
 
 
@@ -70,7 +70,7 @@ def test_a_target_with_a_base_of_its_own_keeps_it() -> None:
     ],
 )
 def test_what_has_no_proxy_is_refused(parts: dict[str, Any], width: int | None, named: str) -> None:
-    given = {"task": "language-modeling", "model": "transformer", "data": "made:x", **parts}
+    given = {"task": "language-modeling", "model": "transformer", "data": "synthetic:x", **parts}
     with pytest.raises(JobError, match=named) as refused:
         make_proxy(Job.model_validate(given), width=width)
     assert refused.value.hint or named == "no sizes"

@@ -65,7 +65,7 @@ def test_rows_of_a_table_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        make_job("made:python-docs", "language-modeling", epochs=2, evaluate=20),
+        make_job("synthetic:python-docs", "language-modeling", epochs=2, evaluate=20),
         make_job("nowhere:at-all", epochs=2, evaluate=20),
         make_job(epochs=2, evaluate=20, batch=5000),
     ],

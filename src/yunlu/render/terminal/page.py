@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,6 +17,8 @@ from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from yunlu.core.value import Value
 
 ACCENT = "dark_orange"
 STATE_STYLES = {
@@ -57,6 +60,17 @@ def state_text(state: RunState) -> Text:
     """The state with its sign and colour."""
     sign, style = STATE_STYLES[state]
     return Text(f"{sign} {state}", style=style)
+
+
+def print_value(value: Value, *, indent: int | None = None, **extra: Any) -> None:
+    """Print a value, and what else belongs to it, as one JSON object."""
+    print_json({**value.model_dump(mode="json"), **extra}, indent=indent)
+
+
+def print_json(value: Any, *, indent: int | None = None) -> None:
+    """Print strict JSON: one line, or indented."""
+    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
+    sys.stdout.write("\n")
 
 
 def to_json(value: Any) -> str:

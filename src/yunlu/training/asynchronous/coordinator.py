@@ -7,10 +7,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.files import append_lines, read_last, read_lines
+from yunlu.core.files import read_lines
 from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.schedule import rate
 from yunlu.runs.events import AttemptStarted, CommunicationChosen, StateChanged
+from yunlu.runs.run_store import Area, Document, Log, last_record, require_local
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import settle_averages
 from yunlu.training.asynchronous.rules import make_rules
@@ -118,7 +119,7 @@ class AsyncCoordinator:
         self._engine = Engine(job, plan, parts, run.emit)
         self._trackers = TrackerThread(open_trackers(["tensorboard", *job.trackers]), warn=run.warn)
         log = ServedLog(
-            run.metrics,
+            run,
             device=self._engine.device,
             life=life,
             forward=lambda values, step: self._trackers.log(values, step=step),
@@ -127,18 +128,20 @@ class AsyncCoordinator:
             self._engine, run, trackers=self._trackers, stop=stop, life=life, log=log
         )
         resumed_from = self._watch.resume()
-        self._logged = _last_step(run.metrics)
-        self._entered = _last_step(run.ledger)
-        if not run.servers.exists():
+        self._logged = _last_step(run, Log.METRICS)
+        self._entered = _last_step(run, Log.LEDGER)
+        servers = require_local(run).directory(Area.SERVERS)
+        if not servers.exists():
+            run.remove(Document.TARGET_WORKERS)  # asked of servers that are gone
             if resumed_from is not None:
                 why = "Servers go on" if goes_on else "The servers' directory is gone"
                 run.warn(f"{why}: their optimiser begins anew.")
             self._logged = self._entered = self._engine.steps_done
             flat = FlatWeights(self._engine.weights)
             rules = make_rules(job, plan, first_step=self._engine.steps_done)
-            prepare(run.servers, rules, flat.read(), flat.decayed)
-        self._client = ServerClient(run.servers, self._engine.weights, worker="chief")
-        self._progress = Progress(run.servers, self._client.rules)
+            prepare(servers, rules, flat.read(), flat.decayed)
+        self._client = ServerClient(servers, self._engine.weights, worker="chief")
+        self._progress = Progress(servers, self._client.rules)
         self._looked = self._engine.steps_done
         """Steps that were done when the weights were evaluated and saved last."""
         self._is_stopping = False
@@ -253,7 +256,7 @@ class AsyncCoordinator:
                 ledger.append(entry)
             if step > self._logged:
                 self._log(step, [each for each in done.values() if "loss" in each])
-        append_lines(self._run.ledger, ledger)
+        self._run.append(Log.LEDGER, ledger)
 
     def _enter(self, step: int, tickets: list[dict[str, Any]]) -> dict[str, Any]:
         """What the ledger has of a step: every sample of it was taken once."""
@@ -315,8 +318,8 @@ def _sum(tickets: list[dict[str, Any]], key: str) -> float:
     return sum(each.get(key, 0.0) for each in tickets)
 
 
-def _last_step(log: Path) -> int:
-    last: Mapping[str, Any] | None = read_last(log)
+def _last_step(run: RunStore, log: Log) -> int:
+    last: Mapping[str, Any] | None = last_record(run, log)
     return 0 if last is None else int(last["step"])
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address
 from yunlu.runs.events import WorkerLost
-from yunlu.runs.run_dir import WORKERS
+from yunlu.runs.run_store import Area, Document
 from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
@@ -137,7 +136,7 @@ class JoinServer:
             case ClientHello() | Ping():
                 pass
             case LocateRun():
-                path = str(self._directory.path.absolute())
+                path = self._directory.address
                 self._links.send(link, Reply(is_accepted=True, text=path))
             case Resize():
                 self._links.send(link, self._resize(message.devices))
@@ -170,9 +169,9 @@ class JoinServer:
         return ""
 
     def _resize(self, devices: int) -> Reply:
-        if devices < 1 or not self._directory.servers.is_dir():
+        if devices < 1 or not self._directory.has(Area.SERVERS):
             return Reply(is_accepted=False, text="it is still planning, or that is no worker")
-        write_atomically(self._directory.servers / WORKERS, str(devices))
+        self._directory.write(Document.TARGET_WORKERS, str(devices))
         return Reply(is_accepted=True, text=f"{devices} workers from now on")
 
     def _note(self, guest: JoinedNode, message: Message) -> None:

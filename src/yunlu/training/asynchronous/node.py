@@ -23,10 +23,10 @@ import psutil
 import torch
 
 from yunlu.planning.layout import Layout
-from yunlu.planning.plan import Plan
+from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Area
 from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
-from yunlu.spec.job import Job
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
     ProcessGroupSupervisor,
@@ -51,7 +51,9 @@ from yunlu.training.prepare import prepare
 
 if TYPE_CHECKING:
     from yunlu.core.value import Value
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.elastic.messages import Message
     from yunlu.training.training_inputs import TrainingInputs
@@ -119,7 +121,7 @@ class AsyncNodeAgent:
         self._turn()
         if self._is_over():
             return
-        job = Job.model_validate_json(self._run.job.read_text())
+        job = read_job(self._run)
         set_deterministic(job.train.deterministic)
         parts = prepare(self._run, job)
         gc.collect()
@@ -141,14 +143,14 @@ class AsyncNodeAgent:
 
     def _read_plan(self) -> Plan:
         """The run's, with as many shares of a step as its tickets are."""
-        plan, crew = Plan.model_validate_json(self._run.plan.read_bytes()), read_crew(self._run)
+        plan, crew = require_plan(self._run), read_crew(self._run)
         layouts = [Layout.model_validate(each) for each in crew.layouts.values()] if crew else []
         return plan.model_copy(update={"layout": layouts[0]}) if layouts else plan
 
     def _is_open(self) -> bool:
         """Whether there are servers to work for."""
         crew = read_crew(self._run)
-        return crew is not None and crew.generation > 0 and self._run.servers.is_dir()
+        return crew is not None and crew.generation > 0 and self._run.has(Area.SERVERS)
 
     def _is_over(self) -> bool:
         if self._stop.is_set or self._is_dismissed:

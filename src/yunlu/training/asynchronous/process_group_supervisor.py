@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from yunlu.core.errors import TrainingError, YunluError
-from yunlu.core.files import read_last
 from yunlu.runs.events import WorkerLost
+from yunlu.runs.run_store import Area, Log, last_record, require_local
 from yunlu.training.attempt import as_user_error
 from yunlu.training.communication.servers.link import ServerLostError
 from yunlu.training.elastic.event_reporter import EventReporter
@@ -23,7 +23,6 @@ from yunlu.training.elastic.messages import Failed, as_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
 
@@ -208,7 +207,7 @@ class ProcessGroupSupervisor:
                 os.close(other.words)
             self._in_child()
             if place.name != "planner":
-                _write_to(self._directory.logs / f"{place.name}.log")
+                _print_to(self._directory, f"{Area.LOGS}/{place.name}.log")
             code = place.body() or 0
         except BaseException as error:  # noqa: BLE001 (nothing may escape into the parent's code)
             traceback.print_exc()
@@ -253,12 +252,10 @@ def _as_error(failure: Failed | None, otherwise: str) -> YunluError:
     return error
 
 
-def _write_to(log: Path) -> None:
-    log.parent.mkdir(exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+def _print_to(run: RunStore, log: str) -> None:
+    with require_local(run).open_text_log(log) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _end_with(parent: int) -> None:
@@ -271,5 +268,5 @@ def _end_with(parent: int) -> None:
 
 def last_step(directory: RunStore) -> int:
     """The newest that the log of a run has."""
-    last = read_last(directory.metrics)
+    last = last_record(directory, Log.METRICS)
     return 0 if last is None else int(last["step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
+from yunlu.runs.run_store import Document
 from yunlu.training.communication.servers.rules import ServerRules
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def refuse_job(job: Job, *, workers: int) -> None:
 
 def against_serving(run: RunStore, job: Job, *, workers: int) -> str:
     """Why a run whose crew may choose cannot go on with asynchronous workers; empty where it can."""
-    if run.trial.exists():
+    if run.has(Document.TRIAL):
         return "it is a trial, and its study could not stop it"
     try:
         refuse_job(job, workers=workers)

@@ -12,7 +12,6 @@ import argparse
 import gc
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ import torch
 
 from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
-from yunlu.planning.plan import Plan
+from yunlu.runs.documents import read_job, read_number, require_plan
 from yunlu.runs.events import (
     CommunicationChosen,
     EnvironmentRecorded,
@@ -35,9 +34,8 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import WORKERS
+from yunlu.runs.run_store import Area, Document, require_local
 from yunlu.runs.states import RunState
-from yunlu.spec.job import Job
 from yunlu.training.asynchronous.coordinator import AsyncCoordinator
 from yunlu.training.asynchronous.join_server import JoinServer
 from yunlu.training.asynchronous.process_group_supervisor import (
@@ -67,7 +65,9 @@ from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.training_inputs import TrainingInputs
 
@@ -82,14 +82,14 @@ def main() -> int:
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
     parser.add_argument("--shares", type=int, help="tickets of a step; as many as devices")
-    parser.add_argument("--lock", type=int, help="the run's lock, held by whoever became this")
+    parser.add_argument("--claim", help="claim on the run, passed on by the program before this")
     asked = parser.parse_args()
     state = run(
         asked.run,
         devices=asked.devices,
         here=asked.here,
         shares=asked.shares,
-        lock=asked.lock,
+        claim=asked.claim,
     )
     return 1 if state is RunState.FAILED else 0
 
@@ -100,7 +100,7 @@ def run(
     devices: int,
     here: int | None = None,
     shares: int | None = None,
-    lock: int | None = None,
+    claim: str | None = None,
 ) -> RunState:
     """Live one life of a run, or go on with one; every way it can end is an event.
 
@@ -109,15 +109,15 @@ def run(
         devices: Workers of this program.
         here: Workers that share this machine, where others do.
         shares: Tickets of a step, where others than those here take part from the beginning.
-        lock: The run's lock, where a crew has begun this life and leaves the rest of it to us.
+        claim: The claim on the run, where a crew has begun this life and leaves the rest of it to us.
     """
     directory = open_run(run)
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     try:
-        with run_lock(directory, held=lock), signals_as_stop() as stop:
+        with run_lock(directory, passed_on=claim), signals_as_stop() as stop:
             hear_asks()
-            asked = _Options(devices, here or devices, shares, goes_on=lock is not None)
+            asked = _Options(devices, here or devices, shares, goes_on=claim is not None)
             return _live(directory, stop, asked)
     except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
         sys.stderr.write(f"{error}\n")
@@ -175,7 +175,7 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
         if stop.is_set:
             reason = "asked to stop before the first step"
             return change_state(directory, RunState.STOPPED, reason=reason)
-        plan = Plan.model_validate_json(directory.plan.read_bytes())
+        plan = require_plan(directory)
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
         refuse_plan(plan)
@@ -188,13 +188,14 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
         fleet.end()
         door.shut()
     if state is RunState.FINISHED:
-        shutil.rmtree(directory.servers, ignore_errors=True)
+        directory.remove(Area.SERVERS)
+        directory.remove(Document.TARGET_WORKERS)
     return change_state(directory, state)
 
 
 def _read_job(directory: RunStore) -> Job:
     """The job, as if it named what its crew has chosen."""
-    job = Job.model_validate_json(directory.job.read_text())
+    job = read_job(directory)
     spec = job.communication
     if spec.method == "asynchronous":
         return job
@@ -254,7 +255,8 @@ class _AsyncRun:
 
     def make_shards(self) -> list[ManagedProcess]:
         """One for each server, when there is what they are to hold."""
-        count = len(list(self.directory.servers.glob("shard-*")))
+        names = self.directory.names(Area.SERVERS)
+        count = sum(name.startswith("shard-") for name in names)
         return [self._make_shard(index) for index in range(count)]
 
     def resize(self, workers: list[ManagedProcess], fleet: ProcessGroupSupervisor) -> None:
@@ -265,15 +267,18 @@ class _AsyncRun:
             fleet.dismiss(workers.pop())
 
     def _count_wanted(self) -> int:
-        try:
-            return int((self.directory.servers / WORKERS).read_text())
-        except (OSError, ValueError):
-            return self.asked.devices
+        target = read_number(self.directory, Document.TARGET_WORKERS)
+        return self.asked.devices if target is None else target
 
     def _make_shard(self, index: int) -> ManagedProcess:
         def body() -> None:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-            serve(self.directory.servers, index, bind_address(), with_parent=True)
+            serve(
+                require_local(self.directory).directory(Area.SERVERS),
+                index,
+                bind_address(),
+                with_parent=True,
+            )
 
         return ManagedProcess(f"server-{index}", body, is_server=True)
 

@@ -11,6 +11,7 @@ import torch
 
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.events import PrecisionChanged, StepSkipped
+from yunlu.runs.run_store import Area, require_local
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
@@ -50,7 +51,9 @@ def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
 
 def work(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, name: str) -> None:
     """Train until no ticket is left; ``plan`` is that of one worker."""
-    engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name=name)
+    engine = ServedEngine(
+        job, plan, parts, run.emit, servers=require_local(run).directory(Area.SERVERS), name=name
+    )
     cap = cap_of_worker(job, probe_machine(), engine.device, workers=engine.client.rules.shares)
     with closing(engine.client), memory_capped(cap):
         loop.run(engine, _TicketCallbacks(engine, run))

@@ -92,9 +92,9 @@ def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
 
 
 def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
-    """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``made:NAME``."""
-    if path.startswith("made:"):
-        found = generate(path.removeprefix("made:"))
+    """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``synthetic:NAME``."""
+    if path.startswith("synthetic:"):
+        found = generate(path.removeprefix("synthetic:"))
         if isinstance(found, DataTable):
             return "\n".join(str(line) for line in found["text"])
         path, options = str(found), None

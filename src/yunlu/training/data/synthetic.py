@@ -1,4 +1,4 @@
-"""Data sets that Yunlu makes itself: ``made:NAME``, the same on every machine, no download."""
+"""Data sets that Yunlu makes itself: ``synthetic:NAME``, the same on every machine, no download."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MODULES = {
 
 
 def generator_of(name: str) -> Callable[[Generator], Generator]:
-    """Register a maker under ``made:NAME``."""
+    """Register a maker under ``synthetic:NAME``."""
 
     def register(maker: Generator) -> Generator:
         GENERATORS[name] = maker

@@ -193,7 +193,7 @@ def generate_python_docs(seed: int) -> Path:  # noqa: ARG001 - found, not drawn
         from pydoc_data.topics import topics  # noqa: PLC0415 - some distributions leave it out
     except ImportError as error:
         raise DataError(
-            "made:python-docs: this Python comes without the texts of help().",
+            "synthetic:python-docs: this Python comes without the texts of help().",
             hint="install Python's documentation package, or use your own text file",
         ) from error
     text = "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.settings import worker_environment
 from yunlu.runs.fold import read_view
+from yunlu.runs.run_store import WORKER_LOG, Claim, require_local
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, FrameError, Unpacker, read_crew
 from yunlu.training.elastic.messages import Message, frame, read_message
@@ -120,11 +121,11 @@ class ControlClient:
         if now - self.lost_at < after_s or now - self._restarted_at < _RESTART_S:
             return
         self._restarted_at = now
-        if self.is_over() or not _is_free(self.run):
+        if self.is_over() or self.run.is_claimed(Claim.WORKER):
             return
-        with self.run.log.open("ab") as log:
+        with require_local(self.run).open_text_log(WORKER_LOG) as log:
             subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [*SUPERVISOR, str(self.run.path), "--adopt"],
+                [*SUPERVISOR, self.run.address, "--adopt"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

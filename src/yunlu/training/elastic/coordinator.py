@@ -151,7 +151,7 @@ class Coordinator:
             case Resize():
                 self.server.send(connection, self._resize(message.devices))
             case LocateRun():
-                path = str(self.reporter.run.path.absolute())
+                path = self.reporter.run.address
                 self.server.send(connection, Reply(is_accepted=True, text=path))
             case _ if isinstance(sender, WorkerRecord):
                 self._hear_member(sender, message)

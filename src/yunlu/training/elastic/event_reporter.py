@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.files import append_lines
 from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerGroupFormed, WorkerLost, WorkerRank
+from yunlu.runs.run_store import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -128,7 +128,7 @@ class EventReporter:
         """It cannot go on, and nobody said why."""
         log = f"logs/member-{worker.number}.log" if worker is not None else "worker.log"
         message = f"{words[:1].upper()}{words[1:]}."
-        hint = f"{self.run.path / log} has its last words."
+        hint = f"{self.run.location(log)} has its last words."
         self.emit(ErrorRaised(code="training", message=message, hint=hint))
 
     def write_figures(self, membership: Membership, generation: int) -> None:
@@ -151,7 +151,7 @@ class EventReporter:
             step = max(worker.step for worker in membership.with_status("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
             with suppress(OSError):  # figures are not worth a run
-                append_lines(self.run.crew_metrics, [record])
+                self.run.append(Log.RANK_METRICS, [record])
 
 
 def _who(worker: WorkerRecord) -> dict[str, Any]:

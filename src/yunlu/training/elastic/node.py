@@ -22,6 +22,7 @@ import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by ev
 
 from yunlu.core.errors import TrainingError
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, exec_module
@@ -133,7 +134,7 @@ class NodeAgent:
             self._turn()
         code = self._wind_up()
         if self._successor and self.name != LOCAL and not self._is_leaving:
-            words = (str(self.store.path), "--node", self.name, "--devices", str(self.devices))
+            words = (self.store.address, "--node", self.name, "--devices", str(self.devices))
             exec_module(self._successor, *words)
         return code
 
@@ -269,12 +270,9 @@ class NodeAgent:
             os._exit(code)
 
     def _redirect(self, worker: int) -> None:
-        self.store.logs.mkdir(exist_ok=True)
-        path = self.store.logs / f"member-{worker}.log"
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        with require_local(self.store).open_text_log(f"{Area.LOGS}/member-{worker}.log") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
 
     def _make_plan(self, writer: int) -> int:
         try:

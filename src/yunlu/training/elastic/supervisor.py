@@ -8,7 +8,6 @@ starts another one with ``--adopt``, which goes on from ``crew.json``; training 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import secrets
@@ -24,11 +23,11 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Claim, Document, HeldClaim
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
 from yunlu.training.attempt import read_attempts
@@ -152,7 +151,7 @@ class Supervisor:
         shares = coordinator.history[coordinator.generation].world
         devices = max(coordinator.membership.nodes[LOCAL].wanted, 1)
         words = ("--devices", str(devices), "--shares", str(shares), "--lock", str(lock.fileno()))
-        exec_module(ASYNCHRONOUS, str(self.directory.path), *words)
+        exec_module(ASYNCHRONOUS, self.directory.address, *words)
 
     def run(self) -> RunState:
         """Until the run ends."""
@@ -264,7 +263,7 @@ class Supervisor:
             "host": socket.gethostname(),
             "detached": True,
         }
-        write_atomically(self.directory.path / "worker.json", json.dumps(record))
+        self.directory.write(Document.WORKER, json.dumps(record))
 
     def _begin_life(self) -> None:
         self.directory.emit(
@@ -280,7 +279,7 @@ class Supervisor:
 
     def _start_node(self) -> None:
         devices = str(self.coordinator.membership.nodes[LOCAL].wanted)
-        words = [sys.executable, "-m", self._node_module, str(self.directory.path)]
+        words = [sys.executable, "-m", self._node_module, self.directory.address]
         self._node = subprocess.Popen(  # noqa: S603 (our own interpreter)
             [*words, "--node", LOCAL, "--devices", devices],
             stdin=subprocess.DEVNULL,
@@ -331,19 +330,19 @@ class Supervisor:
 
 
 @contextmanager
-def _only_supervisor(directory: RunStore) -> Generator[IO[str]]:
+def _only_supervisor(directory: RunStore) -> Generator[HeldClaim]:
     """Hold the run's lock: two of us would destroy each other's work."""
-    with (directory.path / "worker.lock").open("w") as file:
+    with ExitStack() as stack:
         deadline = time.monotonic() + _LOCK_S
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                claim = stack.enter_context(directory.claim(Claim.WORKER, wait=False))
                 break
             except BlockingIOError:  # perhaps somebody only looks whether it is free
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
-        yield file
+        yield claim
 
 
 def _ignore(*_: object) -> None:

@@ -148,7 +148,7 @@ def build_spectrogram_cnn(
 ) -> ConvNet:
     """The ``cnn`` for spectrograms: deep enough that a position sees all bands and a syllable.
 
-    On ``made:spoken-words`` this reached 0.97 in 12 CPU seconds (10 epochs), where the two stages
+    On ``synthetic:spoken-words`` this reached 0.97 in 12 CPU seconds (10 epochs), where the two stages
     that suit small images reached 0.59 in 69 (8 epochs).
     """
     return ConvNet(in_channels, classes, channels=channels, dropout=dropout, stride=stride)

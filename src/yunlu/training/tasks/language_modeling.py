@@ -264,7 +264,7 @@ def _read_texts(data: DataSpec) -> Texts:
 
 def _named_parts(data: DataSpec) -> Texts:
     """``train.txt`` beside ``test.txt`` or ``validation.txt`` in a folder: its own parts."""
-    if data.train.startswith("made:"):
+    if data.train.startswith("synthetic:"):
         return {}
     folder = locate(data.train, data.options)
     found: dict[str, Location] = {}

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
-from yunlu.core.files import write_atomically
+from yunlu.runs.documents import read_json
+from yunlu.runs.run_store import require_local
 from yunlu.runs.states import RunState
 from yunlu.training.environment import hide_credentials
 from yunlu.training.trackers.config import flatten, public_config
@@ -53,13 +54,13 @@ class MlflowTracker:
         del resumed  # the id kept in the run's directory tells it, also without a checkpoint
         self._mlflow = _load_mlflow()
         tracking = self._mlflow.tracking
-        local = f"sqlite:///{run.path.parent / 'mlflow.db'}"
-        uri = tracking.get_tracking_uri() if tracking.is_tracking_uri_set() else local
+        here = f"sqlite:///{require_local(run).home / 'mlflow.db'}"
+        uri = tracking.get_tracking_uri() if tracking.is_tracking_uri_set() else here
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         known = _recall(run, uri)
         if known is not None and self._reopen(known):
             return
-        self._run_id = self._create(run, uri_is_local=uri == local)
+        self._run_id = self._create(run, uri_is_local=uri == here)
         _remember(run, uri, self._run_id)
         self._send_params(public_config(job))
 
@@ -101,7 +102,9 @@ class MlflowTracker:
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         if experiment is None:
             # Without this a local store would put artifacts under the working directory.
-            artifacts = (run.path.parent / "mlflow-artifacts").as_uri() if uri_is_local else None
+            artifacts = (
+                (require_local(run).home / "mlflow-artifacts").as_uri() if uri_is_local else None
+            )
             try:
                 experiment_id = self._client.create_experiment(EXPERIMENT, artifacts)
             except self._mlflow.MlflowException:
@@ -136,14 +139,13 @@ def _load_mlflow() -> ModuleType:
 
 def _remember(run: RunStore, uri: str, run_id: str) -> None:
     known = {"uri": hide_credentials(uri), "run_id": run_id}
-    write_atomically(run.path / "mlflow.json", json.dumps(known))
+    run.write(_DOCUMENT, json.dumps(known))
 
 
 def _recall(run: RunStore, uri: str) -> str | None:
     """The MLflow run of an earlier life, if it logged to the same place."""
-    try:
-        known = json.loads((run.path / "mlflow.json").read_text())
-    except (FileNotFoundError, ValueError):
+    known = read_json(run, _DOCUMENT)
+    if known is None:
         return None
     return known.get("run_id") if known.get("uri") == hide_credentials(uri) else None
 

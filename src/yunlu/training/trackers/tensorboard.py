@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
+from yunlu.runs.run_store import Area, require_local
 from yunlu.training.trackers.config import public_config
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class TensorBoardTracker:
     def _open(self, first_step: int) -> None:
         assert self._run is not None, "start comes before log"
         self._proto = _load_protos()
-        directory = self._run.tensorboard
+        directory = require_local(self._run).directory(Area.TENSORBOARD)
         directory.mkdir(parents=True, exist_ok=True)
         earlier = sorted(directory.glob("events.out.tfevents.*"))
         # Unbuffered: a record is in the file as soon as it is logged, so a crash loses none.

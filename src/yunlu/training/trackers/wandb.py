@@ -8,7 +8,8 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, missing_part
-from yunlu.core.files import write_atomically
+from yunlu.runs.documents import read_json
+from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
 from yunlu.training.trackers.config import public_config
 
@@ -43,13 +44,15 @@ class WandbTracker:
         # from a thread, in the middle of a progress bar.
         settings = wandb.Settings(silent=True, console="off")
         wandb.setup(settings=settings)
+        directory = require_local(run).directory(Area.TRACKERS)
+        directory.mkdir(exist_ok=True)
         try:
             self._run = wandb.init(
                 project=PROJECT,
                 id=_id_of(run),
                 name=run.id,
                 config=public_config(job),
-                dir=run.path,
+                dir=directory,
                 resume="allow",
                 reinit="create_new",
                 settings=settings,
@@ -72,10 +75,10 @@ class WandbTracker:
 
 def _id_of(run: RunStore) -> str:
     """Made in the first life and kept: run ids repeat between stores, W&B's must not."""
-    kept = run.path / "wandb.json"
-    if kept.exists():
-        return json.loads(kept.read_text())["id"]
+    known = read_json(run, _DOCUMENT)
+    if known is not None:
+        return known["id"]
     # W&B forbids a few signs in ids, and long ones.
     made = re.sub(r"[^A-Za-z0-9_.-]", "-", run.id)[:100] + f"-{secrets.token_hex(3)}"
-    write_atomically(kept, json.dumps({"id": made}))
+    run.write(_DOCUMENT, json.dumps({"id": made}))
     return made

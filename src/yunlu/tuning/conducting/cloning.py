@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.planning.large_batch import scale_rate
 from yunlu.runs.documents import read_job, read_plan, write_plan
-from yunlu.runs.run_store import Area, local
+from yunlu.runs.run_store import Area, require_local
 from yunlu.tuning.conducting.prefixes import find_course
 from yunlu.tuning.conducting.story import read_story
 
@@ -33,7 +33,7 @@ def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
     source = Path(parent.location(where))
     if not where or "://" in where or not source.is_dir():
         return False
-    if not _link_tree(source, local(child).directory(Area.CHECKPOINTS) / source.name):
+    if not _link_tree(source, require_local(child).directory(Area.CHECKPOINTS) / source.name):
         return False
     plan = _adapt_plan(parent, child, story)
     if plan is not None:

@@ -146,24 +146,24 @@ def test_a_made_path_is_read_like_any_other(
 ) -> None:
     path = write_numbers(tmp_path / "a.csv", 20)
     monkeypatch.setitem(GENERATORS, "numbers", lambda seed: path)
-    assert list(load("made:numbers").train["x"]) == list(load(path).train["x"])
+    assert list(load("synthetic:numbers").train["x"]) == list(load(path).train["x"])
 
 
 def test_an_unknown_made_set_suggests_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean 'films'"):
-        load("made:film")
+        load("synthetic:film")
 
 
 def test_a_registered_maker_is_found_by_name() -> None:
     generator_of("tens")(lambda seed: DataTable({"x": np.arange(10)}))
     try:
-        assert len(load("made:tens").train) == 8
+        assert len(load("synthetic:tens").train) == 8
     finally:
         del GENERATORS["tens"]
 
 
 def test_made_films_are_the_same_each_time_whatever_the_seed_of_the_job() -> None:
-    first, second = load("made:films"), load("made:films", seed=5)
+    first, second = load("synthetic:films"), load("synthetic:films", seed=5)
     assert first.fingerprint == second.fingerprint
     assert set(first.train.columns) == {"user", "item", "rating"}
     pairs = set(zip(first.train["user"], first.train["item"], strict=True))

@@ -24,7 +24,7 @@ def test_the_same_seed_makes_the_same_data() -> None:
 
 @pytest.mark.parametrize("name", ["reviews", "dates"])
 def test_no_text_of_the_test_part_stands_in_the_training_part(name: str) -> None:
-    tables = load_tables(DataSpec(train=f"made:{name}"), seed=3)
+    tables = load_tables(DataSpec(train=f"synthetic:{name}"), seed=3)
     assert tables.test is not None
     column = "text" if name == "reviews" else "source"
     assert not set(tables.test[column]) & set(tables.train[column])
@@ -83,6 +83,6 @@ def test_the_python_docs_are_prose_in_a_file_that_is_written_once(
     first = path.stat().st_mtime_ns
     assert generate("python-docs") == path
     assert path.stat().st_mtime_ns == first
-    text = read_text("made:python-docs")
+    text = read_text("synthetic:python-docs")
     assert len(text) > 200_000
     assert "statement" in text

@@ -77,7 +77,7 @@ def test_pairs_are_as_long_as_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "model", "data"),
     [
-        ("language-modeling", SMALL, {"train": "made:python-docs", "limit": 40}),
+        ("language-modeling", SMALL, {"train": "synthetic:python-docs", "limit": 40}),
         ("image-classification", {"name": "cnn"}, {"train": "sklearn:digits", "limit": 40}),
         ("tabular-regression", {"name": "mlp"}, {"train": "sklearn:diabetes", "limit": 40}),
     ],

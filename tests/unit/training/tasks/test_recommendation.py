@@ -65,7 +65,7 @@ def test_the_task_opens_the_door() -> None:
 
 def test_ratings_are_learned_far_beyond_what_averages_tell() -> None:
     task = Recommendation()
-    asked = job("made:films", dim=8)
+    asked = job("synthetic:films", dim=8)
     model, test = train(task, asked, epochs=12)
     learned = score(task, model, test)
     with torch.no_grad():  # without its factors the same model knows averages alone
@@ -78,7 +78,7 @@ def test_ratings_are_learned_far_beyond_what_averages_tell() -> None:
 
 def test_a_perceptron_over_the_embeddings_trains_too() -> None:
     task = Recommendation()
-    data = {"train": "made:films", "limit": 2000}
+    data = {"train": "synthetic:films", "limit": 2000}
     model, test = train(task, job(data, dim=4, hidden=[16]), epochs=2)
     assert score(task, model, test)["rmse"] < 1.2
     assert any("interaction" in name for name, _ in model.named_parameters())
@@ -134,7 +134,7 @@ def test_strangers_fall_to_the_unknown_row_that_stays_zero(tmp_path: Path) -> No
 
 def test_one_fetch_of_many_pairs_equals_pairs_fetched_one_by_one() -> None:
     task = Recommendation()
-    samples: Any = task.load(job("made:films")).train
+    samples: Any = task.load(job("synthetic:films")).train
     at_once = task.collate(samples.__getitems__([4, 1]))
     singly = task.collate([samples[4], samples[1]])
     assert at_once.samples == at_once.items == 2
@@ -174,13 +174,13 @@ def test_a_model_with_other_scores_than_pairs_is_a_model_error() -> None:
             return torch.zeros(len(users), 3) + items[:, None]
 
     task = Recommendation()
-    samples: Any = task.load(job("made:films")).train
+    samples: Any = task.load(job("synthetic:films")).train
     with pytest.raises(ModelError, match="expected one each"):
         task.loss(Wide(), task.collate(samples.__getitems__([0, 1])))
 
 
 def test_saved_parts_number_users_and_items_as_the_model_does(tmp_path: Path) -> None:
-    task, asked = Recommendation(), job("made:films")
+    task, asked = Recommendation(), job("synthetic:films")
     task.load(asked)
     task.save_parts(tmp_path)
     saved = json.loads((tmp_path / "recommendation.json").read_text())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks.tune_parts.contenders import CONTENDERS
 from benchmarks.tune_parts.curves import make_figures
-from benchmarks.tune_parts.evidence import DEFAULT_FOLDER, TASKS, list_tasks, load_task
+from benchmarks.tune_parts.evidence import Taskset, list_tasks, load_task
 from benchmarks.tune_parts.figures import Figure
 from benchmarks.tune_parts.runs import Case, Run, list_cases, run_cases
 from benchmarks.tune_parts.sampling import sample
@@ -18,9 +20,24 @@ from benchmarks.tune_parts.scoring import find_best, find_speedup, make_scales, 
 from yunlu.tuning.replay import Trace, replay
 from yunlu.tuning.values import Dimension
 
-needs_curves = pytest.mark.skipif(
-    not DEFAULT_FOLDER.is_dir(), reason="the recorded curves are not on this machine"
-)
+TASK = "taskset/patch32_GRU128_bs128"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made curves in the format of TaskSet: the best rate is 1e-3, and the others stay far above."""
+    folder = tmp_path_factory.mktemp("evidence")
+    settings = sample(Taskset(folder=folder, name="").dimensions, 200, seed=0)
+    hp = np.array([[float(value or 0) for value in params.values()] for params in settings])
+    hp[:, 1:3] = 1 - hp[:, 1:3]  # the table has the betas themselves
+    floor = 0.5 + 0.4 * np.abs(np.log10(hp[:, 0]) + 3)
+    valid = floor[:, None] + 2 / np.arange(1, 52)
+    np.savez(folder / "taskset_adam8p_12x1000x51.npz", **{"hp": hp, "imdb_patch32_GRU128_bs128/valid": valid})
+    (folder / "yahpo_lcbench").mkdir()
+    codes = {"#na#": 0, "167083": 1, "7593": 2, "126026": 3}
+    encoding = folder / "yahpo_lcbench" / "encoding.json"
+    encoding.write_text(json.dumps({"OpenML_task_id": codes}), encoding="utf-8")
+    return folder
 
 
 def make_run(contender: str, task: str, seed: int, *improvements: tuple[float, float]) -> Run:
@@ -115,34 +132,26 @@ def test_versions_follow_what_the_code_does() -> None:
     assert version != CONTENDERS["tpe"].find_version()
 
 
-@needs_curves
-def test_runs_are_kept_and_not_done_again(tmp_path: Path) -> None:
+def test_runs_are_kept_and_not_done_again(tmp_path: Path, folder: Path) -> None:
     contenders = {"random": CONTENDERS["random"]}
-    task = "taskset/patch32_GRU128_bs128"
     cases = list_cases(
-        list(contenders.values()), [task], [0, 1], workers=4, trainings=5, resume_steps=0
+        list(contenders.values()), [TASK], [0, 1], workers=4, trainings=5, resume_steps=0
     )
     kept = tmp_path / "runs.jsonl"
-    first = [run for _, run in run_cases(cases, contenders, DEFAULT_FOLDER, kept)]
+    first = [run for _, run in run_cases(cases, contenders, folder, kept)]
     kept.write_text(kept.read_text(encoding="utf-8") + '{"case": {"torn', encoding="utf-8")
-    again = [run for _, run in run_cases(cases, {}, DEFAULT_FOLDER, kept)]
+    again = [run for _, run in run_cases(cases, {}, folder, kept)]
     assert again == first
     assert all(isinstance(run, Run) and run.evaluations > 100 for run in first)
 
 
-@needs_curves
-def test_the_tasks_are_there() -> None:
-    names = list_tasks(DEFAULT_FOLDER)
-    assert set(TASKS) <= set(names)
-    assert sum(name.startswith("lcbench/") for name in names) == 34
-    assert sum(name.startswith("taskset/") for name in names) == 12
+def test_tasks_are_listed_those_of_lcbench_first(folder: Path) -> None:
+    assert list_tasks(folder) == ["lcbench/7593", "lcbench/126026", TASK]
 
 
-@needs_curves
 @pytest.mark.parametrize("name", ["tpe", "hyperband", "halving"])
-def test_optunas_methods_run_and_only_those_with_a_pruner_prune(name: str) -> None:
-    pytest.importorskip("optuna")
-    curves = load_task(DEFAULT_FOLDER, "taskset/patch32_GRU128_bs128")
+def test_optunas_methods_run_and_only_those_with_a_pruner_prune(folder: Path, name: str) -> None:
+    curves = load_task(folder, TASK)
 
     def search() -> Trace:
         method = CONTENDERS[name].make(curves.dimensions, curves.rungs, 0)
@@ -155,11 +164,9 @@ def test_optunas_methods_run_and_only_those_with_a_pruner_prune(name: str) -> No
     assert trace.resumed == 0
 
 
-@needs_curves
 @pytest.mark.slow
-def test_ray_tunes_scheduler_stops_at_its_own_milestones() -> None:
-    pytest.importorskip("ray.tune")
-    curves = load_task(DEFAULT_FOLDER, "taskset/patch32_GRU128_bs128")
+def test_ray_tunes_scheduler_stops_at_its_own_milestones(folder: Path) -> None:
+    curves = load_task(folder, TASK)
     method = CONTENDERS["asha"].make(curves.dimensions, curves.rungs, 0)
     trace = replay(method, curves, workers=4, budget_s=51 * 6)
     stopped = [trial.rung for trial in trace.trials if trial.state == "pruned"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
+from yunlu.core.value import Value
 from yunlu.jobs.amounts import Amounts, block_length, count_amounts
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
@@ -60,12 +62,13 @@ _RULES: dict[str, Rule] = {
 _TEXT_TASKS = {"language-modeling", "text-classification", "seq2seq"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Outlook(Value):
     """A job's options, and every candidate with a price: hours, dollars, hardware."""
 
     options: PlanOptions
     candidates: tuple[tuple[float, float, str], ...] = ()
+    computed_s: float = 0.0
+    """CPU seconds of the search."""
 
 
 def foresee(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
@@ -77,6 +80,7 @@ def look_ahead(
     job: Job, *, top: int = 3, catalog: Catalog | None = None, everything: bool = False
 ) -> Outlook:
     """As ``foresee``; with ``everything``, also all candidates, for a picture."""
+    began = time.process_time()
     if top < 1:
         raise PlanError(f"top: expected a whole number above 0, got {top}")
     catalog = catalog or open_catalog()
@@ -94,7 +98,11 @@ def look_ahead(
     notes += [*note_prices(options), *note_terms(options, ask.prices)]
     options = options.model_copy(update={"notes": tuple(notes)})
     candidates = list_candidates(ask, weighed) if everything else []
-    return Outlook(options=options, candidates=tuple(candidates))
+    return Outlook(
+        options=options,
+        candidates=tuple(candidates),
+        computed_s=time.process_time() - began,
+    )
 
 
 def make_ask(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:

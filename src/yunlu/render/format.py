@@ -1,4 +1,4 @@
-"""Values as text for people: metrics, predicted quantities."""
+"""Values as text, the same on pages and in the terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.render.i18n.texts import known_text, text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from yunlu.jobs.report_model import WorkerFault, Finding
     from yunlu.render.i18n.texts import BilingualText
+    from yunlu.tuning.values import Dimension, ParamValue
 
+_MBIT_PER_BYTE = 8e-6
 _SHARES = ("accuracy", "f1", "precision", "recall")
 
 
@@ -51,3 +53,70 @@ def show_finding(finding: Finding) -> BilingualText:
 def show_fault(fault: WorkerFault) -> BilingualText:
     """What happened to a worker: ``was killed``, ``hung``, ..."""
     return known_text("fault", fault.what)
+
+
+def show_rate(bytes_per_s: float | None) -> str:
+    """Links are known by their bits: ``95.4 Mbit/s``, ``2.5 Gbit/s``."""
+    if bytes_per_s is None:
+        return "–"
+    mbit = _MBIT_PER_BYTE * bytes_per_s
+    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
+
+
+def show_param(value: ParamValue) -> str:
+    """A value of a setting, short."""
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) < 1e6:
+            return f"{value:.0f}"
+        return f"{value:.2e}".replace("e-0", "e-") if abs(value) < 1e-3 else f"{value:.3g}"
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def show_value(metric: str, value: float | None) -> str:
+    """A metric as people say it; cost in dollars, time in its units."""
+    if value is not None and metric in {"cost", "seconds"}:
+        return show_dollars(value) if metric == "cost" else show_duration(value)
+    return show_metric(metric, value)
+
+
+def show_dollars(dollars: float) -> str:
+    """Cents where they matter, and less where there is less."""
+    if dollars >= 100:
+        return f"${dollars:,.0f}"
+    if dollars >= 0.1 or dollars == 0:
+        return f"${dollars:.2f}"
+    return f"${dollars:#.2g}" if dollars >= 0.0001 else "< $0.0001"
+
+
+def show_range(dimension: Dimension) -> str:
+    """What was searched, in a few words."""
+    if dimension.choices:
+        return ", ".join(map(show_param, dimension.choices))
+    log = ", log" if dimension.log else ""
+    low, high = (
+        int(edge) if dimension.is_int else edge for edge in (dimension.low, dimension.high)
+    )
+    return f"{show_param(low)} … {show_param(high)}{log}"
+
+
+def show_amount(quantity: str, amount: float) -> str:
+    """A figure of the forecast with its unit."""
+    if quantity == "trials":
+        return f"{amount:.0f}"
+    return show_duration(amount) if quantity == "seconds" else show_dollars(amount)
+
+
+def shorten(fields: Iterable[str]) -> dict[str, str]:
+    """Each dotted field by its last part, or by as many of its last parts as tell it apart."""
+    parts = {field: field.split(".") for field in fields}
+    short: dict[str, str] = {}
+    for field, own in parts.items():
+        others = [each for other, each in parts.items() if other != field]
+        count = next(
+            (n for n in range(1, len(own)) if not any(own[-n:] == each[-n:] for each in others)),
+            len(own),
+        )
+        short[field] = ".".join(own[-count:])
+    return short

@@ -80,18 +80,6 @@ def run_lock(directory: RunStore, *, passed_on: str | None = None) -> Generator[
         yield held
 
 
-_held_locks: list[IO[str]] = []
-
-
-def _close_inherited_locks() -> None:
-    while _held_locks:
-        _held_locks.pop().close()
-
-
-# Loading processes outlive a killed worker for seconds; a copy of its lock would keep the run busy.
-os.register_at_fork(after_in_child=_close_inherited_locks)
-
-
 @contextmanager
 def signals_as_stop() -> Generator[StopRequest]:
     """SIGTERM and Ctrl-C ask for a stop at the next step boundary."""

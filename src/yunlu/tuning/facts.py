@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from yunlu.tuning.values import Point, Trial, TrialState
+from pydantic import Field
+
+from yunlu.core.value import Value
+from yunlu.tuning.values import Dimension, ParamValue, Point, Trial, TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from yunlu.tuning.values import Dimension, ParamValue
 
 StudyState = Literal["running", "finished", "stopped", "failed"]
 """``stopped``: it can go on; ``finished`` and ``failed``: it says why in ``reason``."""
 Direction = Literal["minimize", "maximize"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialFacts:
+class TrialFacts(Value):
     """One trial: what the methods know of it, and what only people ask for."""
 
     trial: Trial
@@ -85,8 +84,7 @@ class TrialFacts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyView:
+class StudyView(Value):
     """A study at one instant."""
 
     name: str
@@ -98,7 +96,7 @@ class StudyView:
     """The job's file, as the user named it."""
     said: tuple[str, ...] = ()
     """What the user said besides, as it was typed."""
-    extra: Mapping[str, ParamValue] = field(default_factory=dict[str, "ParamValue"])
+    extra: dict[str, ParamValue] = Field(default_factory=dict[str, ParamValue])
     """Fields that go with any trial's setting when the job itself is trained: of a study on a narrow copy."""
     metrics: tuple[str, ...]
     """What is sought, one for each objective: ``loss``, ``accuracy``, ``cost``, ..."""
@@ -132,7 +130,7 @@ class StudyView:
     trials_limit: int | None = None
     dollars_limit: float | None = None
     deadline_at: float | None = None
-    forecast: Mapping[str, Any] | None = None
+    forecast: dict[str, Any] | None = None
     """What was foretold before it started."""
 
     @property
@@ -185,6 +183,29 @@ def find_front(trials: Sequence[TrialFacts]) -> tuple[TrialFacts, ...]:
     return tuple(
         facts for values, facts in known if not any(_beats(other, values) for other, _ in known)
     )
+
+
+def wall_s(view: StudyView, now: float) -> float | None:
+    """Seconds from the study's beginning to its end, or until now; while it rested do not count."""
+    if view.began_at is None:
+        return None
+    return max(0.0, (view.ended_at or now) - view.began_at - view.rested_s)
+
+
+def rank_trials(trials: Sequence[TrialFacts], *, best: TrialFacts | None) -> list[TrialFacts]:
+    """The best first, then by value; those without one after them, failures last."""
+
+    def place(facts: TrialFacts) -> tuple[bool, bool, bool, float, int]:
+        point = best_point(facts.trial)
+        return (
+            best is None or facts.number != best.number,
+            facts.state is TrialState.FAILED,
+            point is None,
+            0.0 if point is None else point.value,
+            facts.number,
+        )
+
+    return sorted(trials, key=place)
 
 
 def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -5,12 +5,13 @@ The same methods decide in a live study and in the replay of recorded curves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003 (values that hold a dimension read it)
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 ParamValue = float | int | str | bool | None
 Params = dict[str, ParamValue]

@@ -23,7 +23,7 @@ from yunlu.cli.main import main
 from yunlu.planning.search.options import Interval
 from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
-from yunlu.render.study_report.format import show_dollars
+from yunlu.render.format import show_dollars
 from yunlu.render.terminal.page import to_json
 from yunlu.render.terminal.study_display import LiveStudy, PlainStudy
 from yunlu.render.terminal.study_tables import (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +21,6 @@ from yunlu.planning.hyperparameter_transfer import (
 )
 from yunlu.spec.job import Job
 
-EVIDENCE = Path(__file__).parents[4] / "shared" / "evidence" / "tune" / "steplaw"
 SMALL = TransferScale(parameters=2e8, tokens=4e9)
 LARGE = TransferScale(parameters=1e9, tokens=5e10)
 
@@ -41,20 +38,13 @@ def test_the_rules_say_what_their_papers_report() -> None:
     assert deepseek.batch_tokens == pytest.approx(2304 * 4096, rel=0.05)
 
 
-@pytest.mark.skipif(not EVIDENCE.exists(), reason="the table of Step Law is not here")
-def test_step_law_has_the_exponents_of_its_published_fits() -> None:
-    table = np.loadtxt(
-        EVIDENCE / "1004_fitted_lr_bs_scaling_model_parameters.csv", delimiter=",", skiprows=1
-    )
-    lr_start, lr_size, lr_tokens, batch_start, batch_tokens = table.mean(axis=0)
-    told = STEP_LAW.at(LARGE)
-    logs = math.log(LARGE.parameters), math.log(LARGE.tokens)
-    assert math.log(told.lr) == pytest.approx(
-        lr_start + lr_size * logs[0] + lr_tokens * logs[1], abs=0.02
-    )
-    assert math.log(told.batch_tokens) == pytest.approx(
-        batch_start + batch_tokens * logs[1], abs=0.02
-    )
+def test_step_law_is_the_published_formula() -> None:
+    # Li et al. 2025, https://arxiv.org/abs/2503.04715, equation 1.
+    for scale in (SMALL, LARGE):
+        told = STEP_LAW.at(scale)
+        lr = 1.79 * scale.parameters**-0.713 * scale.tokens**0.307
+        assert told.lr == pytest.approx(lr, rel=1e-3)
+        assert told.batch_tokens == pytest.approx(0.58 * scale.tokens**0.571, rel=1e-3)
 
 
 def bowl(shift: tuple[float, float], scale: TransferScale, *, curvature: tuple[float, float]) -> Any:

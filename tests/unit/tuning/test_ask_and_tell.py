@@ -11,7 +11,7 @@ import pytest
 from tests.integration.toy_study import toy_job
 from yunlu.cli.main import main
 from yunlu.core.errors import YunluError
-from yunlu.render.study_report.format import wall_s
+from yunlu.tuning.facts import wall_s
 from yunlu.tuning.study import Asked, Study
 from yunlu.tuning.study_dir import StudyError, list_studies
 from yunlu.tuning.values import TrialState

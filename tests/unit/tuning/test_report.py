@@ -30,7 +30,8 @@ from tests.unit.tuning.made_studies import (
 from yunlu.core.errors import StoreError
 from yunlu.render.drawing.landscape import draw_ground
 from yunlu.render.drawing.study_axes import Axis, DimensionAxis, value_axis
-from yunlu.render.study_report.commands import shorten, train_command
+from yunlu.render.format import shorten
+from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
 from yunlu.render.study_report.page import render_page, write_report
 from yunlu.render.study_report.words import TEMPLATES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.units import show_duration
 from yunlu.render.drawing.charts import Tick
-from yunlu.render.study_report.format import show_dollars, show_param
+from yunlu.render.format import show_dollars, show_param
 from yunlu.tuning.importance import place_on
 
 if TYPE_CHECKING:

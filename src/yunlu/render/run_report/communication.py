@@ -24,7 +24,6 @@ _MOST_CANDIDATES = 16
 _MOST_HOSTS = 8
 _EVERY = re.compile(r", every (\d+) steps")
 _GAIN = re.compile(r"([\d.]+) times as fast as all-reduce")
-_MBITS = 8e-6
 
 
 def picture_communication(report: Report) -> dict[str, Any] | None:
@@ -49,14 +48,6 @@ def picture_communication(report: Report) -> dict[str, Any] | None:
         "hosts_left_out": max(0, len(newest.links) - _MOST_HOSTS),
         "figures": list(communication_figures(report)),
     }
-
-
-def show_rate(bytes_per_s: float | None) -> str:
-    """Links are known by their bits: ``95.4 Mbit/s``, ``2.5 Gbit/s``."""
-    if bytes_per_s is None:
-        return "–"
-    mbits = _MBITS * bytes_per_s
-    return f"{mbits / 1000:.3g} Gbit/s" if mbits >= 1000 else f"{mbits:.3g} Mbit/s"
 
 
 def _cards(chosen: Chosen) -> Iterator[tuple[Markup, str, Markup]]:

@@ -1,4 +1,4 @@
-"""What a study's answers are called: short names of fields, commands to copy, where things lie."""
+"""Commands to copy and paths to open from a study's report."""
 
 from __future__ import annotations
 
@@ -10,25 +10,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from yunlu.tuning.values import ParamValue
     from yunlu.tuning.view import StudyView, TrialFacts
-
-
-def shorten(fields: Iterable[str]) -> dict[str, str]:
-    """Each dotted field by its last part, or by as many of its last parts as tell it apart."""
-    parts = {field: field.split(".") for field in fields}
-    short: dict[str, str] = {}
-    for field, own in parts.items():
-        others = [each for other, each in parts.items() if other != field]
-        count = next(
-            (n for n in range(1, len(own)) if not any(own[-n:] == each[-n:] for each in others)),
-            len(own),
-        )
-        short[field] = ".".join(own[-count:])
-    return short
 
 
 def train_command(view: StudyView, facts: TrialFacts) -> str:

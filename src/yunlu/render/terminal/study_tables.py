@@ -11,15 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_duration
-from yunlu.render.study_report.commands import model_path, run_path, shorten, train_command
-from yunlu.render.study_report.format import (
-    rank_trials,
-    show_amount,
-    show_dollars,
-    show_param,
-    show_value,
-    wall_s,
-)
+from yunlu.render.study_report.commands import model_path, run_path, train_command
+from yunlu.render.format import shorten
+from yunlu.tuning.facts import rank_trials, wall_s
+from yunlu.render.format import show_amount, show_dollars, show_param, show_value
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
 from yunlu.render.terminal.report_summary import sparkline
 from yunlu.tuning.values import TrialState

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 import subprocess
 import sys
@@ -147,15 +145,3 @@ def run_is_over(run: RunStore) -> bool:
     """Whether the last word about the run is that it rests, or is asked to."""
     state = read_view(run).state
     return state is RunState.STOPPING or not state.is_active
-
-
-def _is_free(run: RunStore) -> bool:
-    """Whether no supervisor holds the run."""
-    descriptor = os.open(run.path / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -87,7 +87,7 @@ def supervise(
 ) -> RunState:
     """See a run through; ``BlockingIOError`` where somebody else does."""
     directory = open_run(run)
-    with _only_supervisor(directory) as lock:
+    with _only_supervisor(directory) as claim:
         if adopt and run_is_over(directory):
             return RunState.STOPPED  # started by somebody who had not heard of its end
         before = read_crew(directory) if adopt else None
@@ -101,7 +101,7 @@ def supervise(
         )
         state = supervisor.run()
         if supervisor.is_changing:
-            supervisor.give_way(lock)
+            supervisor.give_way(claim)
         return state
 
 
@@ -144,13 +144,12 @@ class Supervisor:
         """Whether asynchronous workers are to go on with the run."""
         return self.coordinator.outcome is not None and self.coordinator.outcome.is_changing
 
-    def give_way(self, lock: IO[str]) -> NoReturn:
+    def give_way(self, claim: HeldClaim) -> NoReturn:
         """Become their program; the run is never without somebody who holds it."""
-        os.set_inheritable(lock.fileno(), True)
         coordinator = self.coordinator
         shares = coordinator.history[coordinator.generation].world
         devices = max(coordinator.membership.nodes[LOCAL].wanted, 1)
-        words = ("--devices", str(devices), "--shares", str(shares), "--lock", str(lock.fileno()))
+        words = ("--devices", str(devices), "--shares", str(shares), "--claim", claim.pass_on())
         exec_module(ASYNCHRONOUS, self.directory.address, *words)
 
     def run(self) -> RunState:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "yunlu"
 # What servers accept in one request, and in one value (older servers: 500 characters).
+_DOCUMENT = "mlflow.json"
+"""Document of the run: where its MLflow run is."""
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 500

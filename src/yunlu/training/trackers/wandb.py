@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 PROJECT = "yunlu"
+_DOCUMENT = "wandb.json"
+"""Document of the run: its id at W&B."""
 _FAILED = {RunState.FAILED, RunState.LOST}
 
 

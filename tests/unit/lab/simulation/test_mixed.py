@@ -156,31 +156,3 @@ def test_a_workload_is_replayed_to_its_end_the_same_each_time(
     assert all(0 < jct_s < 1e5 for jct_s in times.values())
     assert restarts < 8
     assert replay() == (times, restarts)
-
-
-SIA = Path(__file__).resolve().parents[5] / "shared" / "evidence" / "sched" / "sia"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not SIA.is_dir(), reason="the public workloads of Sia are not beside this tree")
-def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
-    workload = load_workload(SIA / "workloads" / "philly" / "workload-6.csv")
-    names = {job.application for job in workload.jobs}
-    nodes = mixed_nodes()
-    found: dict[str, Outcome] = {}
-    for policy in ("sia", "yunlu"):
-        contestant = make_mixed_contestant(policy, SIA / "profiles", names, nodes, SLOWDOWN)
-        found[policy] = simulate(
-            workload,
-            load_mixed_profiles(SIA / "profiles", names),
-            nodes,
-            contestant.policy,
-            rules=contestant.bend(bend_to_sia(Rules())),
-            estimator=contestant.estimator,
-        )
-    # Sia's own simulator: 0.598 h on average, p99 8.36 h, 4.64 restarts of each job.
-    assert found["sia"].average_s / 3600 == pytest.approx(0.598, rel=0.05)
-    assert found["sia"].percentile_s(99) / 3600 == pytest.approx(8.36, rel=0.05)
-    assert found["sia"].restarts_per_job == pytest.approx(4.64, rel=0.1)
-    assert found["yunlu"].average_s < 0.92 * found["sia"].average_s
-    assert found["yunlu"].percentile_s(99) <= found["sia"].percentile_s(99)

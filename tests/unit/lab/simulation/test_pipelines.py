@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.mixed import TYPES as SIA_TYPES
 from yunlu.lab.simulation.mixed import load_knowledge, load_mixed_profiles
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.profiles import load_application
@@ -24,7 +23,6 @@ NODES = parse_cluster("2x4:fast+3x4:slow")
 STAGES = {"fast": 2, "slow": 4}
 STAGE_S = {"fast": 0.01, "slow": 0.02}
 MICRO = 16
-SIA = Path(__file__).resolve().parents[5] / "shared" / "evidence" / "sched" / "sia" / "profiles"
 
 
 def write_pipeline(directory: Path) -> None:
@@ -139,17 +137,15 @@ def test_pipelines_run_beside_others_on_whole_copies_only(folder: Path, policy: 
     assert all(devices % STAGES[kind] == 0 for kind, devices in held)
 
 
-@pytest.mark.skipif(not SIA.is_dir(), reason="the public profiles of Sia are not beside this tree")
-def test_the_public_pipeline_is_read_on_the_types_where_it_was_measured() -> None:
-    application = load_application(SIA / "gpt_pmp", SIA_TYPES)
-    assert application.stages == {"rtx": 8, "dgx-ext": 2}
-    assert [*application.times] == ["dgx-ext", "rtx"]
-    assert application.times["rtx"].find((8,), 6) == pytest.approx(
-        (3 * 55 * 0.099 + 0.3275, 0.3275)
-    )
-    known = load_knowledge(SIA, ["gpt_pmp"])
-    seen = Observations(signature="gpt_pmp", limits=application.limits)
-    assert [known.multiple(seen, kind) for kind in SIA_TYPES] == [1, 2, 8]
-    assert known.limits(seen, "aws") is None
-    speeds = [known.samples_per_s(seen, kind) or 0.0 for kind in ("dgx-ext", "rtx")]
+def test_pipeline_is_known_on_the_types_where_it_was_measured(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "cut")
+    types = (*TYPES, "never measured")
+    application = load_application(tmp_path / "cut", types)
+    assert application.stages == STAGES
+    assert {*application.times} == {*TYPES}
+    known = load_knowledge(tmp_path, ["cut"], types)
+    seen = Observations(signature="cut", limits=application.limits)
+    assert [known.multiple(seen, kind) for kind in types] == [2, 4, 1]
+    assert known.limits(seen, "never measured") is None
+    speeds = [known.samples_per_s(seen, kind) or 0.0 for kind in TYPES]
     assert speeds[0] > speeds[1] > 0

@@ -6,16 +6,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from yunlu.lab.simulation.profiles import Profiles, load_profiles
 from yunlu.lab.simulation.workload import Submission, Workload
-
-PUBLIC = Path(__file__).resolve().parents[5] / "shared" / "evidence" / "sched" / "pollux"
-needs_public_data = pytest.mark.skipif(
-    not PUBLIC.is_dir(),
-    reason="the public workloads and profiles of Pollux are not beside this tree",
-)
 
 BASE = 32
 EPOCHS = 6

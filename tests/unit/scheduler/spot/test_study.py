@@ -14,43 +14,6 @@ from yunlu.cli.pool_spot import SpotError, spot
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.study import rank, run_trials
 
-needs_traces = pytest.mark.skipif(
-    not DEFAULT_FOLDER.is_dir(), reason="the public spot traces are not beside this checkout"
-)
-
-
-@needs_traces
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "place", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))]
-)
-def test_greedy_comes_out_and_ours_beats_the_goal(place: int) -> None:
-    asked = ROWS[place]
-    starts = draw_rows(DEFAULT_FOLDER)[place]
-    trials = run_trials(make_job(asked), starts, with_optimum=False)
-    standings = {each.policy: each for each in rank(trials)}
-    assert standings["greedy"].ratio == pytest.approx(asked.greedy, abs=0.0015)
-    assert standings["planned"].ratio <= asked.goal
-    assert all(each.late == 0 for each in standings.values())
-
-
-@needs_traces
-@pytest.mark.slow
-def test_the_shipped_prior_is_what_the_fit_gives_and_has_not_seen_the_test() -> None:
-    markets = training_markets(DEFAULT_FOLDER)
-    assert len(markets) == 25
-    assert HELD_OUT == "aws-02-15-2023"
-    model, _ = fit_model(markets, PRIOR.memory_s / 3600)
-    assert model.prior_share == pytest.approx(PRIOR.prior_share, abs=1e-3)
-    for fitted, shipped in (
-        (model.up_by_age, PRIOR.up_by_age),
-        (model.up_of_share, PRIOR.up_of_share),
-        (model.down_by_age, PRIOR.down_by_age),
-        (model.down_of_share, PRIOR.down_of_share),
-    ):
-        assert fitted == pytest.approx(shipped, abs=1e-3)
-
-
 def write_traces(folder: Path) -> None:
     random = np.random.default_rng(3)
     for zone in ("one", "two"):

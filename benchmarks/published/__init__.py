@@ -1,0 +1,1 @@
+"""What others published, reproduced from their data: ``make bench-published``."""

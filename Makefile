@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live
+.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -65,6 +65,10 @@ bench-pool: $(VENV)/.train
 
 bench-pool-live: $(VENV)/.train
 	$(BIN)/python benchmarks/pool_live.py $(ARGS)
+
+# What others published, reproduced from their data, which lie beside this tree.
+bench-published: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q benchmarks/published
 
 bench-tune: .venv-bench/.tune
 	.venv-bench/bin/python benchmarks/tune.py $(ARGS)

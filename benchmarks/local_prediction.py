@@ -38,6 +38,7 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
 from yunlu.spec.load import load_job
 from yunlu.training import loop, profile, worker
+from yunlu.training.autotune import timer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEFT_OUT = {"finetune"}

@@ -69,10 +69,10 @@ def own_home(
     monkeypatch.setenv("YUNLU_HOME", str(home))
     monkeypatch.setenv("YUNLU_LANG", "en")
     monkeypatch.setenv("YUNLU_CACHE", str(cache))
-    # Made data is kept between tests and runs: speaking it takes half a minute. Lessons are not.
-    made = Path(__file__).parents[1] / ".pytest_cache" / "yunlu" / "made"
-    made.mkdir(parents=True, exist_ok=True)
-    (cache / "made").symlink_to(made)
+    # Synthetic data are kept between tests and runs: speaking it takes half a minute. Lessons are not.
+    synthetic = Path(__file__).parents[1] / ".pytest_cache" / "yunlu" / "synthetic"
+    synthetic.mkdir(parents=True, exist_ok=True)
+    (cache / "synthetic").symlink_to(synthetic)
     (cache / "precisions").symlink_to(measured_once / "precisions")
     (cache / "probe").mkdir()
     for file in (measured_once / "probe").iterdir():

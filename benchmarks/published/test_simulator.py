@@ -17,13 +17,13 @@ from yunlu.lab.simulation.mixed import (
     mixed_nodes,
 )
 from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
-from yunlu.lab.simulation.rules import Rules
-from yunlu.scheduler.policy.observations import Observations
 from yunlu.lab.simulation.outcome import Outcome
 from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
+from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.scheduler.policy.observations import Observations
 
 PUBLIC, SIA = DEFAULT_FOLDER / "pollux", DEFAULT_FOLDER / "sia"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
-
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.study import rank, run_trials
 

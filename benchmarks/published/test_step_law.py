@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+
 from benchmarks.tune_parts.evidence import DEFAULT_FOLDER
 from benchmarks.tune_parts.steplaw import FILES, measure
-
 from yunlu.planning.hyperparameter_transfer import STEP_LAW, TransferScale
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, TrainingError, missing_part
 from yunlu.jobs import service
-from yunlu.jobs.publishing import publish
+from yunlu.jobs.run_creation import create_run
 from yunlu.jobs.run import error_of, move
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
@@ -117,7 +117,7 @@ class _Estimator(BaseEstimator):
                 self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)
             else:
                 with TemporaryDirectory(prefix="yunlu-") as home:
-                    run = publish(job, None, Path(home))
+                    run = create_run(job, None, Path(home))
                     _train(run, live)
                     self.run_dir_ = None
                     self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)

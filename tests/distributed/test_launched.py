@@ -313,7 +313,7 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     assert states(run)[-1] == "failed"
     assert "rank 1 cannot count" in shown
     assert (out, err) == ("", "")  # one of them speaks
-    assert "ArithmeticError" in (run.logs / "member-1.log").read_text()
+    assert "ArithmeticError" in (run.logs / "worker-1.log").read_text()
     wait_until(lambda: not bench.left(), "everyone gone")
 
 

@@ -32,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hp[:, 1:3] = 1 - hp[:, 1:3]  # the table has the betas themselves
     floor = 0.5 + 0.4 * np.abs(np.log10(hp[:, 0]) + 3)
     valid = floor[:, None] + 2 / np.arange(1, 52)
-    np.savez(folder / "taskset_adam8p_12x1000x51.npz", **{"hp": hp, "imdb_patch32_GRU128_bs128/valid": valid})
+    np.savez(
+        folder / "taskset_adam8p_12x1000x51.npz",
+        **{"hp": hp, "imdb_patch32_GRU128_bs128/valid": valid},
+    )
     (folder / "yahpo_lcbench").mkdir()
     codes = {"#na#": 0, "167083": 1, "7593": 2, "126026": 3}
     encoding = folder / "yahpo_lcbench" / "encoding.json"

@@ -12,7 +12,7 @@ from rich.text import Text
 from yunlu.core.errors import StoreError
 from yunlu.core.units import show_bytes
 from yunlu.jobs import service
-from yunlu.jobs.crew import newest_crew
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.follow import MetricRecord, end_of, follow
 from yunlu.jobs.run import log_tail
 from yunlu.planning.plan import Plan
@@ -104,7 +104,7 @@ def _follow(run: RunStore, console: Console) -> None:
 def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> str:
     """Name of the text log of one worker; a rank is looked up in the newest layout."""
     if rank is not None:
-        crew = newest_crew(run)
+        crew = newest_worker_group(run)
         ranks = {each.rank: each.worker for each in crew.ranks} if crew else {}
         if rank not in ranks:
             raise StoreError(
@@ -118,14 +118,14 @@ def _own_log(run: RunStore, *, rank: int | None, member: str | None) -> str:
                 f"rank {rank} is worker {ranks[rank]}, not {member}", hint="give one of the two"
             )
         member = ranks[rank]
-    name = f"member-{member}.log"
+    name = f"worker-{member}.log"
     # A name is a number or a word, never a way out of the directory.
     names = run.names(Area.LOGS)
     if name not in names:
         known = [
-            log.removeprefix("member-").removesuffix(".log")
+            log.removeprefix("worker-").removesuffix(".log")
             for log in names
-            if log.startswith("member-") and log.endswith(".log")
+            if log.startswith("worker-") and log.endswith(".log")
         ]
         hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run.id}"
         raise StoreError(f"{run.id} has no log of worker {member}", hint=hint)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_duration, show_number
 from yunlu.jobs import service
-from yunlu.jobs.crew import newest_crew
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.run import remaining_s
 from yunlu.render.terminal.page import (
     ACCENT,
@@ -122,7 +122,7 @@ def _workers(record: RunRecord, crew: WorkerGroupChange | None) -> Text:
 
 
 def _crew(record: RunRecord) -> WorkerGroupChange | None:
-    return newest_crew(open_run(service.home() / record.id))
+    return newest_worker_group(open_run(service.home() / record.id))
 
 
 def _age(seconds: float) -> str:

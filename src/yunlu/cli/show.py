@@ -11,7 +11,7 @@ from rich.text import Text
 from yunlu.client.api import Run
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service
-from yunlu.jobs.crew import read_change
+from yunlu.jobs.worker_groups import read_change
 from yunlu.jobs.run import remaining_s
 from yunlu.render.terminal.event_lines import communication_line, fault_line, plan_block
 from yunlu.render.terminal.page import (

@@ -101,9 +101,9 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """One record per step; a step that a resumed life did again stands once."""
-        from yunlu.jobs.recorded import read_recorded  # noqa: PLC0415 (used by few)
+        from yunlu.jobs.run_log import read_run_log  # noqa: PLC0415 (used by few)
 
-        return list(read_recorded(self._files).records)
+        return list(read_run_log(self._files).records)
 
     def report(self) -> Path:
         """Write the report, and say where the page is."""

@@ -67,8 +67,8 @@ def _limit(folder: Path, limit_name: str, used_name: str) -> list[tuple[int, int
 
 def _reclaimable(folder: Path) -> int:
     """Bytes of files kept in memory only while nobody needs the room."""
-    words = (_read(folder / "memory.stat") or "").split()
-    stat = dict(zip(words[::2], words[1::2], strict=False))
+    fields = (_read(folder / "memory.stat") or "").split()
+    stat = dict(zip(fields[::2], fields[1::2], strict=False))
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
 
 

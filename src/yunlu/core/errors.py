@@ -108,8 +108,8 @@ def missing_part(package: str, extra: str, purpose: str) -> MissingPartError:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word a user most likely meant, if one is close enough."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    close_matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return close_matches[0] if close_matches else None
 
 
 _LISTED_MOST = 600
@@ -118,9 +118,9 @@ _LISTED_MOST = 600
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` where a near word exists, then what is known, as far as it can be read."""
-    words = sorted(known)
-    guess = nearest(word, words)
-    listing = f"known: {', '.join(words)}"
+    names = sorted(known)
+    guess = nearest(word, names)
+    listing = f"known: {', '.join(names)}"
     if len(listing) > _LISTED_MOST:
         listing = listing[:_LISTED_MOST].rpartition(",")[0] + ", …"
     return f"did you mean {guess!r}? ({listing})" if guess else listing

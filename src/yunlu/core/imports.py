@@ -37,34 +37,34 @@ def import_object(reference: str) -> Any:
         module = _load_file(Path(module_name).expanduser(), reference)
     else:
         module = _load_module(module_name, reference)
-    found: Any = module
+    result: Any = module
     for part in object_name.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(result, part):
+            public = [name for name in vars(result) if not name.startswith("_")]
             raise JobError(
                 f"{reference}: {module_name} has no {part!r}.", hint=did_you_mean(part, public)
             )
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def make_object(reference: str) -> Any:
     """One of the class that ``module:Class`` names, made without arguments."""
-    found = import_object(reference)
-    if not callable(found):
+    result = import_object(reference)
+    if not callable(result):
         raise JobError(
-            f"{reference} is not a class, but of {type(found).__name__}.",
+            f"{reference} is not a class, but of {type(result).__name__}.",
             hint="name a class, or a function that makes an object",
         )
     with suppress(ValueError):  # of what is written in C, the arguments may not be known
         try:
-            inspect.signature(found).bind()
+            inspect.signature(result).bind()
         except TypeError as error:
             raise JobError(
                 f"{reference} cannot be made without arguments: {error}.",
                 hint="give its arguments defaults, or name a function that makes one",
             ) from error
-    return found()
+    return result()
 
 
 def _load_module(name: str, reference: str) -> ModuleType:

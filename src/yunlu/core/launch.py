@@ -71,15 +71,15 @@ def detect_launch(variables: Mapping[str, str]) -> LaunchInfo | None:
     Args:
         variables: See ``core.settings.launch_variables``.
     """
-    found = [
+    conventions = [
         c for c in _CONVENTIONS if c.rank in variables or any(name in variables for name in c.size)
     ]
     # A batch script has the job's variables, a rank among them, but is not one of several tasks.
     in_step = any(name.startswith("SLURM_STEP") for name in variables)
-    found = [c for c in found if c.by != "srun" or (c.rank in variables and in_step)]
-    if not found:
+    conventions = [c for c in conventions if c.by != "srun" or (c.rank in variables and in_step)]
+    if not conventions:
         return None
-    convention = found[0]
+    convention = conventions[0]
     rank = _number(variables, convention.rank, convention.by)
     size_name = next((name for name in convention.size if name in variables), convention.size[-1])
     size = _number(variables, size_name, convention.by)

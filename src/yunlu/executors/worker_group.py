@@ -52,7 +52,7 @@ def find_run(host: str, port: int, token: str) -> RunStore:
     crew = Crew(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
-    return open_run(Path(str(ask(crew, {"kind": "where"}).get("text"))))
+    return open_run(Path(str(ask(crew, {"kind": "locate_run"}).get("text"))))
 
 
 def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:

@@ -45,19 +45,19 @@ class Catalog:
         names = {plain(name): device for device in self.devices for name in device.names}
         names |= {plain(device.name): device for device in self.devices}
         object.__setattr__(self, "_by_name", names)
-        words = {_words(name): device for device in self.devices for name in device.names}
-        object.__setattr__(self, "_by_words", words)
+        by_words = {_words(name): device for device in self.devices for name in device.names}
+        object.__setattr__(self, "_by_words", by_words)
 
     def device(self, name: str, *, field: str = "gpu") -> DeviceModel:
         """The device of that name or alias; case, signs and the order of words do not matter."""
-        found = self._find(name)
-        if found is None:
+        result = self._find(name)
+        if result is None:
             known = [device.name for device in self.devices]
             raise CatalogError(
                 f"{field}: there is no device {name!r}; {did_you_mean(name.upper(), known)}",
                 hint="yunlu catalog --devices lists them; yunlu catalog add FILE adds one",
             )
-        return found
+        return result
 
     def has_device(self, name: str) -> bool:
         """Whether that name or alias is known."""
@@ -85,7 +85,7 @@ class Catalog:
         """
         devices = {self.device(name).name for name in _each(gpu)}
         clouds = {self._cloud(name) for name in _each(cloud)}
-        found = [
+        matching_offers = [
             offer
             for offer in self.every_offer
             if (not devices or offer.device in devices)
@@ -93,8 +93,8 @@ class Catalog:
             and _fits(offer, spot=spot, max_price=max_price, priced=priced)
         ]
         if region is not None:
-            found = self._in_region(found, region)
-        return sorted(found, key=lambda offer: _rank(offer, spot=spot))
+            matching_offers = self._in_region(matching_offers, region)
+        return sorted(matching_offers, key=lambda offer: _rank(offer, spot=spot))
 
     def find_offer(self, key: str) -> Offer:
         """The cheapest offer called ``cloud:instance``, or ``cloud:instance@region``."""
@@ -106,13 +106,13 @@ class Catalog:
             )
         cloud = self._cloud(cloud)
         offers = [offer for offer in self.every_offer if offer.cloud == cloud]
-        found = [offer for offer in offers if offer.instance.lower() == instance.lower()]
-        if not found:
+        matching_offers = [offer for offer in offers if offer.instance.lower() == instance.lower()]
+        if not matching_offers:
             known = {offer.instance for offer in offers}
             raise CatalogError(f"{cloud} has no {instance!r}; {did_you_mean(instance, known)}")
         if region:
-            found = self._in_region(found, region)
-        return min(found, key=lambda offer: _rank(offer, spot=False))
+            matching_offers = self._in_region(matching_offers, region)
+        return min(matching_offers, key=lambda offer: _rank(offer, spot=False))
 
     @property
     def clouds(self) -> tuple[str, ...]:
@@ -133,8 +133,8 @@ class Catalog:
     def _find(self, name: str) -> DeviceModel | None:
         # What stands in brackets is the machine it was in: Ascend-910B(Atlas 800T A2).
         bare, _, _ = name.partition("(")
-        found = self._by_name.get(plain(name)) or self._by_name.get(plain(bare))
-        return found or self._by_words.get(_words(bare))
+        result = self._by_name.get(plain(name)) or self._by_name.get(plain(bare))
+        return result or self._by_words.get(_words(bare))
 
     def _cloud(self, name: str) -> str:
         wanted = name.lower()
@@ -147,11 +147,11 @@ class Catalog:
 
     def _in_region(self, offers: list[Offer], region: str) -> list[Offer]:
         wanted = region.lower()
-        found = [kept for offer in offers for kept in _within(offer, wanted)]
-        if offers and not found:
+        result = [retained for offer in offers for retained in _within(offer, wanted)]
+        if offers and not result:
             known = {_quoted(name) for offer in offers for name in offer.regions}
             raise CatalogError(f"region: nothing fits in {region!r}; {did_you_mean(wanted, known)}")
-        return found
+        return result
 
 
 def load_catalog(extra_dirs: Iterable[Path] = (), *, leave_out: str = "") -> Catalog:
@@ -194,9 +194,9 @@ def plain(name: str) -> str:
 
 def _words(name: str) -> frozenset[str]:
     """Those that tell devices apart, in any order: the socket and the kind of memory do not."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
+    parts = re.findall(r"[a-z0-9]+", name.lower())
     return frozenset(
-        word for word in words if word not in _MAKERS and not re.fullmatch(r"sxm\d?|hbm\w*", word)
+        word for word in parts if word not in _MAKERS and not re.fullmatch(r"sxm\d?|hbm\w*", word)
     )
 
 
@@ -234,8 +234,8 @@ def _rank(offer: Offer, *, spot: bool) -> tuple[float, str, int, str]:
 
 
 def _within(offer: Offer, region: str) -> list[Offer]:
-    kept = tuple(name for name in offer.regions if name.lower().startswith(region))
-    return [offer._replace(regions=kept)] if kept else []
+    retained = tuple(name for name in offer.regions if name.lower().startswith(region))
+    return [offer._replace(regions=retained)] if retained else []
 
 
 def _quoted(name: str) -> str:

@@ -58,10 +58,10 @@ def read_devices(
     figures: Iterable[Mapping[str, str]], sources: Iterable[Mapping[str, str]]
 ) -> list[DeviceModel]:
     """Devices from the rows of ``devices.csv`` and ``sources.csv``."""
-    told: dict[str, dict[str, str]] = {}
+    result: dict[str, dict[str, str]] = {}
     for row in sources:
-        told.setdefault(row["device"], {})[row["field"]] = row["source"]
-    return [_read_device(row, told.get(row["name"], {})) for row in figures]
+        result.setdefault(row["device"], {})[row["field"]] = row["source"]
+    return [_read_device(row, result.get(row["name"], {})) for row in figures]
 
 
 def _read_device(row: Mapping[str, str], sources: dict[str, str]) -> DeviceModel:

@@ -59,10 +59,10 @@ def name_device(
 
 def split_slice(accelerator: str) -> tuple[str, int] | None:
     """``tpu-v5p-16`` → ``("TPU-v5p", 8)``: the device, and chips; None for what is no TPU."""
-    found = _TPU.match(accelerator)
-    if not found:
+    match = _TPU.match(accelerator)
+    if not match:
         return None
-    version, parts = found[1], int(found[2])
+    version, parts = match[1], int(match[2])
     name = "TPU-v5e" if "litepod" in accelerator else f"TPU-{version}"
     return name, max(1, parts // _CORES_EACH.get(version, 1))
 
@@ -79,14 +79,14 @@ def _form(name: str | None, *, cloud: str, instance: str, accelerator: str) -> s
     """The card or the module: prices tell them apart by the instance's name only."""
     if name not in _CARDS:
         return name
-    told = f"{instance} {accelerator}".lower()
+    result = f"{instance} {accelerator}".lower()
     if name == "H100" and (
-        re.search(r"nvl(?!ink)", told) or _matches(_NVL_INSTANCES, cloud, instance)
+        re.search(r"nvl(?!ink)", result) or _matches(_NVL_INSTANCES, cloud, instance)
     ):
         return "H100-NVL"
-    if "pcie" in told or _matches(_CARD_INSTANCES, cloud, instance):
+    if "pcie" in result or _matches(_CARD_INSTANCES, cloud, instance):
         return _CARDS[name]
-    if cloud in _CARD_CLOUDS and "sxm" not in told and "nvlink" not in told:
+    if cloud in _CARD_CLOUDS and "sxm" not in result and "nvlink" not in result:
         return _CARDS[name]
     return name
 

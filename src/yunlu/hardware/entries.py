@@ -203,10 +203,10 @@ def offers_of(additions: Additions, catalog: Catalog) -> Iterator[Offer]:
 
 
 def _repriced(known: list[Offer], entry: PriceEntry) -> Iterator[Offer]:
-    asked = set(entry.regions)
+    requested = set(entry.regions)
     for offer in known:
-        regions = tuple(name for name in offer.regions if not asked or name in asked)
-        if asked and not regions and offer.regions:
+        regions = tuple(name for name in offer.regions if not requested or name in requested)
+        if requested and not regions and offer.regions:
             yield offer
             continue
         if left := tuple(name for name in offer.regions if name not in regions):
@@ -253,9 +253,9 @@ def _bytes_per_s(gbit_per_s: float | None) -> float | None:
 
 
 def _sentence(fault: ErrorDetails) -> str:
-    place = ""
+    index = ""
     for part in fault["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+        index += f"[{part}]" if isinstance(part, int) else f".{part}" if index else str(part)
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if fault["type"] == "missing":
         message = "is needed"
@@ -265,7 +265,7 @@ def _sentence(fault: ErrorDetails) -> str:
         message = f"{fault['input']!r} is not one of {', '.join(KINDS)}"
     elif isinstance(fault["input"], int | float | str):
         message = f"{message}, got {fault['input']!r}"
-    return f"{place}: {message}" if place else message
+    return f"{index}: {message}" if index else message
 
 
 def _keys(location: tuple[int | str, ...]) -> list[str]:

@@ -77,15 +77,15 @@ class _Cell:
 
 def check_columns(columns: Iterable[str], *, where: str) -> None:
     """Refuse a table that is not SkyPilot's."""
-    found = list(columns)
-    if not found:
+    result = list(columns)
+    if not result:
         raise CatalogError(
             f"{where} is empty.", hint=f"a SkyPilot vms.csv has {', '.join(REQUIRED)} and more"
         )
     for name in REQUIRED:
-        if name not in found:
+        if name not in result:
             raise CatalogError(
-                f"{where}: the column {name} is missing; {did_you_mean(name, found)}",
+                f"{where}: the column {name} is missing; {did_you_mean(name, result)}",
                 hint=f"a SkyPilot vms.csv has {', '.join(REQUIRED)} and more",
             )
 
@@ -147,9 +147,9 @@ def _read_cell(row: Mapping[str, str]) -> _Cell | str:
 
 
 def _device_memory(row: Mapping[str, str]) -> float | None:
-    told = row.get("gpu_mem_mib")
-    if told:
-        return _float(told)
+    result = row.get("gpu_mem_mib")
+    if result:
+        return _float(result)
     try:
         return float(
             ast.literal_eval(row.get("GpuInfo") or "")["Gpus"][0]["MemoryInfo"]["SizeInMiB"]
@@ -200,8 +200,8 @@ def _make_offer(
         return "a placeholder instead of a price"
     terms += _floor_terms(price, spot)
     if known := instance_network(cloud, cell.instance):
-        network, told = known
-        source = f"{source}; network: {told}"
+        network, result = known
+        source = f"{source}; network: {result}"
     else:
         network, assumed = _assume_network(cloud, catalog.device(device), count)
         terms.append(assumed)
@@ -223,10 +223,10 @@ def _make_offer(
 
 def _make_slice(cell: _Cell, *, cloud: str, catalog: Catalog, source: str) -> Offer | str:
     """A TPU slice of one host: larger ones cost the same a chip, so the planner takes several."""
-    found = split_slice(cell.accelerator)
-    if found is None or not catalog.has_device(found[0]):
+    result = split_slice(cell.accelerator)
+    if result is None or not catalog.has_device(result[0]):
         return "a device the catalog does not know"
-    device, chips = catalog.device(found[0]), found[1]
+    device, chips = catalog.device(result[0]), result[1]
     if chips > device.node_devices:
         return "a TPU slice of several hosts (had as several of one host)"
     price, spot = _prices(cell, cloud=cloud, count=chips)
@@ -279,8 +279,8 @@ def _prices(cell: _Cell, *, cloud: str, count: int) -> tuple[float | None, float
     if cloud in _PLACEHOLDER_CLOUDS:
         return None, None
     price, spot = (
-        told if told and _LEAST_DOLLARS <= told / count <= _MOST_DOLLARS else None
-        for told in (cell.price, cell.spot)
+        result if result and _LEAST_DOLLARS <= result / count <= _MOST_DOLLARS else None
+        for result in (cell.price, cell.spot)
     )
     return price, _lower(spot, price)
 

@@ -35,8 +35,8 @@ _GBIT = 1e9 / 8
 def read_offers(text: str) -> list[Offer]:
     """Offers of a table written by ``write_offers``. Sources and terms stand at its end, numbered."""
     rows = list(csv.reader(io.StringIO(text)))
-    words = {row[0][1:]: row[1] for row in rows if row and row[0].startswith("#")}
-    words[""] = ""
+    parts = {row[0][1:]: row[1] for row in rows if row and row[0].startswith("#")}
+    parts[""] = ""
     return [
         Offer(
             row[0],
@@ -49,8 +49,8 @@ def read_offers(text: str) -> list[Offer]:
             float(row[7]) if row[7] else None,
             float(row[8]) if row[8] else None,
             float(row[9]) * _GBIT if row[9] else None,
-            words[row[10]],
-            words[row[11]],
+            parts[row[10]],
+            parts[row[11]],
             int(row[12]) if len(row) > _SHORT and row[12] else None,
         )
         for row in rows[1:]
@@ -60,7 +60,7 @@ def read_offers(text: str) -> list[Offer]:
 
 def write_offers(offers: Iterable[Offer]) -> str:
     """The table, with equal prices of several regions in one row."""
-    words: dict[str, str] = {}
+    parts: dict[str, str] = {}
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     merged = merge_regions(offers)
@@ -79,12 +79,12 @@ def write_offers(offers: Iterable[Offer]) -> str:
                 _number(offer.dollars_per_hour),
                 _number(offer.spot_dollars_per_hour),
                 _number(offer.network_bytes_per_s, _GBIT),
-                _reference(words, offer.source),
-                _reference(words, offer.terms),
+                _reference(parts, offer.source),
+                _reference(parts, offer.terms),
                 _number(offer.nodes),
             )[:last]
         )
-    for text, number in words.items():
+    for text, number in parts.items():
         writer.writerow((f"#{number}", text))
     return file.getvalue()
 

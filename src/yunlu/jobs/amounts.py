@@ -17,8 +17,8 @@ LANGUAGE_MODELING = "language-modeling"
 # What an empty data.max_length stands for when a text is read: blocks of a short text are short.
 _SHORT, _LONG, _MANY_BYTES = 128, 512, 8 << 20
 _SKLEARN = {"digits": 1797, "iris": 150, "wine": 178, "breast_cancer": 569, "diabetes": 442}
-_MADE = {"films": 16_000, "reviews": 6_000, "dates": 10_000}
-_MADE_PARTS = {"spoken-words": (448, 72, 160), "spoken-digits": (480, 60, 120)}
+_SYNTHETIC = {"films": 16_000, "reviews": 6_000, "dates": 10_000}
+_SYNTHETIC_PARTS = {"spoken-words": (448, 72, 160), "spoken-digits": (480, 60, 120)}
 _PYTHON_DOCS_BYTES = 520_000
 _BYTES_PER_TOKEN = {"bytes": 1.0, "bpe": 3.0}
 _BYTES_PER_HF_TOKEN = 4.0
@@ -48,8 +48,8 @@ def count_amounts(job: Job, *, seq: int) -> Amounts:
         held = {part: round(train * getattr(data.split, part) / kept) for part in _HELD_OUT}
         return _limited(Amounts(train=train, **held), data)
     scheme, _, name = data.train.partition(":")
-    if scheme == "made" and name in _MADE_PARTS:
-        train, validation, test = _MADE_PARTS[name]
+    if scheme == "synthetic" and name in _SYNTHETIC_PARTS:
+        train, validation, test = _SYNTHETIC_PARTS[name]
         return _limited(Amounts(train=train, validation=validation, test=test), data)
     whole = _count(job, data.train, seq)
     parts: dict[str, int] = {}
@@ -89,8 +89,8 @@ def _count(job: Job, source: str, seq: int) -> int:
     scheme, _, name = source.partition(":")
     if scheme == "sklearn" and name in _SKLEARN:
         return _SKLEARN[name]
-    if scheme == "made" and name in _MADE:
-        return _MADE[name]
+    if scheme == "synthetic" and name in _SYNTHETIC:
+        return _SYNTHETIC[name]
     if job.task == LANGUAGE_MODELING and not _is_table(source):
         tokens = _bytes_of(source) / _bytes_per_token(job)
         return max(1, round(tokens / seq))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.recorded import number, step_s
+from yunlu.jobs.run_log import number, step_s
 from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from yunlu.jobs.recorded import Record, Recorded
+    from yunlu.jobs.run_log import Record, RunLog
     from yunlu.runs.run_dir import Event
 
 
@@ -102,7 +102,7 @@ class Communication(Value):
         return self.choices[-1]
 
 
-def read_communication(recorded: Recorded) -> Communication | None:
+def read_communication(recorded: RunLog) -> Communication | None:
     """Every choice with what followed; None where nothing was ever chosen, as for one worker."""
     events = [event for event in recorded.events if _is_choice(event)]
     if not events:

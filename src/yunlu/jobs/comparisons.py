@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from yunlu.jobs.recorded import points, samples_of_steps, step_s
+from yunlu.jobs.run_log import points, samples_of_steps, step_s
 from yunlu.jobs.report_model import Comparison
-from yunlu.planning.plan import Measurement
-from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
-    from yunlu.jobs.recorded import Recorded
+    from yunlu.jobs.run_log import RunLog
     from yunlu.planning.plan import Plan
 
 _TOTALS = ("total_s", "dollars")
 _QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
 
 
-def compare(recorded: Recorded, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
+def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
     """Every quantity of a prediction, as far as it is known."""
     predicted = plan.prediction.model_dump() if plan else {}
     foretold = plan.foretold.model_dump() if plan and plan.foretold else {}
     intervals = foretold.get("intervals", {})
-    measured = _measured(recorded, predicted)
+    measured = _measured(log, predicted)
     foretold = {
         # Without an interval the total has a part that nobody foretold: start-up.
         quantity: value
@@ -54,17 +50,16 @@ def compare(recorded: Recorded, plan: Plan | None, *, complete: bool) -> tuple[C
     return tuple(rows)
 
 
-def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float | None]:
+def _measured(log: RunLog, predicted: dict[str, Any]) -> dict[str, float | None]:
     """What the worker measured; until it says so, what its records give."""
-    said = _said(recorded.last(EventKind.MEASURED))
-    if said is not None:
-        return said.model_dump()
-    memory = [value for _, value in points(recorded.records, "memory_bytes")]
-    samples = samples_of_steps(recorded.records)
+    if log.view.measured is not None:
+        return log.view.measured.model_dump()
+    memory = [value for _, value in points(log.records, "memory_bytes")]
+    samples = samples_of_steps(log.records)
     # As the worker counts: a step waits for data and computes; a stall is not part of it.
-    busy = sorted(step_s(each) for each in recorded.records)
+    busy = sorted(step_s(each) for each in log.records)
     busy_s = sum(busy)
-    total_s = recorded.wall_s or None
+    total_s = log.wall_s or None
     price, planned_s = predicted.get("dollars"), predicted.get("total_s")
     return {
         "memory_bytes": max(memory, default=None),
@@ -73,10 +68,3 @@ def _measured(recorded: Recorded, predicted: dict[str, Any]) -> dict[str, float 
         "total_s": total_s,
         "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
     }
-
-
-def _said(data: dict[str, Any] | None) -> Measurement | None:
-    try:
-        return Measurement.model_validate(data) if data is not None else None
-    except ValidationError:  # of another version
-        return None

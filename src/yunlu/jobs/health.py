@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.units import show_count, show_duration
-from yunlu.jobs.recorded import number, points, samples_of_steps
+from yunlu.jobs.run_log import number, points, samples_of_steps
 from yunlu.jobs.report_model import Finding, Incident, PaddingCost, TracedSteps
 from yunlu.runs.run_dir import EventKind
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.recorded import Record, Recorded
+    from yunlu.jobs.run_log import Record, RunLog
     from yunlu.jobs.report_model import WorkerGroupHistory
     from yunlu.planning.plan import Plan
 
@@ -36,7 +36,7 @@ _FAR = 2.0
 """A batch this many times above or below the noise scale is worth a word."""
 
 
-def read_incidents(recorded: Recorded) -> tuple[Incident, ...]:
+def read_incidents(recorded: RunLog) -> tuple[Incident, ...]:
     """Skips, rollbacks, memory that ran out, modules that moved."""
     return tuple(
         Incident(kind=event.kind.value, step=int(step), data=event.data)  # pyright: ignore[reportArgumentType]
@@ -55,7 +55,7 @@ def read_padding(records: Sequence[Record]) -> PaddingCost | None:
     return PaddingCost(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
 
 
-def read_trace(recorded: Recorded) -> TracedSteps | None:
+def read_trace(recorded: RunLog) -> TracedSteps | None:
     """The newest trace."""
     data = recorded.last(EventKind.TRACE)
     if data is None:
@@ -87,7 +87,7 @@ def true_tokens(records: Sequence[Record]) -> dict[int, float]:
 
 
 def find(
-    recorded: Recorded,
+    recorded: RunLog,
     *,
     plan: Plan | None,
     incidents: Sequence[Incident],

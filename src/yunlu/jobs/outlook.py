@@ -316,7 +316,9 @@ def _widen(ask: OptionQuery, job: Job) -> OptionQuery | None:
     return replace(ask, question=replace(ask.question, most_devices=MANY_DEVICES))
 
 
-def _choose(ask: OptionQuery, weighed: RankedCandidates, catalog: Catalog, *, top: int) -> PlanOptions:
+def _choose(
+    ask: OptionQuery, weighed: RankedCandidates, catalog: Catalog, *, top: int
+) -> PlanOptions:
     """The best few; what we cannot train on stands last, however good it looks, for comparison."""
     trained = [can_train(catalog, price.offer.device) for price in ask.prices]
     if all(trained) or not any(trained) or not len(weighed.found):

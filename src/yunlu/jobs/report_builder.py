@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from yunlu.core.units import show_bytes
 from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
-from yunlu.jobs.crew import first_failure, name_worker, read_crew, read_fault, read_samples
+from yunlu.jobs.worker_groups import first_failure, name_worker, read_worker_groups, read_fault, read_samples
 from yunlu.jobs.curves import smooth, thin
 from yunlu.jobs.health import (
     find,
@@ -25,14 +25,14 @@ from yunlu.jobs.health import (
     read_trace,
     true_tokens,
 )
-from yunlu.jobs.recorded import (
+from yunlu.jobs.run_log import (
     number,
     numbers,
     part_totals,
     parts_over_time,
     points,
     rates,
-    read_recorded,
+    read_run_log,
     samples_of_steps,
 )
 from yunlu.jobs.report_model import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.recorded import Recorded
+    from yunlu.jobs.run_log import RunLog
     from yunlu.jobs.report_model import EvaluationRow
     from yunlu.runs.run_store import RunStore
 
@@ -68,7 +68,7 @@ _SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 def build_report(run: RunStore) -> Report:
     """Read a run's files into one value, whatever state it is in."""
-    recorded = read_recorded(run)
+    recorded = read_run_log(run)
     job = _read_job(run)
     state, reason = _state(recorded)
     plan = _parse(Plan, recorded.last(EventKind.PLAN))
@@ -77,7 +77,7 @@ def build_report(run: RunStore) -> Report:
     model = recorded.last(EventKind.MODEL) or {}
     newest = recorded.records[-1] if recorded.records else {}
     incidents, padding = read_incidents(recorded), read_padding(recorded.records)
-    worker_group = read_crew(recorded, read_samples(run))
+    worker_group = read_worker_groups(recorded, read_samples(run))
     return Report(
         run_id=run.id,
         path=run.address,
@@ -121,7 +121,7 @@ def build_report(run: RunStore) -> Report:
     )
 
 
-def _state(recorded: Recorded) -> tuple[RunState, str | None]:
+def _state(recorded: RunLog) -> tuple[RunState, str | None]:
     state, reason = RunState.PENDING, None
     for each in recorded.all(EventKind.STATE):
         if each.get("state") not in set(RunState):
@@ -177,13 +177,13 @@ def _parse(kind: type[V], data: dict[str, Any] | None) -> V | None:
         return None
 
 
-def _finished_at(recorded: Recorded, state: RunState) -> float | None:
+def _finished_at(recorded: RunLog, state: RunState) -> float | None:
     if state.is_active or not recorded.events:
         return None
     return recorded.lives[-1].ended_at if recorded.lives else recorded.events[-1].at
 
 
-def _curves(recorded: Recorded, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
+def _curves(recorded: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
     records = recorded.records
     samples = samples_of_steps(records)
     items = dict(points(records, "items"))
@@ -243,7 +243,7 @@ def _curve(key: str, curve: Sequence[Point]) -> Curve:
     )
 
 
-def _time_split(recorded: Recorded) -> TimeSplit | None:
+def _time_split(recorded: RunLog) -> TimeSplit | None:
     if not recorded.records:
         return None
     steps, shares = parts_over_time(recorded)
@@ -254,7 +254,7 @@ def _time_split(recorded: Recorded) -> TimeSplit | None:
     )
 
 
-def _checkpoints(recorded: Recorded, run: RunStore) -> tuple[SavedCheckpoint, ...]:
+def _checkpoints(recorded: RunLog, run: RunStore) -> tuple[SavedCheckpoint, ...]:
     latest = {int(each.get("step", 0)): each for each in recorded.by_step(EventKind.CHECKPOINT)}
     return tuple(
         SavedCheckpoint(
@@ -270,7 +270,7 @@ def _checkpoints(recorded: Recorded, run: RunStore) -> tuple[SavedCheckpoint, ..
     )
 
 
-def _failure(recorded: Recorded) -> Failure | None:
+def _failure(recorded: RunLog) -> Failure | None:
     error = recorded.last(EventKind.ERROR)
     if error is None:
         return None

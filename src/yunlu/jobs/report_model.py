@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from yunlu.core.value import Value
 from yunlu.jobs.communication import Communication
 from yunlu.planning.plan import Plan
+from yunlu.runs.events import ModelExported, ScoredExample, StragglerSeen, TraceWritten
+from yunlu.runs.fold import GroupGeneration, Incident, LostWorker
 from yunlu.runs.states import RunState
 
 
@@ -94,14 +96,6 @@ class ConfusionMatrix(Value):
     classes: tuple[ClassScore, ...]
 
 
-class EvaluationExample(Value):
-    """One sample of an evaluation, for people."""
-
-    input: str
-    expected: str
-    predicted: str
-
-
 class SavedCheckpoint(Value):
     """A checkpoint that was written; only the last and the best are kept."""
 
@@ -147,24 +141,6 @@ class DataLineage(Value):
     about: dict[str, Any]
 
 
-class ExportedModel(Value):
-    """The trained model, as it left the run."""
-
-    path: str
-    files: tuple[str, ...]
-    from_step: int | None
-    """The step whose weights these are."""
-
-
-class Incident(Value):
-    """Something that the engine did about trouble, or to stay out of it."""
-
-    kind: Literal["skip", "rollback", "out_of_memory", "precision"]
-    step: int
-    data: dict[str, Any]
-    """What its event said; the keys are those of the event's kind."""
-
-
 class Finding(Value):
     """One observation that stands out; ``yunlu.render`` has its sentence in each language."""
 
@@ -185,102 +161,6 @@ class PaddingCost(Value):
     def share(self) -> float:
         """Of all that was computed."""
         return self.padding / self.tokens if self.tokens else 0.0
-
-
-class PhaseTime(Value):
-    """What one phase of the traced steps took."""
-
-    name: str
-    """``data``, ``forward``, ``backward``, ``clip``, ``step``; ``other`` is the rest."""
-    total_s: float
-    share: float
-
-
-class OperatorTime(Value):
-    """What one operator took in the traced steps, without the operators it called."""
-
-    name: str
-    self_s: float
-    share: float
-    calls: int
-
-
-class TracedSteps(Value):
-    """A few steps under the profiler, which slows them down: shares say more than seconds."""
-
-    path: str | None
-    """The trace, in the run's directory; None where it could not be written."""
-    first_step: int | None
-    """Counted from the start of the life that was traced."""
-    steps: int
-    wall_s: float | None
-    phases: tuple[PhaseTime, ...]
-    table: tuple[OperatorTime, ...]
-
-
-class RankPosition(Value):
-    """One worker at its place in a layout."""
-
-    rank: int
-    worker: str
-    """Names the process for as long as it lives, whatever its rank becomes."""
-    host: str
-    pid: int | None
-    pp: int
-    dp: int
-    fsdp: int
-    tp: int
-
-
-class WorkerGroupChange(Value):
-    """One generation of the crew: the layout from a step on."""
-
-    attempt: int
-    generation: int
-    at: float
-    layout: str
-    reason: str
-    from_step: int
-    """The newest step that its state holds; the next one is its first."""
-    redone_steps: int
-    lost_s: float | None
-    """Without a new step, from the step before to the start of its first; None until that is done."""
-    ranks: tuple[RankPosition, ...]
-    stages: tuple[str, ...]
-    """What each stage of the pipeline holds, where it was said."""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Names it among all lives."""
-        return self.attempt, self.generation
-
-
-class WorkerFault(Value):
-    """A worker that was lost, or gave notice."""
-
-    what: str
-    """``killed``, ``hung``, ``cut off``, ``left``, ``failed``."""
-    at: float
-    step: int | None
-    rank: int | None
-    worker: str
-    host: str
-    pid: int | None
-    detail: str | None
-    struck: tuple[int, int] | None
-    """Life and generation it belonged to."""
-
-
-class Straggler(Value):
-    """A worker that the others waited for."""
-
-    at: float
-    step: int | None
-    rank: int | None
-    worker: str
-    host: str
-    ratio: float
-    """Its step time over the median of all."""
 
 
 class WorkerStats(Value):
@@ -321,9 +201,9 @@ class WorkerGroupHistory(Value):
     redone_steps: int
     communication_share: float | None
     """Of the steps' time."""
-    changes: tuple[WorkerGroupChange, ...]
-    faults: tuple[WorkerFault, ...]
-    stragglers: tuple[Straggler, ...]
+    changes: tuple[GroupGeneration, ...]
+    faults: tuple[LostWorker, ...]
+    stragglers: tuple[StragglerSeen, ...]
     workers: tuple[WorkerStats, ...]
     began_at: float
     """When the first step began."""
@@ -339,7 +219,7 @@ class WorkerGroupHistory(Value):
         return at - self.began_at - sum(max(end - since, 0.0) for end, since in paused)
 
     @property
-    def newest(self) -> WorkerGroupChange:
+    def newest(self) -> GroupGeneration:
         """The layout as it is, or was at the end."""
         return self.changes[-1]
 
@@ -376,19 +256,19 @@ class Report(Value):
     incidents: tuple[Incident, ...]
     """In the order they happened, those of undone steps included."""
     padding: PaddingCost | None
-    trace: TracedSteps | None
+    trace: TraceWritten | None
     worker_group: WorkerGroupHistory | None = None
     """Only where several workers trained together."""
     communication: Communication | None = None  # likewise
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
-    examples: tuple[EvaluationExample, ...]
+    examples: tuple[ScoredExample, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     warnings: tuple[str, ...]
     failure: Failure | None
     environment: RunEnvironment | None
     lineage: DataLineage | None
-    exported: ExportedModel | None
+    exported: ModelExported | None
 
     def curve(self, key: str) -> Curve | None:
         """The curve of this name, if the run recorded one."""

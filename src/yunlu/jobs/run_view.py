@@ -8,7 +8,7 @@ from pydantic import Field
 
 from yunlu.core.errors import StoreError, YunluError, error_of_code
 from yunlu.core.value import Value
-from yunlu.jobs.crew import newest_crew
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import RunRecord, error_of, log_tail, remaining_s
 from yunlu.planning.plan import Plan
@@ -185,7 +185,7 @@ def read_text_log(
 
 
 def _summary(run: RunStore, record: RunRecord) -> dict[str, Any]:
-    group = newest_crew(run)
+    group = newest_worker_group(run)
     return {
         **{name: getattr(record, name) for name in RunRecord.model_fields},
         "dir": run.address,
@@ -216,7 +216,7 @@ def _list_paths(run: RunStore) -> dict[str, str]:
 def _find_worker_log(run: RunStore, *, rank: int | None, worker: str | None) -> str:
     """The log of one worker; a rank is looked up in the newest layout."""
     if rank is not None:
-        group = newest_crew(run)
+        group = newest_worker_group(run)
         workers = {assigned.rank: assigned.worker for assigned in group.ranks} if group else {}
         if rank not in workers:
             raise StoreError(
@@ -231,12 +231,12 @@ def _find_worker_log(run: RunStore, *, rank: int | None, worker: str | None) -> 
             )
         worker = workers[rank]
     logs = run.names(Area.LOGS)
-    name = f"member-{worker}.log"
+    name = f"worker-{worker}.log"
     if name not in logs:  # so a name is never a way out of the directory
         known = sorted(
-            log.removeprefix("member-").removesuffix(".log")
+            log.removeprefix("worker-").removesuffix(".log")
             for log in logs
-            if log.startswith("member-")
+            if log.startswith("worker-")
         )
         hint = f"there are: {', '.join(known)}" if known else f"try: yunlu logs {run.id}"
         raise StoreError(f"{run.id} has no log of worker {worker}", hint=hint)

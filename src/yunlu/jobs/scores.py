@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunlu.core.metrics import lower_is_better
-from yunlu.jobs.recorded import number, numbers
 from yunlu.jobs.report_model import (
     ClassScore,
     ConfusionMatrix,
-    EvaluationExample,
     EvaluationRow,
     Headline,
 )
-from yunlu.runs.run_dir import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.jobs.recorded import Recorded
+    from yunlu.jobs.run_log import RunLog
+    from yunlu.runs.events import Evaluated
 
 
-def read_evaluations(recorded: Recorded, *, asked: str) -> tuple[str, tuple[EvaluationRow, ...]]:
+def read_evaluations(log: RunLog, *, asked: str) -> tuple[str, tuple[EvaluationRow, ...]]:
     """The metric to quote, and all evaluations: validation by step, the test split last.
 
     The metric is the one ``asked`` for, else the one that the task names first.
     """
-    found = _by_split_and_step(recorded)
+    found = _by_split_and_step(log)
     order = sorted(found, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
-    rows = [_row(*key, found[key]) for key in order]
+    rows = [_row(found[key]) for key in order]
     names = [name for row in rows for name in row.metrics]
     metric = asked if asked in {*names, "loss"} else next(iter(names), "loss")
     best = _best([row for row in rows if row.split == "validation"], metric)
@@ -46,57 +44,48 @@ def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
     return Headline(metric=metric, value=_score(row, metric), split=row.split, step=row.step)
 
 
-def detailed(recorded: Recorded, rows: Sequence[EvaluationRow]) -> dict[str, Any]:
+def detailed(log: RunLog, rows: Sequence[EvaluationRow]) -> Evaluated | None:
     """The evaluation worth a closer look: the test's, else the best one's, else the last."""
-    found = _by_split_and_step(recorded)
+    scored = _by_split_and_step(log)
     for row in sorted(
         rows, key=lambda row: (row.split == "test", row.best, row.step), reverse=True
     ):
-        data = found[row.split, row.step]
-        if data.get("confusion") or data.get("examples"):
-            return data
-    return {}
+        evaluation = scored[row.split, row.step]
+        if evaluation.confusion or evaluation.examples:
+            return evaluation
+    return None
 
 
-def confusion_of(evaluation: dict[str, Any]) -> ConfusionMatrix | None:
+def confusion_of(evaluation: Evaluated | None) -> ConfusionMatrix | None:
     """The confusion matrix with precision, recall and F1 of each label."""
-    matrix = evaluation.get("confusion")
-    if not matrix or not matrix.get("labels"):
+    confusion = evaluation.confusion if evaluation else None
+    if evaluation is None or confusion is None or not confusion.labels:
         return None
-    labels = [str(label) for label in matrix["labels"]]
-    counts = [[int(count) for count in row] for row in matrix["counts"]]
+    counts = confusion.counts
     columns = [sum(column) for column in zip(*counts, strict=True)]
     return ConfusionMatrix(
-        split=str(evaluation.get("split")),
-        step=int(evaluation.get("step", 0)),
-        labels=tuple(labels),
-        counts=tuple(tuple(row) for row in counts),
+        split=evaluation.split,
+        step=evaluation.step,
+        labels=confusion.labels,
+        counts=counts,
         classes=tuple(
             _class_score(label, counts[i][i], taken=columns[i], support=sum(counts[i]))
-            for i, label in enumerate(labels)
+            for i, label in enumerate(confusion.labels)
         ),
     )
 
 
-def example_of(data: dict[str, Any]) -> EvaluationExample:
-    """One sample with what was expected and what the model said."""
-    return EvaluationExample(**{key: str(data.get(key, "")) for key in ("input", "expected", "predicted")})
+def _by_split_and_step(log: RunLog) -> dict[tuple[str, int], Evaluated]:
+    return {(event.split, event.step): event for event in log.view.evaluations}
 
 
-def _by_split_and_step(recorded: Recorded) -> dict[tuple[str, int], dict[str, Any]]:
-    return {
-        (str(each.get("split")), int(each.get("step", 0))): each
-        for each in recorded.by_step(EventKind.EVALUATION)
-    }
-
-
-def _row(split: str, step: int, data: dict[str, Any]) -> EvaluationRow:
+def _row(evaluation: Evaluated) -> EvaluationRow:
     return EvaluationRow(
-        split=split,
-        step=step,
-        loss=number(data.get("loss")),
-        metrics=numbers(data.get("metrics")),
-        seconds=number(data.get("seconds")),
+        split=evaluation.split,
+        step=evaluation.step,
+        loss=evaluation.loss,
+        metrics=evaluation.metrics,
+        seconds=evaluation.seconds,
         best=False,
     )
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
-from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.executors.finding import executor_of, is_elsewhere, is_held, open_executor
-from yunlu.executors.record import RECORD
 from yunlu.executors.record import read_record as read_leases
 from yunlu.executors.worker_group import end_workers
 from yunlu.executors.worker_process import (
@@ -28,7 +25,6 @@ from yunlu.executors.worker_process import (
     this_process,
     worker_lock_is_free,
 )
-from yunlu.jobs.publishing import publish, sweep
 from yunlu.jobs.run import (
     RunRecord,
     error_of,
@@ -38,7 +34,10 @@ from yunlu.jobs.run import (
     settle,
     worker_of,
 )
-from yunlu.runs.home import open_run
+from yunlu.jobs.run_creation import create_run
+from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
+from yunlu.runs.home import find_runs, open_run, remove_stale, temporary_run
+from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -69,9 +68,9 @@ def submit(job: Job, *, source: Path | None = None) -> RunStore:
 
     require_training()
     with Store(home()) as store:  # opened first: a store that cannot be used takes no run
-        sweep(store.home)
+        remove_stale(store.home)
         try:
-            run = publish(job, source, store.home)
+            run = create_run(job, source, store.home)
         except OSError as error:
             raise StoreError(f"the run cannot be written to {store.home}: {error}") from error
         store.refresh(run)
@@ -220,7 +219,7 @@ def list_runs() -> list[RunRecord]:
             return store.reconcile()
     except FullDiskError:
         # The index is a shortcut: on a full disk the runs still tell about themselves.
-        every = [read_record(open_run(job.parent)) for job in home().glob("*/job.json")]
+        every = [read_record(run) for run in find_runs(home(), having=Document.JOB)]
         return sorted(every, key=lambda record: record.created_at, reverse=True)
 
 
@@ -228,7 +227,7 @@ def read_record(run: RunStore) -> RunRecord:
     """Where one run stands now, read from its own events."""
     record = new_record(run)
     if record is None:
-        raise StoreError(f"{run.path} is not a run: its job.json is missing or torn")
+        raise not_a_run(run)
     return settle(run, record)
 
 
@@ -240,9 +239,8 @@ def make_plan(
 ) -> Plan:
     """Let a worker plan the job without training it; leaves no run behind."""
     require_training()
-    with tempfile.TemporaryDirectory(prefix="yunlu-plan-") as directory:
-        run = open_run(Path(directory))
-        write_atomically(run.job, job.model_dump_json())
+    with temporary_run("yunlu-plan-") as run:
+        write_job(run, job)
         worker = start_worker(run, command, plan_only=True)
         offset = 0
         try:
@@ -273,7 +271,7 @@ def _reopen(run: RunStore) -> None:
     if record.state is RunState.FINISHED:
         raise StoreError(
             f"{run.id} is finished: there is nothing to resume",
-            hint=f"its model is in {run.model}",
+            hint=f"its model is in {run.location(Area.MODEL)}",
         )
     if record.state.is_active or not _worker_left(run):
         raise StoreError(
@@ -321,15 +319,14 @@ def _leave_executor(run: RunStore, *, but: str | None = None) -> None:
     executor = executor_of(run)
     if executor is not None and executor.address != but:
         executor.stop(run, now=True)
-        (run.path / RECORD).unlink()
+        run.remove(Document.LEASES)
 
 
 def _program_of(run: RunStore) -> tuple[str, ...]:
     # Who only asks after a run, stops or resizes it, need not wait for these.
     from yunlu.planning.layouts import count_devices  # noqa: PLC0415
-    from yunlu.spec.job import Job  # noqa: PLC0415
 
-    job = Job.model_validate_json(run.job.read_bytes())
+    job = read_job(run)
     devices = count_devices(job, gpus=count_gpus())
     is_served = is_asynchronous(run, job.communication.method)
     return program_for(devices, spares=job.spares, is_asynchronous=is_served)
@@ -384,11 +381,10 @@ def _read_plan(run: RunStore, worker: WorkerProcess) -> Plan:
     error = error_of(event for event, _ in run.read_events())
     if error is not None:
         raise error
-    if not run.plan.exists():
+    plan = read_plan(run)
+    if plan is None:
         words = "\n".join(log_tail(run)) or "it printed nothing"
         raise TrainingError(
             f"the worker ended with exit code {worker.exit_code()} before it had a plan:\n{words}"
         )
-    from yunlu.planning.plan import Plan  # noqa: PLC0415 (as above)
-
-    return Plan.model_validate_json(run.plan.read_bytes())
+    return plan

@@ -102,7 +102,7 @@ def measured_with(profile: Profile, work: OperatorWork | None, probed: MachinePr
 
 
 def _slowed(profile: Profile, factor: float) -> Profile:
-    return profile.model_copy(update={each: getattr(profile, each) * factor for each in _TIMES})
+    return profile.model_copy(update={item: getattr(profile, item) * factor for item in _TIMES})
 
 
 _COMPUTING = {"micro_batch", "recompute", "gradient_release", "quantize", "ema", "memory_gb"}
@@ -129,11 +129,11 @@ def link_of(probed: MachineProfile) -> Link | None:
     """What the probe found between two workers; one way, as plans count what is sent."""
     if probed.link is None:
         return None
-    found = probed.link.all_reduce
+    result = probed.link.all_reduce
     return Link(
         name=f"probed {probed.link.backend}",
-        bytes_per_s=found.bytes_per_s,
-        message_s=found.message_s,
+        bytes_per_s=result.bytes_per_s,
+        message_s=result.message_s,
     )
 
 
@@ -161,25 +161,27 @@ def predict(
     guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]
 ) -> AnalyticPrediction:
     """The guess through the planner's own arithmetic, with intervals."""
-    raw, found = predict(guess.raw), predict(guess.profile)
+    raw, result = predict(guess.raw), predict(guess.profile)
     load_sd = _LOAD_SPREAD * math.log(guess.busy)
     step_sd = math.hypot(guess.step.sd, NOISE["step_s"], load_sd)
     memory_sd = math.hypot(guess.memory.sd, NOISE["memory_bytes"])
     wide = math.exp(Z_80 * step_sd)
-    memory = found.memory_bytes * guess.memory.factor
+    memory = result.memory_bytes * guess.memory.factor
     intervals = {
         "memory_bytes": _around(memory, math.exp(Z_80 * memory_sd)),
-        "step_s": _around(found.step_s, wide),
-        "samples_per_s": _around(found.samples_per_s, wide),
+        "step_s": _around(result.step_s, wide),
+        "samples_per_s": _around(result.samples_per_s, wide),
     }
     if guess.start_s is not None:
         start_wide = math.exp(Z_80 * math.hypot(_START_SPREAD, load_sd))
-        intervals["total_s"] = _both(guess.start_s, start_wide, found.total_s - guess.start_s, wide)
-        if found.dollars is not None and found.total_s > 0:
-            price, (low, high) = found.dollars / found.total_s, intervals["total_s"]
+        intervals["total_s"] = _both(
+            guess.start_s, start_wide, result.total_s - guess.start_s, wide
+        )
+        if result.dollars is not None and result.total_s > 0:
+            price, (low, high) = result.dollars / result.total_s, intervals["total_s"]
             intervals["dollars"] = (price * low, price * high)
     return AnalyticPrediction(
-        **found.model_copy(update={"memory_bytes": memory}).model_dump(),
+        **result.model_copy(update={"memory_bytes": memory}).model_dump(),
         intervals=intervals,
         raw={"step_s": raw.step_s, "memory_bytes": raw.memory_bytes},
         version=VERSION,

@@ -121,14 +121,14 @@ class Calibration(FiniteFigures):
         quantity: Quantity = "step_s",
     ) -> RatioEstimate:
         """What is to be expected of this; of what no run has met, what is known of its like."""
-        asked = [device, stack, precision, work]
-        return self._beliefs[quantity].at([each for each in asked if each is not None])
+        requested = [device, stack, precision, work]
+        return self._beliefs[quantity].at([item for item in requested if item is not None])
 
     @cached_property
     def _beliefs(self) -> dict[Quantity, _Beliefs]:
         return {
             quantity: _Beliefs(
-                [each for each in self.figures if each.quantity == quantity],
+                [figure for figure in self.figures if figure.quantity == quantity],
                 spreads=SPREADS[quantity],
                 noise=NOISE[quantity],
             )
@@ -139,22 +139,24 @@ class Calibration(FiniteFigures):
 def parse_calibration(text: bytes | str) -> Calibration:
     """What a file holds, without what is unsound; nothing learnt where it is torn or of another version."""
     try:
-        found = Calibration.model_validate_json(text)
+        result = Calibration.model_validate_json(text)
     except ValidationError:
         return Calibration()
-    return Calibration(figures=tuple(each for each in found.figures if _is_sound(each)))
+    return Calibration(figures=tuple(figure for figure in result.figures if _is_sound(figure)))
 
 
 def learn(calibration: Calibration, figures: Sequence[RunMeasurement]) -> Calibration:
     """With some more runs; one that was there is replaced, the oldest beyond the limit forgotten."""
-    told = [each for each in figures if _is_sound(each)]
-    new = {(each.run, each.quantity) for each in told}
-    kept = [each for each in calibration.figures if (each.run, each.quantity) not in new]
-    merged = sorted([*kept, *told], key=lambda each: each.at)
+    result = [figure for figure in figures if _is_sound(figure)]
+    new = {(item.run, item.quantity) for item in result}
+    retained = [
+        figure for figure in calibration.figures if (figure.run, figure.quantity) not in new
+    ]
+    merged = sorted([*retained, *result], key=lambda item: item.at)
     newest = [
-        each
+        item
         for quantity in SPREADS
-        for each in [one for one in merged if one.quantity == quantity][-MOST_RUNS:]
+        for item in [one for one in merged if one.quantity == quantity][-MOST_RUNS:]
     ]
     return Calibration(figures=tuple(newest))
 
@@ -186,10 +188,10 @@ def apply(
     """
     prior = sum(spread**2 for spread in SPREADS[quantity][:3])
     beliefs = [calibration.belief(*key, quantity=quantity) for key in keys]
-    means = np.array([each.mean for each in beliefs])[index]
-    known = np.array([max(prior - each.variance, 0.0) for each in beliefs])[index]
-    least = np.array([each.sd if each.runs else 0.0 for each in beliefs])[index]
-    below, above = (_narrow(np.log(each), known, least) for each in (low, high))
+    means = np.array([belief.mean for belief in beliefs])[index]
+    known = np.array([max(prior - belief.variance, 0.0) for belief in beliefs])[index]
+    least = np.array([belief.sd if belief.runs else 0.0 for belief in beliefs])[index]
+    below, above = (_narrow(np.log(item), known, least) for item in (low, high))
     return values * np.exp(means), np.exp(-below), np.exp(above)
 
 
@@ -207,12 +209,12 @@ class _Beliefs:
         self, figures: Sequence[RunMeasurement], *, spreads: tuple[float, ...], noise: float
     ) -> None:
         self._variances = np.square(spreads)
-        names = [each.path[: depth + 1] for each in figures for depth in range(len(spreads))]
+        names = [figure.path[: depth + 1] for figure in figures for depth in range(len(spreads))]
         self._numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self._paths = np.array([self._numbers[name] for name in names]).reshape(-1, len(spreads))
         if not figures:
             return
-        seen = np.array([each.log_ratio for each in figures])
+        seen = np.array([figure.log_ratio for figure in figures])
         shared = (self._paths[:, None] == self._paths) @ self._variances
         own = _own_variance(figures, noise)
         believed = _damp(seen, shared, own)
@@ -222,8 +224,8 @@ class _Beliefs:
 
     def at(self, path: Sequence[str]) -> RatioEstimate:
         unknown = float(self._variances[: len(path)].sum())
-        asked = [self._numbers.get(tuple(path[: depth + 1]), -1) for depth in range(len(path))]
-        met = self._paths[:, : len(path)] == asked
+        requested = [self._numbers.get(tuple(path[: depth + 1]), -1) for depth in range(len(path))]
+        met = self._paths[:, : len(path)] == requested
         # What two have in common varies in both: this is their covariance.
         shared = met @ self._variances[: len(path)]
         if not shared.any():
@@ -239,10 +241,10 @@ class _Beliefs:
 
 def _own_variance(figures: Sequence[RunMeasurement], noise: float) -> Column:
     """Of each run by itself: more while a device has few, and where others had the machine."""
-    runs = Counter(each.device for each in figures)
+    runs = Counter(figure.device for figure in figures)
     # Nobody knows whether the load that was foretold stayed or went: the factor is in doubt as a whole.
-    loads = [math.log(max(each.busy, 1.0)) ** 2 for each in figures]
-    counts = np.array([runs[each.device] for each in figures])
+    loads = [math.log(max(figure.busy, 1.0)) ** 2 for figure in figures]
+    counts = np.array([runs[figure.device] for figure in figures])
     return noise**2 * (1 + _DOUBT / counts) + np.array(loads)
 
 

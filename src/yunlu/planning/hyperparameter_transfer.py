@@ -202,17 +202,17 @@ def fit_shift(runs: Iterable[Observed], *, rule: Rule = STEP_LAW) -> Shift:
     if not tried:
         return Shift()
     ground = _ground(tried)
-    places = np.array([place for _, place in tried])
+    places = np.array([index for _, index in tried])
     low, high = places.min(axis=0) - _BEYOND, places.max(axis=0) + _BEYOND
     lr, batch = np.clip(ground, low, high).tolist()
     return Shift(lr=lr, batch=batch)
 
 
 def _octaves(run: Observed, rule: Rule) -> tuple[float, float]:
-    told = rule.at(run.scale)
+    result = rule.at(run.scale)
     return (
-        math.log2(run.setting.lr / told.lr),
-        math.log2(run.setting.batch_tokens / told.batch_tokens),
+        math.log2(run.setting.lr / result.lr),
+        math.log2(run.setting.batch_tokens / result.batch_tokens),
     )
 
 
@@ -230,15 +230,15 @@ def _ground(tried: Sequence[tuple[Observed, tuple[float, float]]]) -> np.ndarray
         level = [float(levels[run.scale] == number) for number in range(len(levels))]
         rows.append([*level, x, y, x * x / 2, y * y / 2, x * y])
         losses.append(100 * above)
-    for place, (usual, trust) in enumerate(
+    for index, (usual, trust) in enumerate(
         [(0.0, 0.02), (0.0, 0.02), *((curvature, _TRUST) for curvature in _CURVATURE)]
     ):
         row = [0.0] * (len(levels) + 5)
-        row[len(levels) + place] = trust
+        row[len(levels) + index] = trust
         rows.append(row)
         losses.append(trust * usual)
-    found = np.linalg.lstsq(np.array(rows), np.array(losses), rcond=None)[0][len(levels) :]
-    slope, (xx, yy, xy) = found[:2], found[2:]
+    result = np.linalg.lstsq(np.array(rows), np.array(losses), rcond=None)[0][len(levels) :]
+    slope, (xx, yy, xy) = result[:2], result[2:]
     bowl = np.array([[xx, xy], [xy, yy]])
     if np.linalg.eigvalsh(bowl)[0] < _LEAST_CURVATURE:  # a saddle: each way by itself
         bowl = np.diag([max(xx, _CURVATURE[0] / 4), max(yy, _CURVATURE[1] / 4)])

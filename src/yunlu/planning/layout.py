@@ -75,8 +75,8 @@ class Layout(Value):
 
     def replica_of(self, rank: int) -> int:
         """Which share of a step's samples a rank takes."""
-        place = self.place_of(rank)
-        return place.dp * self.fsdp + place.fsdp
+        coordinates = self.place_of(rank)
+        return coordinates.dp * self.fsdp + coordinates.fsdp
 
     def __str__(self) -> str:
         """Such as ``dp2 x tp2``; ``single`` for one worker."""

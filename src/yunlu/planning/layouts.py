@@ -55,11 +55,11 @@ def count_devices(job: Job, *, gpus: int) -> int:
     """How many workers a job takes on a machine with so many GPUs."""
     if job.devices != "auto":
         return job.devices
-    said = job.layout.said_workers
+    given = job.layout.said_workers
     is_bound_to_one = any("dp" in clash.axes for clash in find_conflicts(job))
-    if job.layout.is_whole or said > gpus or is_bound_to_one:
-        return said
-    return max(gpus // said * said, 1)
+    if job.layout.is_whole or given > gpus or is_bound_to_one:
+        return given
+    return max(gpus // given * given, 1)
 
 
 def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
@@ -131,11 +131,11 @@ def choose_layout(
     def key(layout: Layout) -> tuple[float, ...]:
         return _plainness(layout, nodes=nodes)
 
-    found, refused = _search(devices, facts, asked, batch=batch, room_bytes=room_bytes, key=key,
+    result, refused = _search(devices, facts, asked, batch=batch, room_bytes=room_bytes, key=key,
                              pins=asked.sizes)  # fmt: skip
-    reason = _reason(found, facts, batch=batch, devices=devices, room_bytes=room_bytes)
-    reason += _lost_zero1(found, facts, asked)
-    return found, _with_idle(reason, found, devices, refused)
+    reason = _reason(result, facts, batch=batch, devices=devices, room_bytes=room_bytes)
+    reason += _lost_zero1(result, facts, asked)
+    return result, _with_idle(reason, result, devices, refused)
 
 
 def replan(
@@ -149,10 +149,10 @@ def replan(
     nodes: int = 1,
 ) -> Layout:
     """The layout for another number of devices, as near to this one as it can be."""
-    found, _ = replan_with_reason(
+    result, _ = replan_with_reason(
         layout, devices, facts, batch=batch, room_bytes=room_bytes, pinned=pinned, nodes=nodes
     )
-    return found
+    return result
 
 
 def replan_with_reason(
@@ -182,17 +182,17 @@ def replan_with_reason(
         return (*changes, moved_share(layout, new), *_plainness(new, nodes=nodes))
 
     options = _options_of(layout) if pinned == _NOBODY_ASKED else pinned
-    found, refused = _search(
+    result, refused = _search(
         devices, facts, options, batch=batch, room_bytes=room_bytes, key=key, pins={}
     )
-    if not _changes(layout, found):
-        reason = f"{layout} becomes {found}: split as before, over other devices"
-        reason += _doubt(found, facts, room_bytes)
+    if not _changes(layout, result):
+        reason = f"{layout} becomes {result}: split as before, over other devices"
+        reason += _doubt(result, facts, room_bytes)
     else:
-        why = _reason(found, facts, batch=batch, devices=devices, room_bytes=room_bytes)
-        reason = f"{layout} becomes {found} on {_devices(found.world)}: {why}"
-    reason += _lost_zero1(found, facts, options)
-    return found, _with_idle(reason, found, devices, refused)
+        why = _reason(result, facts, batch=batch, devices=devices, room_bytes=room_bytes)
+        reason = f"{layout} becomes {result} on {_devices(result.world)}: {why}"
+    reason += _lost_zero1(result, facts, options)
+    return result, _with_idle(reason, result, devices, refused)
 
 
 def _refusal(layout: Layout, facts: SplitConstraints, batch: int) -> YunluError | None:
@@ -245,8 +245,8 @@ def _option_refusal(layout: Layout) -> YunluError | None:
             (layout.schedule == "interleaved") != has_stages
         ),
     }
-    found = next((words for words, is_wrong in wrong.items() if is_wrong), None)
-    return None if found is None else JobError(f"The layout {layout} cannot be: {found}.")
+    result = next((text for text, is_wrong in wrong.items() if is_wrong), None)
+    return None if result is None else JobError(f"The layout {layout} cannot be: {result}.")
 
 
 def _search(
@@ -263,7 +263,7 @@ def _search(
     refused: YunluError | None = None
     tight: Layout | None = None
     for count in range(devices, 0, -1):
-        found: list[Layout] = []
+        matches: list[Layout] = []
         for sizes in _splits(count):
             if any(sizes[axis] != size for axis, size in pins.items()):
                 continue
@@ -271,12 +271,12 @@ def _search(
             why = _refusal(layout, facts, batch)
             refused = refused or why
             if why is None:
-                found.append(layout)
-        fitting = [each for each in found if fits(each, facts, room_bytes)]
+                matches.append(layout)
+        fitting = [item for item in matches if fits(item, facts, room_bytes)]
         if fitting:
             return min(fitting, key=key), refused
-        if found and tight is None:
-            tight = min(found, key=lambda each: worker_bytes(each, facts, _SMALLEST))
+        if matches and tight is None:
+            tight = min(matches, key=lambda item: worker_bytes(item, facts, _SMALLEST))
     if tight is None:
         raise refused or JobError(
             f"{_devices(devices)} cannot be split as asked.", hint="leave layout: auto"

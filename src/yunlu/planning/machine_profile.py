@@ -67,10 +67,10 @@ class KernelTiming(FiniteFigures):
 
     def seconds_at(self, size: ArrayLike) -> NDArray[np.float64]:
         """Between two sizes a power law; beyond the largest in proportion, below the smallest the same."""
-        asked = np.asarray(size, dtype=np.float64)
-        inside = np.clip(asked, self.sizes[0], self.sizes[-1])
-        found = np.exp(np.interp(np.log(inside), np.log(self.sizes), np.log(self.seconds)))
-        return found * np.maximum(asked / self.sizes[-1], 1.0)
+        requested = np.asarray(size, dtype=np.float64)
+        inside = np.clip(requested, self.sizes[0], self.sizes[-1])
+        result = np.exp(np.interp(np.log(inside), np.log(self.sizes), np.log(self.seconds)))
+        return result * np.maximum(requested / self.sizes[-1], 1.0)
 
     @property
     def best_rate(self) -> float:
@@ -157,21 +157,25 @@ class MachineProfile(FiniteFigures):
 
     def pace(self, kind: Kind, *, threads: int, precision: str = "fp32") -> KernelTiming | None:
         """The one measured with as many threads, or else with the nearest number of them."""
-        alike = [each for each in self.paces if each.kind == kind and each.precision == precision]
-        return min(alike, key=lambda each: abs(each.threads - threads), default=None)
+        alike = [
+            one_pace
+            for one_pace in self.paces
+            if one_pace.kind == kind and one_pace.precision == precision
+        ]
+        return min(alike, key=lambda item: abs(item.threads - threads), default=None)
 
     def products_per_s(self, precision: str) -> float | None:
         """FLOP/s of large matrix products with whatever threads are best."""
         rates = [
-            each.best_rate
-            for each in self.paces
-            if each.kind == "product" and each.precision == precision
+            pace.best_rate
+            for pace in self.paces
+            if pace.kind == "product" and pace.precision == precision
         ]
         return max(rates, default=None)
 
     def knows(self, threads: int) -> bool:
         """Whether work of so many threads was measured; a GPU does not care."""
-        return self.kind != "cpu" or any(each.threads == threads for each in self.paces)
+        return self.kind != "cpu" or any(pace.threads == threads for pace in self.paces)
 
     @property
     def identity(self) -> tuple[str, str, str, int]:
@@ -195,7 +199,7 @@ def parse_profiles(text: bytes | str) -> tuple[MachineProfile, ...]:
     listed: Any = cast("Any", stored).get("probes") if isinstance(stored, dict) else None
     if not isinstance(listed, list):
         return ()
-    return tuple(found for each in cast("Any", listed) if (found := _parse(each)) is not None)
+    return tuple(result for item in cast("Any", listed) if (result := _parse(item)) is not None)
 
 
 def _parse(stored: object) -> MachineProfile | None:
@@ -207,7 +211,7 @@ def _parse(stored: object) -> MachineProfile | None:
 
 def dump_profiles(probes: Iterable[MachineProfile]) -> bytes:
     """A file's content."""
-    listed = [each.model_dump(mode="json") for each in probes]
+    listed = [probe.model_dump(mode="json") for probe in probes]
     return json.dumps({"probes": listed}, indent=1).encode()
 
 
@@ -222,8 +226,8 @@ def file_names(processor: str, host: str) -> tuple[str, str]:
 
 def read_processor(cpuinfo: str) -> str:
     """The processor's name in what Linux says of it; empty where it does not."""
-    found = re.search(r"^model name\s*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
-    return found.group(1).strip() if found else ""
+    match = re.search(r"^model name\s*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
+    return match.group(1).strip() if match else ""
 
 
 def is_same_version(one: str, other: str) -> bool:
@@ -234,7 +238,7 @@ def is_same_version(one: str, other: str) -> bool:
 def make_monotonic(paces: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     """Where several threads seem slower than one, others had the cores: one's curve stands for them."""
     listed = tuple(paces)
-    alone = {(each.kind, each.precision): each for each in listed if each.threads == 1}
+    alone = {(item.kind, item.precision): item for item in listed if item.threads == 1}
 
     def settled(pace: KernelTiming) -> KernelTiming:
         one = alone.get((pace.kind, pace.precision), pace)
@@ -250,10 +254,10 @@ def with_profile(
     probes: Iterable[MachineProfile], new: MachineProfile
 ) -> tuple[MachineProfile, ...]:
     """The new one among the others; a quick one never replaces a whole one."""
-    before = [each for each in probes if each.identity == new.identity]
-    if new.is_quick and any(not each.is_quick for each in before):
+    before = [probe for probe in probes if probe.identity == new.identity]
+    if new.is_quick and any(not item.is_quick for item in before):
         return tuple(probes)
-    return (*(each for each in probes if each.identity != new.identity), new)
+    return (*(probe for probe in probes if probe.identity != new.identity), new)
 
 
 def choose_profile(
@@ -262,13 +266,13 @@ def choose_profile(
     """The one that fits best: of an accelerator rather than a processor, of the torch, whole, newest."""
     return max(
         probes,
-        key=lambda each: (
-            each.kind != "cpu",
-            torch is None or is_same_version(each.torch, torch),
-            not each.is_quick,
-            threads is None or each.knows(threads),
-            threads is None or each.threads == threads,
-            each.at,
+        key=lambda item: (
+            item.kind != "cpu",
+            torch is None or is_same_version(item.torch, torch),
+            not item.is_quick,
+            threads is None or item.knows(threads),
+            threads is None or item.threads == threads,
+            item.at,
         ),
         default=None,
     )

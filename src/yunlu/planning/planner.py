@@ -47,15 +47,15 @@ _FINE_TUNING_RATES = {"adam": 5e-5, "adamw": 5e-5, "lamb": 1e-4}
 
 def choose_batch(job: Job, train_samples: int) -> int:
     """The global batch; refuses one that is larger than the data."""
-    asked = job.train.batch
-    if asked == "auto":
+    requested = job.train.batch
+    if requested == "auto":
         return min(DEFAULT_BATCH, train_samples)
-    if asked > train_samples:
+    if requested > train_samples:
         raise DataError(
-            f"train.batch is {asked}, but there are only {train_samples} training samples.",
+            f"train.batch is {requested}, but there are only {train_samples} training samples.",
             hint=f"Set train.batch to {train_samples} or less, or bring more data.",
         )
-    return asked
+    return requested
 
 
 def count_steps(job: Job, *, samples: int, batch: int) -> int:
@@ -306,8 +306,11 @@ def _device_reason(machine: Machine) -> str:
 def _choose_rate(job: Job, profile: Profile, *, batch: int, steps: int) -> tuple[float, str]:
     """The peak rate, and why; no reason where the job sets it as it is."""
     optimizer = job.train.optimizer
-    if optimizer.lr == "auto" and (told := _published_rate(job, profile, batch, steps)) is not None:
-        return told
+    if (
+        optimizer.lr == "auto"
+        and (result := _published_rate(job, profile, batch, steps)) is not None
+    ):
+        return result
     lr, reason = _usual_rate(job) if optimizer.lr == "auto" else (optimizer.lr, "")
     scaled = scale_rate(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)
     why = scaling_reason(lr, batch=batch, base_batch=optimizer.base_batch, rule=optimizer.scaling)

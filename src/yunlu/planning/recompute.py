@@ -37,9 +37,9 @@ def plan_recompute(
     # What is saved grows with each block; the memory to compute one block again is in the figure
     # for all of them, so a part of them never takes more than this line says.
     shares: dict[RecomputeMode, float] = {
-        mode: (everything - room_bytes) / (everything - kept)
-        for mode, kept in kept_bytes.items()
-        if kept <= room_bytes
+        mode: (everything - room_bytes) / (everything - retained)
+        for mode, retained in kept_bytes.items()
+        if retained <= room_bytes
     }
     if shares:
         mode = min(shares, key=lambda mode: shares[mode] * extra_time[mode])

@@ -72,8 +72,8 @@ class SplitConstraints(Value):
     @property
     def boundary_bytes(self) -> float:
         """What goes from one block to the next, for one sample."""
-        kept = self.activation_bytes_per_sample / (_KEPT_PER_BLOCK * self.layers)
-        return self.boundary_bytes_per_sample or kept
+        retained = self.activation_bytes_per_sample / (_KEPT_PER_BLOCK * self.layers)
+        return self.boundary_bytes_per_sample or retained
 
     def why_not_share(self, layout: Layout) -> str:
         """Why the replicas of a layout cannot share out the optimiser's state; empty if they can."""
@@ -132,28 +132,28 @@ def worker_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) ->
 
 def _activation_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     whole = 0.0 if layout.sequence else _KEPT_WHOLE_UNDER_TP / _KEPT_PER_BLOCK
-    kept = whole + (1 - whole) / layout.tp
+    retained = whole + (1 - whole) / layout.tp
     # GPipe keeps every micro-batch until the turn; 1F1B as many as there are stages behind it.
     waiting = share.micros if layout.schedule == "gpipe" else min(layout.stages, share.micros)
     in_flight = waiting if layout.pp > 1 else 1
-    return share.micro_batch * facts.activation_bytes_per_sample * kept * in_flight / layout.pp
+    return share.micro_batch * facts.activation_bytes_per_sample * retained * in_flight / layout.pp
 
 
 def moved_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> dict[Axis, float]:
     """What one worker sends in a step, over each axis."""
     cut = layout.tp * layout.pp
-    found: dict[Axis, float] = {}
+    result: dict[Axis, float] = {}
     if layout.dp > 1:
-        found["dp"] = 2 * _ring(layout.dp) * facts.gradient_bytes / (cut * layout.fsdp)
+        result["dp"] = 2 * _ring(layout.dp) * facts.gradient_bytes / (cut * layout.fsdp)
     if layout.fsdp > 1:  # gathered before both passes of every micro-batch, summed once
         times = 2 * share.micros + 1
-        found["fsdp"] = times * _ring(layout.fsdp) * facts.weight_bytes / cut
+        result["fsdp"] = times * _ring(layout.fsdp) * facts.weight_bytes / cut
     boundary = facts.boundary_bytes * share.samples
     if layout.tp > 1:  # two sums in each pass of each block (Shoeybi et al. 2019, section 3)
-        found["tp"] = 4 * 2 * _ring(layout.tp) * boundary * facts.layers / layout.pp
+        result["tp"] = 4 * 2 * _ring(layout.tp) * boundary * facts.layers / layout.pp
     if layout.pp > 1:  # activations forth, gradients back
-        found["pp"] = 2 * boundary * layout.stages_per_rank
-    return found
+        result["pp"] = 2 * boundary * layout.stages_per_rank
+    return result
 
 
 def messages(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
@@ -188,14 +188,14 @@ def _missing(old: Layout, new: Layout, rank: int) -> float:
     if rank >= old.world:
         return whole
     before, after = old.place_of(rank), new.place_of(rank)
-    kept = 1.0
+    retained = 1.0
     for axis in ("pp", "fsdp", "tp"):
         old_size, new_size = old.size_of(axis), new.size_of(axis)
         old_at, new_at = getattr(before, axis), getattr(after, axis)
         low = max(old_at / old_size, new_at / new_size)
         high = min((old_at + 1) / old_size, (new_at + 1) / new_size)
-        kept *= max(high - low, 0.0)
-    return whole - kept
+        retained *= max(high - low, 0.0)
+    return whole - retained
 
 
 def _ring(size: int) -> float:

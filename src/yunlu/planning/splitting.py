@@ -288,8 +288,8 @@ def predict_split_step_s(
 def predict_split_memory_bytes(job: Job, split: Split) -> float:
     """What one worker takes at most."""
     layout, facts = split.layout, split.facts
-    kept = state_bytes_of(layout, facts)
+    retained = state_bytes_of(layout, facts)
     # While a checkpoint is written, a copy of what each replica writes of it is alive.
-    snapshot = kept / layout.dp
+    snapshot = retained / layout.dp
     averages = facts.weight_bytes if job.train.ema else 0.0
     return split.process_bytes + worker_bytes(layout, facts, split.share) + snapshot + averages

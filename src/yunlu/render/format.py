@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Dimension, ParamValue
 
 _MBIT_PER_BYTE = 8e-6
-_SHARES = ("accuracy", "f1", "precision", "recall")
+_SHARE_METRICS = ("accuracy", "f1", "precision", "recall")
 
 
 def metric_unit(name: str, values: Sequence[float]) -> Literal["number", "percent"]:
     """Percent for what is a share by its name and its values."""
-    is_share = any(word in name.lower() for word in _SHARES)
+    is_share = is_share_metric(name)
     return "percent" if is_share and all(0 <= value <= 1 for value in values) else "number"
+
+
+def is_share_metric(name: str) -> bool:
+    """Whether a metric of this name is usually a share."""
+    return any(part in name.lower() for part in _SHARE_METRICS)
 
 
 def show_metric(name: str, value: float | None) -> str:

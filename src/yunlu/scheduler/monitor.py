@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.recorded import step_s
+from yunlu.jobs.run_log import step_s
 from yunlu.runs.run_dir import EventKind
 from yunlu.scheduler.notes import Seen
 

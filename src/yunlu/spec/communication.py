@@ -86,8 +86,8 @@ class CommunicationSpec(Value):
 
     def __str__(self) -> str:
         """As it could be written."""
-        words = [str(word) for word in (self.method, self.codec) if word != "auto"]
-        return " + ".join(words) or "auto"
+        parts = [str(word) for word in (self.method, self.codec) if word != "auto"]
+        return " + ".join(parts) or "auto"
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -154,15 +154,15 @@ def strictest(method: str, codec: str) -> Guarantee:
 
 def spell_communication(text: str) -> dict[str, Any] | None:
     """The mapping that a text stands for: a guarantee, a method, a codec, or a method and a codec."""
-    words = [word.strip() for word in text.split("+")]
-    if words == ["auto"]:
+    parts = [word.strip() for word in text.split("+")]
+    if parts == ["auto"]:
         return {}
-    if len(words) == 1 and words[0] in GUARANTEES:
-        return {"guarantee": words[0]}
-    if len(words) == 1 and words[0] in _CODECS:
-        return {"codec": words[0]}
+    if len(parts) == 1 and parts[0] in GUARANTEES:
+        return {"guarantee": parts[0]}
+    if len(parts) == 1 and parts[0] in _CODECS:
+        return {"codec": parts[0]}
     keys = ("method", "codec")
-    return dict(zip(keys, words, strict=False)) if all(words) and len(words) <= len(keys) else None
+    return dict(zip(keys, parts, strict=False)) if all(parts) and len(parts) <= len(keys) else None
 
 
 def _widen(value: Any) -> Any:

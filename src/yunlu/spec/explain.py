@@ -46,7 +46,11 @@ def explain(error: ValidationError, data: Any = None) -> list[ValidationFinding]
             finding = _find(fault, location, data)
             findings.setdefault(finding.path, finding)
     for path, keys in missing.items():
-        guessed = {_guess(found) for found in findings.values() if found.path[:-1] == path}
+        guessed = {
+            _guess(one_finding)
+            for one_finding in findings.values()
+            if one_finding.path[:-1] == path
+        }
         # A key that was merely misspelt is not also missing.
         if left := [key for key in keys if key not in guessed]:
             findings[*path, left[0]] = _missing(path, left)
@@ -55,12 +59,12 @@ def explain(error: ValidationError, data: Any = None) -> list[ValidationFinding]
 
 def describe_type(schema: Schema) -> str:
     """``a whole number above 0 or 'auto'``."""
-    words: list[str] = []
+    parts: list[str] = []
     for form in alternatives(schema):
-        words += _form_words(form)
-    if len(words) > 1 and all(word.startswith("'") for word in words):
-        return f"one of {_listing(words)}"
-    return _listing(words) or "a value"
+        parts += _form_words(form)
+    if len(parts) > 1 and all(word.startswith("'") for word in parts):
+        return f"one of {_listing(parts)}"
+    return _listing(parts) or "a value"
 
 
 def show_value(value: Any) -> str:
@@ -138,11 +142,11 @@ def _as_written(path: Path, data: Any) -> tuple[Path, Any]:
 
 
 def _choices(schema: Schema) -> list[str]:
-    found = [
+    result = [
         form.get("enum", [form["const"]] if "const" in form else [])
         for form in alternatives(schema)
     ]
-    return [choice for choices in found for choice in choices]
+    return [choice for choices in result for choice in choices]
 
 
 def _form_words(form: Schema) -> list[str]:
@@ -150,22 +154,22 @@ def _form_words(form: Schema) -> list[str]:
         return [repr(choice) for choice in _choices(form)]
     match form.get("type"):
         case "null":
-            words: list[str] = []  # to leave a key out is better advice than to write null
+            parts: list[str] = []  # to leave a key out is better advice than to write null
         case "integer":
-            words = [f"a whole number{_bounds(form)}"]
+            parts = [f"a whole number{_bounds(form)}"]
         case "number":
-            words = [f"a number{_bounds(form)}"]
+            parts = [f"a number{_bounds(form)}"]
         case "boolean":
-            words = ["true", "false"]
+            parts = ["true", "false"]
         case "string":
-            words = [form.get("patternErrorMessage", "text")]
+            parts = [form.get("patternErrorMessage", "text")]
         case "array":
-            words = [_array_words(form)]
+            parts = [_array_words(form)]
         case "object":
-            words = ["a mapping"]
+            parts = ["a mapping"]
         case _:
-            words = ["plain data (text, numbers, lists or mappings)"]
-    return words
+            parts = ["plain data (text, numbers, lists or mappings)"]
+    return parts
 
 
 def _array_words(form: Schema) -> str:
@@ -179,7 +183,7 @@ def _bounds(form: Schema) -> str:
     above, below = form.get("exclusiveMinimum"), form.get("exclusiveMaximum")
     if low is not None and high is not None:
         return f" from {low} to {high}"
-    words = [
+    parts = [
         f"{word} {bound}"
         for word, bound in (
             ("above", above),
@@ -189,7 +193,7 @@ def _bounds(form: Schema) -> str:
         )
         if bound is not None
     ]
-    return f" {' and '.join(words)}" if words else ""
+    return f" {' and '.join(parts)}" if parts else ""
 
 
 def _listing(words: list[str], *, last: str = "or") -> str:

@@ -146,11 +146,11 @@ class Job(Value):
         devices, layout = self.devices, self.layout
         if devices == "auto":
             return self
-        said = layout.said_workers
-        if layout.is_whole and said != devices:
-            workers = "1 worker" if said == 1 else f"{said} workers"
+        given = layout.said_workers
+        if layout.is_whole and given != devices:
+            workers = "1 worker" if given == 1 else f"{given} workers"
             conflict("devices", f"is {devices}, but the layout {layout} has {workers}")
-        if devices % said:
+        if devices % given:
             conflict("devices", f"is {devices}, which {layout} does not divide")
         return self
 

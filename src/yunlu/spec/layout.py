@@ -47,8 +47,8 @@ class LayoutSpec(Value):
     @property
     def sizes(self) -> dict[str, int]:
         """The axes that are said, with their sizes."""
-        said = {axis: getattr(self, axis) for axis in SPLITTING}
-        return {axis: size for axis, size in said.items() if size != "auto"}
+        given = {axis: getattr(self, axis) for axis in SPLITTING}
+        return {axis: size for axis, size in given.items() if size != "auto"}
 
     @property
     def said_workers(self) -> int:
@@ -110,10 +110,10 @@ def read_axes(text: str) -> dict[str, int] | None:
         return {}
     sizes: dict[str, int] = {}
     for word in re.split(r"\s*[x×*,\s]\s*", text.strip()):
-        found = re.fullmatch(_WORD, word)
-        if found is None or found[1] in sizes:
+        match = re.fullmatch(_WORD, word)
+        if match is None or match[1] in sizes:
             return None
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     return sizes
 
 

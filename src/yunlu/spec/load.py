@@ -103,9 +103,9 @@ def _validate(document: Document, where: str) -> Job:
             ValidationFinding((), f"expected a mapping with task, model and data, got {got}")
         ]
     known = {problem.key for problem in problems}
-    found = [document.problem(f.path, f.message, at_key=f.at_key) for f in findings]
+    result = [document.problem(f.path, f.message, at_key=f.at_key) for f in findings]
     # What could not even be read is not also judged.
-    problems += [problem for problem in found if not problem.key or problem.key not in known]
+    problems += [problem for problem in result if not problem.key or problem.key not in known]
     if problems or job is None:
         raise InvalidJobError(where, problems)
     return job

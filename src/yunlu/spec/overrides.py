@@ -46,27 +46,27 @@ def lay_fields(job: Job, values: Mapping[str, Any]) -> Job:
 
 def field_value(job: Job, name: str) -> Any:
     """What the job itself says at a dotted field, as plain data; ``KeyError`` where nothing stands."""
-    found: Any = job
+    result: Any = job
     for part in name.split("."):
         try:
-            if isinstance(found, Value):
-                found = getattr(found, part)
+            if isinstance(result, Value):
+                result = getattr(result, part)
             else:
-                found = found[int(part) if isinstance(found, (list, tuple)) else part]
+                result = result[int(part) if isinstance(result, (list, tuple)) else part]
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             raise KeyError(name) from None
-    return found.model_dump(mode="json") if isinstance(found, Value) else found
+    return result.model_dump(mode="json") if isinstance(result, Value) else result
 
 
 def _with_item(job: Job, data: Any, path: tuple[str, ...], value: Any) -> list[Any]:
     """A list of the job with one of its items replaced: ``train.optimizer.betas.0``."""
-    found: Any = data
+    result: Any = data
     try:
         for part in path[:-1]:
-            found = found[part]
+            result = result[part]
     except (KeyError, TypeError):  # not said: the default
-        found = field_value(job, ".".join(path[:-1]))
-    items = list(found)
+        result = field_value(job, ".".join(path[:-1]))
+    items = list(result)
     items[int(path[-1])] = value
     return items
 
@@ -86,10 +86,10 @@ def _apply(document: Document, override: str) -> Document:
         return _with_problems(document, key, *(problem.message for problem in error.problems))
     except _NoRoom as error:
         return _with_problems(document, key, str(error))
-    place = SourceLocation(override=key)
+    index = SourceLocation(override=key)
     # Sections that the override had to create are its own too: a misspelt one is its mistake.
-    created = {path[:n]: place for n in range(1, len(path)) if path[:n] not in document.keys}
-    below = {(*path, *rest): place for rest in value.values}
+    created = {path[:n]: index for n in range(1, len(path)) if path[:n] not in document.keys}
+    below = {(*path, *rest): index for rest in value.values}
     changed = replace(
         document,
         data=data,
@@ -145,9 +145,9 @@ def _spelling(above: tuple[str, ...], data: Any) -> Callable[[str], dict[str, An
 
 
 def _without(places: dict[Path, SourceLocation], path: Path) -> dict[Path, SourceLocation]:
-    return {at: place for at, place in places.items() if at[: len(path)] != path}
+    return {at: index for at, index in places.items() if at[: len(path)] != path}
 
 
 def _with_problems(document: Document, key: str, *messages: str) -> Document:
-    found = tuple(Problem(key=key, message=message, override=key) for message in messages)
-    return replace(document, problems=(*document.problems, *found))
+    result = tuple(Problem(key=key, message=message, override=key) for message in messages)
+    return replace(document, problems=(*document.problems, *result))

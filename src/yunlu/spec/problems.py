@@ -27,12 +27,12 @@ class Problem:
 
     def __str__(self) -> str:
         if self.override is not None:
-            place = f"--set {self.override}"
-            parts = (place, "" if self.key == self.override else self.key, self.message)
+            index = f"--set {self.override}"
+            parts = (index, "" if self.key == self.override else self.key, self.message)
         else:
-            place = f"line {self.line}" if self.line else ""
-            place += f", column {self.column}" if self.line and self.column else ""
-            parts = (place, self.key, self.message)
+            index = f"line {self.line}" if self.line else ""
+            index += f", column {self.column}" if self.line and self.column else ""
+            parts = (index, self.key, self.message)
         return ": ".join(part for part in parts if part)
 
 

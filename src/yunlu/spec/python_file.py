@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read_python(file: Path, name: str) -> Job:
     """Run the user's file and take the job it calls ``name``."""
     try:
-        found = _run(file, name)
+        result = _run(file, name)
     except YunluError:
         raise
     except SyntaxError as error:
@@ -41,12 +41,12 @@ def read_python(file: Path, name: str) -> Job:
         raise InvalidJobError(str(file), problems) from error
     except (Exception, SystemExit) as error:
         raise _failed(file, error) from error
-    if not isinstance(found, Job):
+    if not isinstance(result, Job):
         raise JobError(
-            f"{file}: {name!r} is {type(found).__name__}; expected a yunlu.Job, "
+            f"{file}: {name!r} is {type(result).__name__}; expected a yunlu.Job, "
             "or a function without arguments that returns one."
         )
-    return found
+    return result
 
 
 def _run(file: Path, name: str) -> Any:
@@ -65,16 +65,16 @@ def _run(file: Path, name: str) -> Any:
             jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
             functions = [key for key, value in vars(module).items() if _is_own(value, module_name)]
             raise JobError(f"{file} has no {name!r}; {did_you_mean(name, jobs + functions)}.")
-        found = vars(module)[name]
-        return found() if callable(found) else found
+        result = vars(module)[name]
+        return result() if callable(result) else result
     finally:
         sys.path.remove(folder)
         del sys.modules[module_name]
 
 
 def _failed(file: Path, error: BaseException) -> InvalidJobError:
-    words = f"{type(error).__name__}: {error}"
-    return InvalidJobError(str(file), [Problem(key="", message=words, line=_line_in(file, error))])
+    text = f"{type(error).__name__}: {error}"
+    return InvalidJobError(str(file), [Problem(key="", message=text, line=_line_in(file, error))])
 
 
 def _is_own(value: Any, module_name: str) -> bool:

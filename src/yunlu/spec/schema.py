@@ -59,8 +59,8 @@ def keys_of(schema: Schema) -> list[str]:
 
 def homes_of(key: str) -> list[Path]:
     """Every place in a job where this key may stand; in its search only where nowhere else."""
-    found = [path for path in known_paths() if path[-1] == key]
-    return [path for path in found if path[0] != "search"] or found
+    matching_paths = [path for path in known_paths() if path[-1] == key]
+    return [path for path in matching_paths if path[0] != "search"] or matching_paths
 
 
 def known_paths() -> list[Path]:

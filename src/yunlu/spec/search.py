@@ -103,13 +103,13 @@ class DimensionSpec(Value):
             conflict("log", "is of a range, but choice lists the values; remove one of them")
         if not choice:
             conflict("choice", "is empty: name at least one value")
-        for place, value in enumerate(choice):
-            if value in choice[:place]:
+        for index, value in enumerate(choice):
+            if value in choice[:index]:
                 conflict("choice", f"has {_show(value)} twice")
         texts = [encode_value(value) for value in choice]
-        for place, text in enumerate(texts):
-            if text in texts[:place]:
-                conflict("choice", f"has {_show(choice[place])} as a text and as a value")
+        for index, text in enumerate(texts):
+            if text in texts[:index]:
+                conflict("choice", f"has {_show(choice[index])} as a text and as a value")
 
     def _check_range(self, low: float, high: float) -> None:
         if low > high:
@@ -147,16 +147,16 @@ _RANGE = (
 
 def spell_range(text: str) -> dict[str, Any] | None:
     """The mapping that ``1e-4 .. 1e-1 log`` or ``1 .. 4`` stands for; None where it is no range."""
-    found = re.match(_RANGE, text)
-    if found is None:
+    match = re.match(_RANGE, text)
+    if match is None:
         return None
-    spelt: dict[str, Any] = {"low": _number(found["low"]), "high": _number(found["high"])}
-    if found["log"]:
+    spelt: dict[str, Any] = {"low": _number(match["low"]), "high": _number(match["high"])}
+    if match["log"]:
         spelt["log"] = True
-    if found["step"]:
-        spelt["step"] = _number(found["step"])
-    if found["count"]:
-        spelt["count"] = int(found["count"])
+    if match["step"]:
+        spelt["step"] = _number(match["step"])
+    if match["count"]:
+        spelt["count"] = int(match["count"])
     return spelt
 
 
@@ -345,8 +345,8 @@ class SearchSpec(Value):
             conflict("method", f"pbt finds settings itself, not with {method}; take random")
         is_blind = method in _BLIND or (method == "auto" and stop in {"asha", "hyperband", "pbt"})
         if self.warm_start and is_blind:
-            words = f"method {method}" if method != "auto" else f"with stop {stop} the method"
-            conflict("warm_start", f"{words} learns from no trials; take frontier or tpe")
+            text = f"method {method}" if method != "auto" else f"with stop {stop} the method"
+            conflict("warm_start", f"{text} learns from no trials; take frontier or tpe")
 
 
 def direction_of(metric: str, direction: Direction | Auto = "auto") -> Direction:

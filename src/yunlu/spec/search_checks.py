@@ -32,8 +32,8 @@ def find_faults(job: Job) -> list[ValidationFinding]:
         faults += [fault for name in search.space for fault in _refused_values(job, name)]
     # A field that is misspelt in the space is not also missed in a constraint.
     known = job if not faults else None
-    for place, text in enumerate(search.constraints):
-        faults += _bad_constraint(known, search, place, text)
+    for index, text in enumerate(search.constraints):
+        faults += _bad_constraint(known, search, index, text)
     return [*faults, *_bad_first(search)]
 
 
@@ -128,13 +128,13 @@ def _bad_when(search: SearchSpec, name: str) -> Iterator[ValidationFinding]:
             )
             continue
         if above.choice is None and not above.is_int and above.step is None:
-            words = f"depends on {parent}, which may be any number; give that a list or a step"
-            yield ValidationFinding(at, words, at_key=True)
+            text = f"depends on {parent}, which may be any number; give that a list or a step"
+            yield ValidationFinding(at, text, at_key=True)
             continue
         for value in wanted_values(spec, parent):
             if not is_inside(above, decode_value(above, value)):
-                words = f"{show_value(value)} is no value that {parent} takes in this search"
-                yield ValidationFinding(at, words)
+                text = f"{show_value(value)} is no value that {parent} takes in this search"
+                yield ValidationFinding(at, text)
         if _depends_on_itself(search, name):
             yield ValidationFinding(at, "depends on itself in the end", at_key=True)
 
@@ -156,10 +156,10 @@ def _refused_values(job: Job, name: str) -> Iterator[ValidationFinding]:
     search = cast("SearchSpec", job.search)
     spec = search.space[name]
     values = spec.choice if spec.choice is not None else [spec.low, spec.high]
-    for place, value in enumerate(values):
-        part = ("choice", place) if spec.choice is not None else (("low", "high")[place],)
-        if words := _refusal(job, {**_above(search, name), name: value}):
-            yield ValidationFinding(("search", "space", name, *part), words)
+    for index, value in enumerate(values):
+        part = ("choice", index) if spec.choice is not None else (("low", "high")[index],)
+        if text := _refusal(job, {**_above(search, name), name: value}):
+            yield ValidationFinding(("search", "space", name, *part), text)
             return
 
 
@@ -188,17 +188,17 @@ def _refusal(job: Job, values: dict[str, Any]) -> str | None:
 
 
 def _bad_first(search: SearchSpec) -> Iterator[ValidationFinding]:
-    for place, setting in enumerate(search.first):
+    for index, setting in enumerate(search.first):
         if failed := _failed_constraint(search, setting):
             yield ValidationFinding(
-                ("search", "first", place), f"does not fulfil {show_value(failed)}"
+                ("search", "first", index), f"does not fulfil {show_value(failed)}"
             )
         for name, value in setting.items():
-            at: Path = ("search", "first", place, name)
+            at: Path = ("search", "first", index, name)
             spec = search.space.get(name)
             if spec is None:
-                words = f"{name} does not vary in this search; {did_you_mean(name, search.space)}"
-                yield ValidationFinding(at, words, at_key=True)
+                text = f"{name} does not vary in this search; {did_you_mean(name, search.space)}"
+                yield ValidationFinding(at, text, at_key=True)
             elif not is_inside(spec, value):
                 yield ValidationFinding(
                     at, f"{show_value(value)} lies outside of search.space.{name}"
@@ -233,8 +233,8 @@ def _bad_constraint(
             hint = f"; did you mean {guess!r}?" if guess else ""
             yield ValidationFinding(at, f"{show_value(text)} names {name}, which is no field{hint}")
         elif job is not None and not _says(job, name):
-            words = f"{show_value(text)} names {name}, of which the job says nothing; set it, or let it vary"
-            yield ValidationFinding(at, words)
+            parts = f"{show_value(text)} names {name}, of which the job says nothing; set it, or let it vary"
+            yield ValidationFinding(at, parts)
 
 
 def _says(job: Job, name: str) -> bool:

@@ -40,16 +40,16 @@ class Document:
 
     def problem(self, path: Path, message: str, *, at_key: bool = False) -> Problem:
         """A problem with the value (or key) at the path, or with the nearest thing that stands."""
-        place = self.keys.get(path) if at_key else None
+        index = self.keys.get(path) if at_key else None
         for length in range(len(path), -1, -1):
-            place = place or self.values.get(path[:length])
-        place = place or SourceLocation()
+            index = index or self.values.get(path[:length])
+        index = index or SourceLocation()
         return Problem(
             key=show_path(path),
             message=message,
-            line=place.line,
-            column=place.column,
-            override=place.override,
+            line=index.line,
+            column=index.column,
+            override=index.override,
         )
 
 
@@ -59,12 +59,12 @@ def parse(text: str, *, where: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = SourceLocation(mark.line + 1, mark.column + 1) if mark else SourceLocation()
-        _refuse(where, _syntax_words(error), place)
+        index = SourceLocation(mark.line + 1, mark.column + 1) if mark else SourceLocation()
+        _refuse(where, _syntax_words(error), index)
     except yaml.reader.ReaderError as error:
         before = text[: error.position].split("\n")
-        words = f"the character {chr(error.character)!r} is not allowed in YAML"
-        _refuse(where, words, SourceLocation(len(before), len(before[-1]) + 1))
+        parts = f"the character {chr(error.character)!r} is not allowed in YAML"
+        _refuse(where, parts, SourceLocation(len(before), len(before[-1]) + 1))
     except RecursionError:
         _refuse(where, "nested too deeply", SourceLocation())
     if node is None:
@@ -176,9 +176,9 @@ class _Reader:
             raise InvalidJobError(self._where, self.problems)
 
     def _report(self, node: yaml.Node, path: Path, message: str) -> None:
-        place = _place(node)
+        index = _place(node)
         self.problems.append(
-            Problem(key=show_path(path), message=message, line=place.line, column=place.column)
+            Problem(key=show_path(path), message=message, line=index.line, column=index.column)
         )
 
 

@@ -107,14 +107,14 @@ class ElasticWorker:
         self._given, self._given_numbers = [], None
         self._seats = assignment.workers
         if assignment.departing:
-            with self._agent.meet(assignment):
+            with self._agent.handoff_group(assignment):
                 self._take_gifts(assignment)
             if assignment.is_departing:
                 return
         device = _device(assignment, self._load_plan())
         if device.type == "cuda":
             torch.cuda.set_device(device)  # who only says "cuda" means this one
-        world = self._agent.form(assignment, device)
+        world = self._agent.join_world(assignment, device)
         world.hindrance = against_serving(self._run, self._loaded.job, workers=world.layout.world)
         world.may_part = True
         self._settle_in(assignment, world)
@@ -153,7 +153,7 @@ class ElasticWorker:
         if watch is not None:
             watch.checkpoints.abandon()
         replicas = tuple(holding for copy in self._copies() for holding in copy.held_states)
-        self._agent.settled(step, live=self._holds(step), replicas=replicas, detail=detail)
+        self._agent.report_paused(step, live=self._holds(step), replicas=replicas, detail=detail)
 
     def close(self) -> None:
         """The last words of this process; the run itself may go on without it."""
@@ -180,7 +180,7 @@ class ElasticWorker:
         if ask in {"stop", "serve"} or watch.ruling is not None:
             watch.checkpoints.wait()
             self._meet_again()
-            self._agent.done("changed" if ask == "serve" else "stopped", engine.steps_done)
+            self._agent.report_done("async" if ask == "serve" else "stopped", engine.steps_done)
             return
         watch.checkpoints.wait()
         watch.begin_phase("export")
@@ -195,7 +195,7 @@ class ElasticWorker:
         )
         self._meet_again()
         self._trackers.finish(state=RunState.FINISHED, summary=summary)
-        self._agent.done("finished", engine.steps_done)
+        self._agent.report_done("finished", engine.steps_done)
 
     def _cap_bytes(self, engine: Engine) -> float | None:
         """What this worker may take, where it shares the memory of a machine with others."""
@@ -245,7 +245,7 @@ class ElasticWorker:
         if before is not None and before is not engine:
             before.close()
         self._engine, self._watch, self._is_whole = engine, watch, True
-        self._agent.taken(assignment, engine.steps_done)
+        self._agent.state_restored(assignment, engine.steps_done)
         watch.begin(assignment.generation)
         if world.is_leader:
             self._speak(assignment, resumed_from)

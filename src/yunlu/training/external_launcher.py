@@ -148,7 +148,7 @@ def _follow(muster: Rendezvous, stop: StopRequest) -> RunState:
         return RunState.FINISHED
     with suppress(OSError):
         os.chdir(about["directory"])
-    _print_to(run, f"{Area.LOGS}/member-{muster.place.rank}.log")
+    _print_to(run, f"{Area.LOGS}/worker-{muster.place.rank}.log")
     if about["is_served"]:
         switch_to_async(run, muster)
     muster.watch_for_failure(lambda _: None)

@@ -192,7 +192,7 @@ class Rendezvous:
         return {
             "code": TrainingError.code,
             "message": f"Worker {rank} on {self.hosts[rank]} vanished without a word.",
-            "hint": f"logs/member-{rank}.log may tell more; was it killed for want of memory?",
+            "hint": f"logs/worker-{rank}.log may tell more; was it killed for want of memory?",
             "rank": rank,
             "worker": str(rank),
             "host": self.hosts[rank],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, exec_module
+from yunlu.training.elastic.exec_module import ASYNC_NODE, ASYNC_SUPERVISOR, exec_module
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import HeldClaim, RunStore
@@ -25,9 +25,9 @@ def switch_to_async(
     here = ("--devices", "1", "--here", str(muster.workers_here))
     if not muster.leads:
         words = (run.address, "--node", f"rank-{muster.place.rank}", *here)
-        exec_module(ASYNCHRONOUS_NODE, *words)
+        exec_module(ASYNC_NODE, *words)
     words = (run.address, *here, "--shares", str(muster.place.size))
     if not is_new:
         assert claim is not None
         words += ("--claim", claim.pass_on())
-    exec_module(ASYNCHRONOUS, *words, bind=muster.address)
+    exec_module(ASYNC_SUPERVISOR, *words, bind=muster.address)

@@ -79,7 +79,7 @@ def work(agent: WorkerAgent, loaded: NodeInputs) -> None:
                 raise
             worker.settle(detail=str(error).partition("\n")[0][:300])
         finally:
-            agent.part()
+            agent.leave_groups()
     worker.close()
 
 

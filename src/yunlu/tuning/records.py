@@ -200,7 +200,8 @@ class Records:
         with self._lock:
             facts = self._facts[number]
             trial = replace(facts.trial, points=(*facts.trial.points, point))
-            self._put(replace(facts, trial=trial, times=(*facts.times, at), **updates))
+            changes = {"trial": trial, "times": (*facts.times, at), **updates}
+            self._put(facts.model_copy(update=changes))
             if len(self.asked.metrics) == 1:
                 for rung, value in self._intermediate(self._facts[number], last=True).items():
                     self._storage.set_trial_intermediate_value(self._ids[number], rung, value)
@@ -223,7 +224,7 @@ class Records:
                 until=facts.trial.until if until is None else until,
                 copied_from=copied_from or facts.trial.copied_from,
             )
-            self._put(replace(facts, trial=trial, **updates))
+            self._put(facts.model_copy(update={"trial": trial, **updates}))
 
     def end(self, number: int, state: TrialState, **updates: Any) -> None:
         """A trial rests for good; ``updates`` are other fields of ``TrialFacts``."""
@@ -234,7 +235,8 @@ class Records:
                 state = TrialState.FAILED
                 updates.setdefault("error", "it never came to a number: its values are not finite")
             trial = replace(facts.trial, state=state)
-            facts = replace(facts, trial=trial, **{"ended_at": time.time()} | updates)
+            changes = {"trial": trial, "ended_at": time.time(), **updates}
+            facts = facts.model_copy(update=changes)
             self._put(facts)
             # The value of a pruned trial is its last one, by Optuna's custom; several have none.
             values = facts.values if state is TrialState.DONE else None

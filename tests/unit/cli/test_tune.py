@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from tests.unit.tuning.made_studies import (
     make_living,
     make_pareto,
     make_study,
+    replace,
     with_trials,
 )
 from yunlu.cli.main import main
 from yunlu.planning.search.options import Interval
+from yunlu.render.format import show_dollars
 from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
-from yunlu.render.format import show_dollars
 from yunlu.render.terminal.page import to_json
 from yunlu.render.terminal.study_display import LiveStudy, PlainStudy
 from yunlu.render.terminal.study_tables import (

@@ -58,7 +58,7 @@ def run(own_home):
     run = RUNS["write_crew"](own_home / "crew-1")
     run.logs.mkdir()
     for member in range(5):
-        (run.logs / f"member-{member}.log").write_text(f"first\nworker {member} says hello\n")
+        (run.logs / f"worker-{member}.log").write_text(f"first\nworker {member} says hello\n")
     return service.find("crew-1")
 
 

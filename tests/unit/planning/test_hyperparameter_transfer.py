@@ -47,7 +47,9 @@ def test_step_law_is_the_published_formula() -> None:
         assert told.batch_tokens == pytest.approx(0.58 * scale.tokens**0.571, rel=1e-3)
 
 
-def bowl(shift: tuple[float, float], scale: TransferScale, *, curvature: tuple[float, float]) -> Any:
+def bowl(
+    shift: tuple[float, float], scale: TransferScale, *, curvature: tuple[float, float]
+) -> Any:
     """Losses of a training whose best rate and batch lie so many octaves from the rule's."""
 
     def observe(x: float, y: float) -> Observed:

@@ -18,7 +18,7 @@ from yunlu.runs.run_dir import WORKERS, EventKind
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import join_server as door_module
 from yunlu.training.asynchronous.join_server import JoinServer
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
+from yunlu.training.elastic.exec_module import ASYNC_NODE
 from yunlu.training.elastic.messages import (
     Exited,
     Failed,
@@ -93,7 +93,7 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
 def test_a_machine_and_its_workers_are_known_until_it_goes(
     door: JoinServer, crew: Crew, tmp_path: Path
 ):
-    assert (crew.node_module, crew.target, crew.wanted) == (ASYNCHRONOUS_NODE, 3, {LOCAL: 3})
+    assert (crew.node_module, crew.target, crew.wanted) == (ASYNC_NODE, 3, {LOCAL: 3})
     machine = Machine(door, crew)
     machine.say(Forked(member=0, pid=77, process_started_at=0))
     machine.say(Forked(member=1, pid=78, process_started_at=0))

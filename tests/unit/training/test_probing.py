@@ -17,7 +17,7 @@ from tests.unit.planning.test_machine_profile import pace, probe
 from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import links, measure, profile_store
+from yunlu.training.probing import links, machine_profile, measure, operator_counts, profile_store
 from yunlu.training.probing.disk import measure_disk
 from yunlu.training.probing.machine_profile import load_or_measure
 from yunlu.training.probing.microbenchmarks import (
@@ -199,7 +199,7 @@ def test_a_quick_look_is_taken_once_and_kept(
     assert found.link is None
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
-    monkeypatch.setattr(known, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')"))
+    monkeypatch.setattr(machine_profile, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')"))
     assert load_or_measure(machine) == found
     monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
     assert load_or_measure(machine) == found
@@ -226,7 +226,7 @@ def test_counting_that_fails_costs_what_is_foretold_and_not_the_run(
         def count(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(counting, "count_step", count)
+        monkeypatch.setattr(operator_counts, "count_step", count)
         nothing: Any = None
         meter: Any = Meter()
         settings = planned_profile().settings
@@ -254,7 +254,7 @@ def test_a_run_on_a_machine_never_probed_notes_start_up_after_the_look(
         order.append("measure")
         raise StopError
 
-    monkeypatch.setattr(prepare, "known_probe", look)
+    monkeypatch.setattr(prepare, "load_or_measure", look)
     monkeypatch.setattr(prepare, "measure", stop)
     run = make_run(steps=1)
     asked: Any = planned_job()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
+from yunlu.core.value import Value
 from yunlu.tuning.values import Dimension, ParamValue, Point, Trial, TrialState
 from yunlu.tuning.view import Direction, StudyView, TrialFacts, find_best, find_front
 
@@ -23,6 +24,13 @@ DIMENSIONS = (
     Dimension(name=NAME, choices=("adamw", "sgd")),
     Dimension(name="train.optimizer.momentum", low=0.0, high=0.99, when={NAME: ("sgd",)}),
 )
+
+
+def replace(value, **changes):
+    """The value with some fields changed."""
+    if isinstance(value, Value):
+        return value.model_copy(update=changes)
+    return replace_fields(value, **changes)
 
 
 def make_study(

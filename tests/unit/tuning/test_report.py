@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.unit.tuning.made_studies import (
     make_living,
     make_pareto,
     make_study,
+    replace,
     with_trials,
 )
 from yunlu.core.errors import StoreError

@@ -121,7 +121,7 @@ class WireFigures(FiniteFigures):
 
     def codec(self, name: str) -> CodecCost | None:
         """What a codec costs here, if that was measured."""
-        return next((each for each in self.codecs if each.name == name), None)
+        return next((one_codec for one_codec in self.codecs if one_codec.name == name), None)
 
 
 class SharedWork(FiniteFigures):

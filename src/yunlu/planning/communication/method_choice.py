@@ -111,18 +111,18 @@ def choose(figures: WireFigures, question: MethodQuery) -> MethodDecision:
     clock = Clock(figures)
     plain = forecast(clock, question.work, MethodSetting(method="all-reduce"))
     refused = _refuse(figures, question)
-    names = {each.name for each in refused}
+    names = {item.name for item in refused}
     best: dict[str, StepForecast] = {}
     for setting in _settings(question):
         if {setting.method, setting.codec} & names:
             continue
-        told = forecast(clock, question.work, setting)
+        result = forecast(clock, question.work, setting)
         key = f"{setting.method} {setting.codec}"
-        if key not in best or told.cost_s < best[key].cost_s:
-            best[key] = told
-    candidates = tuple(sorted(best.values(), key=lambda each: each.cost_s))
+        if key not in best or result.cost_s < best[key].cost_s:
+            best[key] = result
+    candidates = tuple(sorted(best.values(), key=lambda item: item.cost_s))
     if not candidates:
-        reasons = "; ".join(f"{each.name}: {each.reason}" for each in refused)
+        reasons = "; ".join(f"{item.name}: {item.reason}" for item in refused)
         raise CommunicationError(
             f"communication: nothing is left to choose from ({reasons}).",
             hint="Pin less, or allow more with communication.guarantee.",
@@ -147,11 +147,11 @@ def _sure(candidates: tuple[StepForecast, ...]) -> StepForecast:
     chosen = candidates[0]
     if chosen.setting.method != "asynchronous":
         return chosen
-    others = [each for each in candidates if each.setting.method != "asynchronous"]
+    others = [candidate for candidate in candidates if candidate.setting.method != "asynchronous"]
     if others and chosen.cost_s > _SURE * others[0].cost_s:
         return others[0]
-    served = [each for each in candidates if each.setting.method == "asynchronous"]
-    plain = next((each for each in served if each.setting.codec == "none"), chosen)
+    served = [candidate for candidate in candidates if candidate.setting.method == "asynchronous"]
+    plain = next((item for item in served if item.setting.codec == "none"), chosen)
     return plain if plain.cost_s < _ALIKE * chosen.cost_s else chosen
 
 
@@ -159,14 +159,14 @@ def explain(
     figures: WireFigures, work: SharedWork, chosen: StepForecast, plain: StepForecast
 ) -> str:
     """In words: what is sent over which links, how long that takes, and what of it hides."""
-    told = (
+    result = (
         f"{chosen.setting.name}: {_links(figures)};"
         f" {show_bytes(chosen.bytes_per_step)} a step from each of {figures.size} workers take"
         f" {show_duration(chosen.exchange_s)}"
     )
     if chosen.hidden_s > 0:
-        told += f", of which {show_duration(chosen.hidden_s)} hide behind computing"
-    parts = [told]
+        result += f", of which {show_duration(chosen.hidden_s)} hide behind computing"
+    parts = [result]
     if chosen.steps_factor > 1:
         parts.append(f"it may need {chosen.steps_factor - 1:.0%} more steps")
     gain = plain.cost_s / chosen.cost_s
@@ -178,8 +178,8 @@ def explain(
     if slowest is not None and slowest > 1.3 * sorted(figures.compute_s)[figures.size // 2]:
         late = figures.compute_s.index(slowest)
         is_waited_for = chosen.setting.method != "asynchronous"
-        words = "is waited for" if is_waited_for else "takes fewer turns than the others"
-        parts.append(f"worker {late} takes {show_duration(slowest)} a step and {words}")
+        text = "is waited for" if is_waited_for else "takes fewer turns than the others"
+        parts.append(f"worker {late} takes {show_duration(slowest)} a step and {text}")
     return "; ".join(parts)
 
 

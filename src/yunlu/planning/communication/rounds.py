@@ -68,8 +68,8 @@ def ring(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
     turn = [(rank, (rank + 1) % count, size_bytes / count) for rank in range(count)]
     pieces = count_pieces(size_bytes / count)
     added = make_round(turn, pieces=pieces, is_two_way=count == 2)
-    told = make_round(turn, is_added=False, pieces=pieces, is_two_way=count == 2)
-    return [added] * (count - 1) + [told] * (count - 1)
+    result = make_round(turn, is_added=False, pieces=pieces, is_two_way=count == 2)
+    return [added] * (count - 1) + [result] * (count - 1)
 
 
 def direct(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
@@ -162,7 +162,7 @@ def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[Me
     depths = [_depths(parents) for parents in trees]
     up: list[MessageRound] = []
     down: list[MessageRound] = []
-    for level in range(1, max(max(each) for each in depths) + 1):
+    for level in range(1, max(max(one_depth) for one_depth in depths) + 1):
         links = [
             (rank, parent, share)
             for parents, depth in zip(trees, depths, strict=True)
@@ -209,5 +209,6 @@ def _members(hosts: Sequence[int]) -> list[list[int]]:
 def _renamed(rounds: list[MessageRound], ranks: Sequence[int]) -> list[MessageRound]:
     names = np.array(ranks, dtype=np.int64)
     return [
-        replace(each, sources=names[each.sources], targets=names[each.targets]) for each in rounds
+        replace(one_round, sources=names[one_round.sources], targets=names[one_round.targets])
+        for one_round in rounds
     ]

@@ -82,10 +82,10 @@ class StepForecast(FiniteFigures):
 def forecast(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     """Predict a step with one setting."""
     kind = METHODS[setting.method].kind
-    told = {"synchronous": _synchronous, "local": _local, "asynchronous": _asynchronous}[kind](
+    result = {"synchronous": _synchronous, "local": _local, "asynchronous": _asynchronous}[kind](
         clock, work, setting
     )
-    return _warmed_up(clock, work, told)
+    return _warmed_up(clock, work, result)
 
 
 def split_buckets(work: SharedWork, bucket_bytes: int) -> tuple[int, ...]:
@@ -126,30 +126,30 @@ def _local(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForeca
     compute_s, _ = _computing(clock, work)
     span = _exchange(clock, work, setting, work.bytes)
     hidden = min(span.seconds, setting.delay_steps * compute_s) * work.hides
-    each = setting.every
-    told = _make(
+    item = setting.every
+    result = _make(
         clock,
         work,
         setting,
         compute_s=compute_s,
-        exchange_s=span.seconds / each,
-        hidden_s=hidden / each,
-        sent_bytes=span.sent_bytes / each,
+        exchange_s=span.seconds / item,
+        hidden_s=hidden / item,
+        sent_bytes=span.sent_bytes / item,
     )
-    return told.model_copy(update={"one_exchange_s": span.seconds})
+    return result.model_copy(update={"one_exchange_s": span.seconds})
 
 
 def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
     """Nobody waits for another: what counts is how many steps all of them do together."""
-    told = forecast_async(clock.figures, work, setting, staleness=work.staleness)
+    result = forecast_async(clock.figures, work, setting, staleness=work.staleness)
     forecast = _make(
         clock,
         work,
         setting,
-        compute_s=told.step_s - told.exchange_s,
-        exchange_s=told.exchange_s,
+        compute_s=result.step_s - result.exchange_s,
+        exchange_s=result.exchange_s,
         hidden_s=0.0,
-        sent_bytes=told.sent_bytes,
+        sent_bytes=result.sent_bytes,
     )
     return forecast.model_copy(update={"begin_s": ASYNCHRONOUS_S / (work.steps or _LONG_STEPS)})
 
@@ -169,10 +169,10 @@ def _warmed_up(clock: Clock, work: SharedWork, told: StepForecast) -> StepForeca
 
     return told.model_copy(
         update={
-            "step_s": mixed(lambda each: each.step_s),
-            "exchange_s": mixed(lambda each: each.exchange_s),
-            "hidden_s": mixed(lambda each: each.hidden_s),
-            "bytes_per_step": mixed(lambda each: each.bytes_per_step),
+            "step_s": mixed(lambda item: item.step_s),
+            "exchange_s": mixed(lambda item: item.exchange_s),
+            "hidden_s": mixed(lambda item: item.hidden_s),
+            "bytes_per_step": mixed(lambda item: item.bytes_per_step),
         }
     )
 

@@ -48,37 +48,37 @@ def find_stragglers_to_exclude(
 
     The first worker's host always stays: it speaks for all.
     """
-    best, kept = decision, figures
+    best, retained = decision, figures
     for fewer, rest in _leave_one_by_one(decision, figures):
         # Of two that are equally slow, only the second one's leaving gains anything.
         if fewer.chosen.cost_s <= (1 - _GAIN) * best.chosen.cost_s:
-            best, kept = fewer, rest
-    if kept is figures:
+            best, retained = fewer, rest
+    if retained is figures:
         return None
     gained_s = decision.chosen.cost_s - best.chosen.cost_s
     if steps_left is not None and gained_s * steps_left < _WORTH * _LEAVE_S:
         return None
-    gone = tuple(host for host in figures.host_names if host not in kept.host_names)
+    gone = tuple(host for host in figures.host_names if host not in retained.host_names)
     ranks = tuple(rank for rank, host in enumerate(figures.hosts) if host in gone)
-    words = (
+    text = (
         f"{', '.join(gone)} {'steps' if len(gone) == 1 else 'step'} aside: a step without is"
         f" predicted to take {show_duration(best.chosen.step_s)}, not"
         f" {show_duration(decision.chosen.step_s)}"
     )
-    return StragglerExclusion(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=words)
+    return StragglerExclusion(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=text)
 
 
 def _leave_one_by_one(
     decision: MethodDecision, figures: WireFigures
 ) -> Iterator[tuple[MethodDecision, WireFigures]]:
     """What would be chosen without the one, then the two, for whom the others wait most, and so on."""
-    kept = figures
-    while found := [
+    retained = figures
+    while result := [
         (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
-        for rest in _without_each(kept)
+        for rest in _without_each(retained)
     ]:
-        fewer, kept = min(found, key=lambda each: each[0].chosen.cost_s)
-        yield fewer, kept
+        fewer, retained = min(result, key=lambda item: item[0].chosen.cost_s)
+        yield fewer, retained
 
 
 def _with_more(decision: MethodDecision, *, size: int, of: int) -> MethodQuery:

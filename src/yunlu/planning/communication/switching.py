@@ -76,9 +76,9 @@ def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> S
         return None
     is_torch = chosen.setting.method == "all-reduce"
     others = [
-        each
-        for each in decision.candidates
-        if _is_plain(each) and (each.setting.method == "all-reduce") != is_torch
+        candidate
+        for candidate in decision.candidates
+        if _is_plain(candidate) and (candidate.setting.method == "all-reduce") != is_torch
     ]
     if not others or not 1 / _DOUBT < others[0].cost_s / chosen.cost_s < _DOUBT:
         return None

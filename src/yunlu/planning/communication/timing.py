@@ -102,29 +102,29 @@ def elapse(figures: WireFigures, rounds: Sequence[MessageRound]) -> float:
     # Of each worker: when it has something to pass on, has all of it, and is free to send and receive.
     ready, whole, sent, got = (np.zeros(size) for _ in range(4))
     used = np.zeros((size, size))
-    for each in rounds:
-        ends = each.sources, each.targets
-        source, target = hosts[each.sources], hosts[each.targets]
+    for item in rounds:
+        ends = item.sources, item.targets
+        source, target = hosts[item.sources], hosts[item.targets]
         delay = latency[source, target]
-        alone = each.bytes / rate[source, target]
-        if each.is_two_way:
+        alone = item.bytes / rate[source, target]
+        if item.is_two_way:
             alone = alone / figures.both_ways
-        uploaded, downloaded = _shared_s(figures, each)
+        uploaded, downloaded = _shared_s(figures, item)
         travel = np.maximum(alone, np.maximum(uploaded, downloaded))
-        begun = np.maximum(ready[each.sources], sent[each.sources])
-        begun = np.maximum(begun, np.maximum(got[each.targets], used[ends]))
-        piece = travel / each.pieces
+        begun = np.maximum(ready[item.sources], sent[item.sources])
+        begun = np.maximum(begun, np.maximum(got[item.targets], used[ends]))
+        piece = travel / item.pieces
         first = begun + delay + piece
-        last = np.maximum(begun + travel, whole[each.sources] + piece) + delay
-        if each.is_added:
-            added = each.bytes / figures.add_bytes_per_s
-            first, last = first + added / each.pieces, last + added
-        extra = figures.extra_message_s * _extra(each, size)[each.targets]
+        last = np.maximum(begun + travel, whole[item.sources] + piece) + delay
+        if item.is_added:
+            added = item.bytes / figures.add_bytes_per_s
+            first, last = first + added / item.pieces, last + added
+        extra = figures.extra_message_s * _extra(item, size)[item.targets]
         used[ends] = begun + travel
-        np.maximum.at(sent, each.sources, begun + uploaded)
-        np.maximum.at(got, each.targets, begun + downloaded)
-        np.maximum.at(ready, each.targets, first + extra)
-        np.maximum.at(whole, each.targets, last + extra)
+        np.maximum.at(sent, item.sources, begun + uploaded)
+        np.maximum.at(got, item.targets, begun + downloaded)
+        np.maximum.at(ready, item.targets, first + extra)
+        np.maximum.at(whole, item.targets, last + extra)
     return float(max(whole.max(), used.max()))
 
 
@@ -153,7 +153,7 @@ def _extra(each: MessageRound, workers: int) -> NDArray[np.int64]:
 
 
 def _sent(rounds: Sequence[MessageRound]) -> float:
-    return float(sum(each.bytes.sum() for each in rounds))
+    return float(sum(one_round.bytes.sum() for one_round in rounds))
 
 
 def _rounded(size_bytes: float) -> float:

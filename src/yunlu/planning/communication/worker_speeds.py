@@ -27,8 +27,8 @@ class WorkerSpeed(FiniteFigures):
 
 def is_doubtful(paces: Sequence[WorkerSpeed]) -> bool:
     """Whether somebody did so much better or worse than most that it should be looked at again."""
-    usual = statistics.median(each.turns_per_s for each in paces)
-    return any(not 1 / _ALIKE < each.turns_per_s / usual < _ALIKE for each in paces)
+    usual = statistics.median(pace.turns_per_s for pace in paces)
+    return any(not 1 / _ALIKE < pace.turns_per_s / usual < _ALIKE for pace in paces)
 
 
 def steps_of(paces: Sequence[WorkerSpeed], *, planned_s: float) -> tuple[float, ...]:
@@ -38,18 +38,18 @@ def steps_of(paces: Sequence[WorkerSpeed], *, planned_s: float) -> tuple[float, 
         paces: Of all workers; the first is on the machine that the plan was made on.
         planned_s: What the first one's should take, where nobody has made a step.
     """
-    usual = statistics.median(each.turns_per_s for each in paces)
+    usual = statistics.median(pace.turns_per_s for pace in paces)
     slower = [
-        1.0 if 1 / _ALIKE < usual / each.turns_per_s < _ALIKE else usual / each.turns_per_s
-        for each in paces
+        1.0 if 1 / _ALIKE < usual / pace.turns_per_s < _ALIKE else usual / pace.turns_per_s
+        for pace in paces
     ]
     seen = [
-        each.step_s / times
-        for each, times in zip(paces, slower, strict=True)
-        if each.step_s is not None
+        item.step_s / times
+        for item, times in zip(paces, slower, strict=True)
+        if item.step_s is not None
     ]
     unit_s = statistics.median(seen) if seen else planned_s / slower[0]
     return tuple(
-        unit_s * times if each.step_s is None else each.step_s
-        for each, times in zip(paces, slower, strict=True)
+        unit_s * times if item.step_s is None else item.step_s
+        for item, times in zip(paces, slower, strict=True)
     )

@@ -64,7 +64,7 @@ def adapter_parameters(shape: ModelShape) -> int:
     """Weights of the adapters: as many rows and columns as each adapted matrix, times the rank."""
     if shape.adapter is None:
         return 0
-    return shape.adapter.rank * sum(each.kept * each.border for each in _adapted(shape))
+    return shape.adapter.rank * sum(item.kept * item.border for item in _adapted(shape))
 
 
 def trainable(shape: ModelShape) -> int:
@@ -81,14 +81,14 @@ def base_bytes(shape: ModelShape) -> float:
     if shape.adapter is None or shape.adapter.base in {"fp32", "bf16"}:
         return _BASE_BYTES[shape.adapter.base] if shape.adapter else _UNQUANTISED_BYTES
     whole = parameters(shape)
-    quantised = sum(each.size * each.kept for each in _block_matrices(shape))
+    quantised = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
     saved = _UNQUANTISED_BYTES - _BASE_BYTES[shape.adapter.base]
     return _UNQUANTISED_BYTES - saved * quantised / whole
 
 
 def met_matrices(shape: ModelShape) -> int:
     """Entries of all matrices that one token is multiplied with; of experts, only the chosen."""
-    blocks = sum(each.size * each.met for each in _block_matrices(shape))
+    blocks = sum(matrix.size * matrix.met for matrix in _block_matrices(shape))
     return blocks + _routers(shape) + _mixers(shape) + shape.other_matrices + _head(shape)
 
 
@@ -105,7 +105,7 @@ def flops_per_token(shape: ModelShape, seq: int) -> float:
         # Nothing was trained before an image: what meets it first gives no gradient further back.
         raw = shape.other_matrices if shape.kind == "vision" else 0
         return 6.0 * met_matrices(shape) - 2.0 * raw + attention_flops_per_token(shape, seq)
-    added = shape.adapter.rank * sum(each.met * each.border for each in _adapted(shape))
+    added = shape.adapter.rank * sum(item.met * item.border for item in _adapted(shape))
     return 4.0 * met_matrices(shape) + 6.0 * added + attention_flops_per_token(shape, seq)
 
 
@@ -193,9 +193,9 @@ def _block_matrices(shape: ModelShape) -> Iterator[_Matrix]:
     times = shape.expert_layers
     for rows, columns in _mlp(shape, shape.experts.shared_ffn):
         yield _Matrix(rows, columns, "mlp", times, times)
-    kept, met = times * shape.experts.count, times * shape.experts.active
+    retained, met = times * shape.experts.count, times * shape.experts.active
     for rows, columns in _mlp(shape, shape.experts.ffn, width=shape.experts.width):
-        yield _Matrix(rows, columns, "expert", kept, met)
+        yield _Matrix(rows, columns, "expert", retained, met)
 
 
 def _attention(shape: ModelShape) -> list[tuple[int, int]]:
@@ -227,7 +227,7 @@ def _adapted(shape: ModelShape) -> Iterator[_Matrix]:
     parts = {"attention"} if shape.adapter.targets == "attention" else {"attention", "mlp"}
     if shape.adapter.targets == "linear" and shape.adapter.experts:
         parts.add("expert")
-    yield from (each for each in _block_matrices(shape) if each.part in parts)
+    yield from (matrix for matrix in _block_matrices(shape) if matrix.part in parts)
 
 
 def _routers(shape: ModelShape) -> int:
@@ -247,7 +247,7 @@ def _head(shape: ModelShape) -> int:
 
 def _matrices_kept(shape: ModelShape) -> int:
     """Entries of all matrices that the model keeps; a tied head is the embedding."""
-    blocks = sum(each.size * each.kept for each in _block_matrices(shape))
+    blocks = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
     head = 0 if shape.tied else _head(shape)
     return blocks + _routers(shape) + _mixers(shape) + shape.other_matrices + head
 

@@ -221,8 +221,8 @@ def _expert_vectors(fields: Fields, shape: ModelShape) -> int:
         return 0
     model_type = fields.get("model_type")
     if model_type == "gpt_oss":  # biases of router and experts, and a sink for each head
-        each = 2 * shape.experts.ffn + shape.hidden + 1
-        return shape.expert_layers * shape.experts.count * each + shape.layers * shape.heads
+        item = 2 * shape.experts.ffn + shape.hidden + 1
+        return shape.expert_layers * shape.experts.count * item + shape.layers * shape.heads
     # A token's share of the shared expert comes from a product with one vector.
     return shape.expert_layers * shape.hidden if model_type in _SHARED_GATE else 0
 

@@ -168,15 +168,15 @@ def find_mixers(fields: Fields, layers: int, hidden: int) -> dict[str, int]:
     kinds, pattern = fields.get("layer_types") or (), find_pattern(fields)
     if pattern:
         attending, mixing = pattern.count("*"), pattern.count("M")
-        found = {"mlp_layers": layers - attending - mixing}
+        result = {"mlp_layers": layers - attending - mixing}
     else:
         mixing = sum(kind in {"mamba", "linear_attention"} for kind in kinds)
-        attending, found = layers - mixing, {}
+        attending, result = layers - mixing, {}
     if not mixing:
-        return found
+        return result
     weights, _ = _mixer_sizes(fields, hidden)
     return {
-        **found,
+        **result,
         "attention_layers": attending,
         "mixer_layers": mixing,
         "mixer_weights": weights,

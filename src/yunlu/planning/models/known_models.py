@@ -64,21 +64,21 @@ def find_config(name: str) -> dict[str, Any] | None:
 def _table() -> dict[str, dict[str, Any]]:
     """Configurations by every spelling."""
     text = files("yunlu.planning").joinpath("data/models.csv").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(text.splitlines()):
         config = _config_of(row)
         own = row["name"].rpartition("/")[2]
-        for each in (row["name"], own, *row["aliases"].split(";")):
-            found.setdefault(_plain(each), config)
-        found.setdefault(_plain(_bare(own)), config)
-    return found
+        for item in (row["name"], own, *row["aliases"].split(";")):
+            result.setdefault(_plain(item), config)
+        result.setdefault(_plain(_bare(own)), config)
+    return result
 
 
 def _config_of(row: dict[str, str]) -> dict[str, Any]:
     config: dict[str, Any] = {"_name_or_path": row["name"], "model_type": row["model_type"]}
     config |= {field: int(row[column]) for column, field in _FIELDS.items() if row[column]}
-    for each in row["more"].split():
-        key, _, value = each.partition("=")
+    for item in row["more"].split():
+        key, _, value = item.partition("=")
         config[key] = _value(key, value)
     return config
 
@@ -101,8 +101,8 @@ def _spellings(name: str) -> list[str]:
 
 def _bare(name: str) -> str:
     """Without what does not change the shape."""
-    words = _BETWEEN.split(name.lower().strip())
-    return " ".join(word for word in words if word and not _FRILLS.fullmatch(word))
+    parts = _BETWEEN.split(name.lower().strip())
+    return " ".join(word for word in parts if word and not _FRILLS.fullmatch(word))
 
 
 def _plain(name: str) -> str:

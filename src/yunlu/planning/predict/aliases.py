@@ -53,31 +53,31 @@ _SHARDINGS = (
 
 def stack_of(row: Row) -> str:
     """Whose software ran the row; ``unknown`` where we cannot tell."""
-    told = (row.get("stack") or "").strip().lower().replace("_", "-")
-    if told in STACKS:
-        return told
-    texts = (told, row.get("source_id") or "", row.get("source") or "")
-    found = next((name for text in texts if (name := _software(text))), "unknown")
-    if found.startswith("unknown"):
-        return _by_kernel((row.get("notes") or "").lower()) or found
+    result = (row.get("stack") or "").strip().lower().replace("_", "-")
+    if result in STACKS:
+        return result
+    texts = (result, row.get("source_id") or "", row.get("source") or "")
+    outcome = next((name for text in texts if (name := _software(text))), "unknown")
+    if outcome.startswith("unknown"):
+        return _by_kernel((row.get("notes") or "").lower()) or outcome
     fused = any(name in (row.get("gpu_type") or "") for name in ("H100", "H200", "B200", "B300"))
     # From the H100 on, Megatron runs the fused kernels of its Transformer Engine.
-    return "megatron-bridge" if found == "megatron-deepspeed" and fused else found
+    return "megatron-bridge" if outcome == "megatron-deepspeed" and fused else outcome
 
 
 def _by_kernel(notes: str) -> str | None:
     """Of software that we do not know: what its row says of the kernels that it ran."""
     if re.search(r"flash.?att(?:ention|n).?2", notes):
-        found = "unknown"
+        result = "unknown"
     elif re.search(r"flash.?att(?:ention|n)", notes):
-        found = "unknown-flash-1"
+        result = "unknown-flash-1"
     elif re.search(r"kernel ?[=:] ?(?:torch|fused|native)\b", notes):
-        found = "unknown-scores"
+        result = "unknown-scores"
     else:
         return None
     # Who lists kernels and names none for the norm has none.
     lists = re.search(r"kernel ?[=:]", notes) and "rms" not in notes and "norm" not in notes
-    return f"{found}-norms" if lists else found
+    return f"{result}-norms" if lists else result
 
 
 def _software(text: str) -> str | None:
@@ -132,10 +132,10 @@ def sharding_of(text: str) -> tuple[int, str] | None:
 def cuts_sequence(notes: str, *, usual: bool) -> bool:
     """Whether the sequence is cut between the matrices under tp: what the notes say, else as usual."""
     pattern = r"\b(?:sp *[=:]|sequence.?parallel\w*) *[=:]? *(true|false|on\b|off\b|1\b|0\b)?"
-    told = re.search(pattern, notes.lower())
-    if told is None:
+    match = re.search(pattern, notes.lower())
+    if match is None:
         return usual
-    return told.group(1) not in {"false", "off", "0"}
+    return match.group(1) not in {"false", "off", "0"}
 
 
 def network_of(notes: str, device: str) -> float | None:

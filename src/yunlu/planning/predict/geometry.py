@@ -68,9 +68,9 @@ def _from_columns(row: Row) -> ModelShape | None:
 
 def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
     """Two or three matrices in the MLP, one or two of the vocabulary: what the count of weights says."""
-    told = number(row, "params")
+    result = number(row, "params")
     guesses = [plain.model_copy(update={"gated": gated}) for gated in (False, True)]
-    if told is None:
+    if result is None:
         return guesses[int(plain.ffn != 4 * plain.hidden)]
     if not row.get("tied"):
         guesses += [guess.model_copy(update={"tied": True}) for guess in guesses]
@@ -79,10 +79,10 @@ def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
         bare = [guess.model_copy(update={"vocab": 0}) for guess in guesses]
         best = min(
             range(len(guesses)),
-            key=lambda i: min(_miss(guesses[i], told), _miss(bare[i], told)),
+            key=lambda i: min(_miss(guesses[i], result), _miss(bare[i], result)),
         )
         return guesses[best]
-    return min(guesses, key=lambda guess: _miss(guess, told))
+    return min(guesses, key=lambda guess: _miss(guess, result))
 
 
 def _miss(shape: ModelShape, told: float) -> float:

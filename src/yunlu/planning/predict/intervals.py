@@ -75,19 +75,19 @@ def make_spread(
     for index in sorted({int(value) for value in points.stack}):
         own = points.stack == index
         most[index] = points.devices[own].max()
-        for place in (0, 1):
-            mine = own & (wide == place)
+        for position in (0, 1):
+            mine = own & (wide == position)
             if not mine.any():
                 continue
             few = _ROWS_OF_THE_POOL / (mine.sum() + _ROWS_OF_THE_POOL)
-            told = np.quantile(errors[mine], (0.1, 0.9), method="weibull")
-            ends = (1.0 - few) * told + few * np.array(cold)
+            result = np.quantile(errors[mine], (0.1, 0.9), method="weibull")
+            ends = (1.0 - few) * result + few * np.array(cold)
             # Rows of one model err alike: how much models differ is known from as many as there are.
             models = _models(points, mine)
             half = 0.5 * (ends[1] - ends[0]) * widening(models)
             lowest, highest = cold if models < _ENOUGH_MODELS else (0.0, 0.0)
-            low[index, place] = min(ends.mean() - half, lowest)
-            high[index, place] = max(ends.mean() + half, highest)
+            low[index, position] = min(ends.mean() - half, lowest)
+            high[index, position] = max(ends.mean() + half, highest)
     return Spread(np.minimum(low, -0.01), np.maximum(high, 0.01), most)
 
 

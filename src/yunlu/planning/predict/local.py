@@ -55,12 +55,16 @@ class Pass:
     @property
     def flops(self) -> float:
         """Of products, convolutions and attention."""
-        return sum(each.calls * each.size for each in self.operators if each.kind in _COMPUTED)
+        return sum(
+            operator.calls * operator.size
+            for operator in self.operators
+            if operator.kind in _COMPUTED
+        )
 
     @property
     def calls(self) -> int:
         """All operators, views too."""
-        return sum(each.calls for each in self.operators)
+        return sum(operator.calls for operator in self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +89,16 @@ def operators_s(
 ) -> float:
     """Seconds of the operators alone."""
     calls_s, worked_s = 0.0, 0.0
-    kinds: set[Kind] = {each.kind for each in operators}
+    kinds: set[Kind] = {operator.kind for operator in operators}
     for kind in kinds:
-        found = _pace_of(probed, kind, threads=threads, precision=precision)
-        if found is None:
+        result = _pace_of(probed, kind, threads=threads, precision=precision)
+        if result is None:
             continue
-        alike = [each for each in operators if each.kind == kind]
-        calls = np.array([each.calls for each in alike], dtype=np.float64)
-        sizes = np.array([each.size for each in alike])
+        alike = [operator for operator in operators if operator.kind == kind]
+        calls = np.array([item.calls for item in alike], dtype=np.float64)
+        sizes = np.array([item.size for item in alike])
         # A pace has the bare call in it; what autograd and modules add to one is another figure.
-        beyond_s = np.where(sizes > 0, found.seconds_at(sizes) - found.call_s, 0.0)
+        beyond_s = np.where(sizes > 0, result.seconds_at(sizes) - result.call_s, 0.0)
         slower = probed.mixed_convolutions if "convolution" in kind else probed.mixed
         calls_s += float(calls.sum()) * probed.call_s
         worked_s += slower * float(calls @ np.maximum(beyond_s, 0.0))
@@ -110,9 +114,9 @@ def _pace_of(
     instead: Kind = "product" if kind in _COMPUTED else "stream"
     for name in (kind, _NEXT_BEST.get(kind, instead), instead):
         for wanted in (precision, "fp32"):
-            found = probed.pace(name, threads=threads, precision=wanted)
-            if found is not None:
-                return found
+            result = probed.pace(name, threads=threads, precision=wanted)
+            if result is not None:
+                return result
     return None
 
 
@@ -148,4 +152,4 @@ def enlarge(operators: Sequence[Operators], ratio: float) -> tuple[Operators, ..
 
     What depends on the weights alone would stay; of what takes time that is little.
     """
-    return tuple(replace(each, size=each.size * ratio) for each in operators)
+    return tuple(replace(operator, size=operator.size * ratio) for operator in operators)

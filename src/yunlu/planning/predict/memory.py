@@ -176,7 +176,7 @@ class _Peak:
         if len(stack) == 0 or (stack == stack[0]).all():
             stack = int(stack[0]) if len(stack) else 0
         row = constants.values[stack]
-        self.c = {name: row[..., place] for place, name in enumerate(NAMES)}
+        self.c = {name: row[..., index] for index, name in enumerate(NAMES)}
         self.c["whole_share"] = self.c["whole_share"] if whole is None else whole
         self.points = points
         self.is_wide = points.precision <= 1.0

@@ -27,13 +27,13 @@ def check_figures(row: Row) -> None:
     for name in ("params", *_MODEL, *_WORK, *_LAYOUT):
         _check_count(name, (row.get(name) or "").strip())
     batch = number(row, "global_batch")
-    told = {name: number(row, name) for name in ("dp", "micro_batch")}
+    result = {name: number(row, name) for name in ("dp", "micro_batch")}
     if "pipeline batch" in (row.get("notes") or ""):
-        told.pop("micro_batch")  # it is then of all stages together
-    parts = {name: value for name, value in told.items() if value is not None}
+        result.pop("micro_batch")  # it is then of all stages together
+    parts = {name: value for name, value in result.items() if value is not None}
     if batch is not None and batch < prod(parts.values()):
-        words = " x ".join(f"{name} {value:g}" for name, value in parts.items())
-        raise UnreadableRowError(f"global_batch {batch:g} is below {words}")
+        text = " x ".join(f"{name} {value:g}" for name, value in parts.items())
+        raise UnreadableRowError(f"global_batch {batch:g} is below {text}")
 
 
 def _check_count(name: str, text: str) -> None:

@@ -82,21 +82,21 @@ def predict_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
         enough = fits(points, peak_memory(points))
         pace = points.batch * points.seq / (step_s * points.devices) * cores
     low, high = spread_factors(points)
-    for place, position in enumerate(reading.index):
+    for index, position in enumerate(reading.index):
         answers[position] |= {
-            "tokens_per_s_per_device": float(pace[place]),
-            "tokens_per_s_per_device_p10": float(pace[place] * low[place]),
-            "tokens_per_s_per_device_p90": float(pace[place] * high[place]),
-            "step_time_s": float(step_s[place]),
-            "peak_memory_bytes": float(memory.total[place] * cores[place]),
-            "peak_memory_bytes_p10": float(memory.low[place] * cores[place]),
-            "peak_memory_bytes_p90": float(memory.high[place] * cores[place]),
+            "tokens_per_s_per_device": float(pace[index]),
+            "tokens_per_s_per_device_p10": float(pace[index] * low[index]),
+            "tokens_per_s_per_device_p90": float(pace[index] * high[index]),
+            "step_time_s": float(step_s[index]),
+            "peak_memory_bytes": float(memory.total[index] * cores[index]),
+            "peak_memory_bytes_p10": float(memory.low[index] * cores[index]),
+            "peak_memory_bytes_p90": float(memory.high[index] * cores[index]),
             # As the evidence counts it: nanotron divides by 2^30, the others by 10^9.
-            "peak_mem_gb": float(memory.total[place] * cores[place]) / _gigabyte(every[position]),
-            "fits": bool(enough[place]),
-            "stack": STACKS[int(points.stack[place])],
+            "peak_mem_gb": float(memory.total[index] * cores[index]) / _gigabyte(every[position]),
+            "fits": bool(enough[index]),
+            "stack": STACKS[int(points.stack[index])],
         }
-        if number(every[position], "seq_len") is None and points.seq[place] == _GUESSED_SEQ:
+        if number(every[position], "seq_len") is None and points.seq[index] == _GUESSED_SEQ:
             answers[position]["assumed"] = f"seq_len {_GUESSED_SEQ:g}"
     return answers
 
@@ -199,16 +199,16 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
     tp = number(row, "tp") or 1.0
     pp = number(row, "pp") or 1.0
     cp = number(row, "cp") or 1.0
-    told = number(row, "dp")
+    result = number(row, "dp")
     gpus = number(row, "gpus")
-    devices = gpus or (needed if _is_guessed(row) else (told or 1.0) * tp * pp * cp)
+    devices = gpus or (needed if _is_guessed(row) else (result or 1.0) * tp * pp * cp)
     cp = _cut_by_need(row, devices) or cp
     rest = tp * pp * cp
     cores = 1.0
-    if device.kind == "neuron" and told and told * rest > devices:
+    if device.kind == "neuron" and result and result * rest > devices:
         # Neuron tables count cores in the layout and chips in the fleet.
-        cores = told * rest / devices
-        devices = told * rest
+        cores = result * rest / devices
+        devices = result * rest
     elif match := _REPLICAS_OF_CORES.search(row.get("notes") or ""):
         cores = max(1.0, float(match.group(1)) / device.node_devices)
         devices *= cores
@@ -217,7 +217,7 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
             raise UnreadableRowError(
                 f"tp {tp:g} x pp {pp:g} x cp {cp:g} does not divide gpus {devices:g}"
             )
-        devices = rest * (told or 1.0)
+        devices = rest * (result or 1.0)
     replicas = devices / rest
     zero, sharded = _sharding(row, replicas, tp, device)
     virtual = number(row, "vp") or 1.0
@@ -256,13 +256,13 @@ def _cut_by_need(row: Row, devices: float) -> float | None:
 
 def _sharding(row: Row, replicas: float, tp: float, device: DeviceModel) -> tuple[int, float]:
     """What is shared out, and in how many shards of its own kind (1 unless fully sharded)."""
-    said = sharding_of(row.get("sharding") or "")
-    if said is None and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
-        said = (0, "")
-    if said is None:
+    given = sharding_of(row.get("sharding") or "")
+    if given is None and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
+        given = (0, "")
+    if given is None:
         layout_is_told = any(row.get(name) for name in ("dp", "tp", "pp"))
-        said = (1 if layout_is_told and device.kind != "tpu" else 3, "")
-    zero, where = said
+        given = (1 if layout_is_told and device.kind != "tpu" else 3, "")
+    zero, where = given
     if zero < 3:
         return zero, 1.0
     inside = max(1.0, min(replicas, device.node_devices / tp))
@@ -290,9 +290,9 @@ def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> di
     peak = device.peak_flops.get(in_products) or _nearest_peak(device, in_products)
     network = device.network_bytes_per_s or 12.5e9
     link = device.link_bytes_per_s or network
-    told = _told_network(row)
-    if told is not None:
-        network = told / device.node_devices
+    result = _told_network(row)
+    if result is not None:
+        network = result / device.node_devices
     return {
         "peak_flops": peak * _power_share(row) / cores,
         "memory_bytes": device.memory_bytes / cores,

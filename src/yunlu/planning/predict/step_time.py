@@ -264,8 +264,8 @@ def _data(points: QueryBatch, c: dict[str, Any], micros: Column) -> tuple[Column
     closer = p.tp * p.cp
     shards = make_ring(p, p.fsdp, _inside(p, closer, p.fsdp), c)
     sharded = p.zero >= 3
-    each = 2.0 * shards.gather_s(2.0 * whole) + shards.gather_s(2.0 * owned)
-    gather_s = np.where(sharded, c["sharded_volume"] * micros * each, 0.0)
+    item = 2.0 * shards.gather_s(2.0 * whole) + shards.gather_s(2.0 * owned)
+    gather_s = np.where(sharded, c["sharded_volume"] * micros * item, 0.0)
     members = np.where(sharded, p.dp, p.replicas) * p.cp
     copies = make_ring(p, members, _inside(p, np.where(sharded, closer * p.fsdp, p.tp), members), c)
     message = 2.0 * owned / np.where(sharded, p.fsdp, 1.0)

@@ -42,8 +42,8 @@ def explain_option(option: PlanOption) -> str:
     lines += _shares(option.step_parts, show_duration, _STEP_WORDS)
     lines.append(f"  in all: {show_interval(option.total_s, show_duration)}")
     lines += _shares(option.total_parts, show_duration, {})
-    words = " ".join(f"--set {shlex.quote(each)}" for each in option.overrides)
-    lines.append(f"  to train it so: yunlu train JOB {words}")
+    text = " ".join(f"--set {shlex.quote(override)}" for override in option.overrides)
+    lines.append(f"  to train it so: yunlu train JOB {text}")
     return "\n".join(lines)
 
 
@@ -59,15 +59,15 @@ def describe_layout(option: PlanOption) -> str:
 
 def show_interval(interval: Interval, show: object) -> str:
     """``3.1 h (2.6 h to 3.8 h)``."""
-    words = show if callable(show) else str
-    return f"{words(interval.value)} ({words(interval.low)} to {words(interval.high)})"
+    show_value = show if callable(show) else str
+    return f"{show_value(interval.value)} ({show_value(interval.low)} to {show_value(interval.high)})"
 
 
 def main_wait(option: PlanOption) -> str:
     """What a step loses most to besides computing, if it is much; else nothing."""
     step_s = max(option.step_s.value, 1e-12)
     lost = {name: option.step_parts.get(name, 0.0) / step_s for name in _WAITS}
-    name = max(lost, key=lambda each: lost[each])
+    name = max(lost, key=lambda item: lost[item])
     return f"{_WAITS[name]} {lost[name]:.0%}" if lost[name] >= _MUCH else ""
 
 

@@ -81,7 +81,7 @@ def _splits(devices: int, domain: int, rules: LayoutRules) -> Iterator[tuple[flo
 def _virtual(pp: int, rules: LayoutRules) -> tuple[float, ...]:
     if pp == 1:
         return (1.0,)
-    return tuple(float(each) for each in rules.stages_per_rank if each * pp <= rules.stages)
+    return tuple(float(item) for item in rules.stages_per_rank if item * pp <= rules.stages)
 
 
 def _zero(dp: int, fsdp: int, rules: LayoutRules) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ def _zero(dp: int, fsdp: int, rules: LayoutRules) -> tuple[float, ...]:
         return (3.0,)
     if dp == 1:
         return (0.0,)
-    return tuple(float(each) for each in rules.zero1 if not each or "zero1" not in rules.barred)
+    return tuple(float(item) for item in rules.zero1 if not item or "zero1" not in rules.barred)
 
 
 def _with_micro_batches(splits: Any, batch: int, rules: LayoutRules) -> dict[str, Column]:

@@ -59,19 +59,19 @@ def _undominated(
     for price in prices:
         ranks = lowest[price.rig]
         ranks[price.spot] = min(ranks[price.spot], _rank(price))
-    order = sorted(range(len(rigs)), key=lambda place: -rigs[place].network_bytes_per_s)
+    order = sorted(range(len(rigs)), key=lambda index: -rigs[index].network_bytes_per_s)
     best: dict[tuple[str, int, int, int, bool], list[float]] = {}
-    kept: list[int] = []
-    for place in order:
-        rig = rigs[place]
+    retained: list[int] = []
+    for index in order:
+        rig = rigs[index]
         rivals = best.get(rig.kind)
-        if rivals is None or any(a < b for a, b in zip(lowest[place], rivals, strict=True)):
-            kept.append(place)
+        if rivals is None or any(a < b for a, b in zip(lowest[index], rivals, strict=True)):
+            retained.append(index)
             rivals = rivals or [math.inf, math.inf]
-            best[rig.kind] = [min(a, b) for a, b in zip(lowest[place], rivals, strict=True)]
-    new = {place: count for count, place in enumerate(sorted(kept))}
+            best[rig.kind] = [min(a, b) for a, b in zip(lowest[index], rivals, strict=True)]
+    new = {index: count for count, index in enumerate(sorted(retained))}
     return (
-        tuple(rigs[place] for place in new),
+        tuple(rigs[index] for index in new),
         tuple(price._replace(rig=new[price.rig]) for price in prices if price.rig in new),
     )
 

@@ -172,10 +172,10 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
         excess *= blocks.columns["memory_factor"][block]
         fitting = excess <= 1.0
         if not fitting.all():
-            place = int(np.argmin(excess))
-            if tightest is None or excess[place] < tightest[2]:
-                devices = int(points.devices[place])
-                tightest = (int(blocks.rig[block[place]]), devices, float(excess[place]))
+            index = int(np.argmin(excess))
+            if tightest is None or excess[index] < tightest[2]:
+                devices = int(points.devices[index])
+                tightest = (int(blocks.rig[block[index]]), devices, float(excess[index]))
         # What fits without computing again is not computed again; in a grid, the less stands first.
         fitting[1:] &= ~(fitting[:-1] & (np.diff(points.recompute) > 0))
         block, row = block[fitting], row[fitting]
@@ -187,8 +187,8 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
         return LayoutSearchResult(points=_points(question.work, blocks, table, empty, empty), rig=empty,
                      nodes=empty, looked_at=looked_at, tightest=tightest)  # fmt: skip
     block, row, run_s = (np.concatenate(part) for part in zip(*winners, strict=True))
-    kept = _best_precision(blocks, block, run_s)
-    block, row = block[kept], row[kept]
+    retained = _best_precision(blocks, block, run_s)
+    block, row = block[retained], row[retained]
     return LayoutSearchResult(
         points=_points(question.work, blocks, table, block, row),
         rig=blocks.rig[block],
@@ -226,15 +226,15 @@ def node_counts(rig: HardwareConfig, question: LayoutQuery) -> list[int]:
     Where the devices are said, the machines that come to just so many.
     """
     most = min(question.most_devices // rig.devices, rig.node_limit)
-    said = question.nodes
-    if said is None and question.least_devices == question.most_devices:
-        said, rest = divmod(question.most_devices, rig.devices)
-        said = 0 if rest else said
-    if said is not None:
-        return [said] if 1 <= said <= most else []
+    given = question.nodes
+    if given is None and question.least_devices == question.most_devices:
+        given, rest = divmod(question.most_devices, rig.devices)
+        given = 0 if rest else given
+    if given is not None:
+        return [given] if 1 <= given <= most else []
     twos = {1 << power for power in range(most.bit_length())}
     is_fine = len(question.rigs) <= _FEW_RIGS
-    counts = twos | {3 * each for each in twos if 3 * each <= most and is_fine}
+    counts = twos | {3 * two for two in twos if 3 * two <= most and is_fine}
     return sorted(count for count in counts if count * rig.devices >= question.least_devices)
 
 
@@ -243,7 +243,7 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
     tables: list[dict[str, Column]] = []
     total = 0
     entries: list[tuple[int, int, int, int, int, float]] = []
-    for place, rig in enumerate(question.rigs):
+    for index, rig in enumerate(question.rigs):
         for precision in _precisions(question, rig):
             for nodes in node_counts(rig, question):
                 devices = nodes * rig.devices
@@ -256,7 +256,7 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
                 start, size = grids[key]
                 if size:
                     code = PRECISIONS.index(precision)
-                    entries.append((place, nodes, start, size, code, rig.peak_flops[precision]))
+                    entries.append((index, nodes, start, size, code, rig.peak_flops[precision]))
     table = {
         name: np.concatenate([grid[name] for grid in tables]) if tables else np.empty(0)
         for name in LAYOUT_COLUMNS
@@ -269,9 +269,9 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
 
 def _precisions(question: LayoutQuery, rig: HardwareConfig) -> list[str]:
     """Those allowed here, without any that another beats in speed, memory and layouts."""
-    allowed = [each for each in PRECISIONS if each in question.rules and each in rig.peak_flops]
+    allowed = [item for item in PRECISIONS if item in question.rules and item in rig.peak_flops]
     return [
-        each for each in allowed if not any(_beats(question, rig, other, each) for other in allowed)
+        item for item in allowed if not any(_beats(question, rig, other, item) for other in allowed)
     ]
 
 
@@ -300,11 +300,11 @@ def _batches(sizes: Indices) -> list[tuple[int, int]]:
     """Runs of blocks with enough points to be worth a call, few enough to stay in the cache."""
     spans: list[tuple[int, int]] = []
     first = count = 0
-    for place, size in enumerate(sizes.tolist()):
+    for index, size in enumerate(sizes.tolist()):
         count += size
-        if count >= _AT_ONCE or place == len(sizes) - 1:
-            spans.append((first, place + 1))
-            first, count = place + 1, 0
+        if count >= _AT_ONCE or index == len(sizes) - 1:
+            spans.append((first, index + 1))
+            first, count = index + 1, 0
     return spans
 
 

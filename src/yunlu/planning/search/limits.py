@@ -37,17 +37,19 @@ def explain_excess(
     """Which limit nothing meets, or that nothing meets both, and how near the nearest comes."""
     hardware, cost = nearest.hardware, nearest.dollars
     price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
-    found = (
+    result = (
         f"the nearest, {hardware} ({hardware.devices} x {hardware.device}), {price} "
         f"and takes {show_duration(nearest.total_s.value)}."
     )
-    told: list[str] = []
+    results: list[str] = []
     budget, deadline_s = limits.budget, limits.deadline_s
     if budget is not None and not (dollars <= budget).any():
-        told.append(f"goal.budget: nothing fits ${budget:,.2f}; {found}")
+        results.append(f"goal.budget: nothing fits ${budget:,.2f}; {result}")
     if deadline_s is not None and not (total_s <= deadline_s).any():
-        told.append(f"goal.deadline: nothing is done within {show_duration(deadline_s)}; {found}")
-    if not told and budget is not None and deadline_s is not None:
+        results.append(
+            f"goal.deadline: nothing is done within {show_duration(deadline_s)}; {result}"
+        )
+    if not results and budget is not None and deadline_s is not None:
         both = f"${budget:,.2f} and {show_duration(deadline_s)}"
-        told.append(f"goal.budget, goal.deadline: nothing keeps to {both} at once; {found}")
-    return tuple(told)
+        results.append(f"goal.budget, goal.deadline: nothing keeps to {both} at once; {result}")
+    return tuple(results)

@@ -98,12 +98,12 @@ def _settle(
             continue
         grid = lay(free)
         if name == "zero1":
-            found = ["False"] if len(grid["dp"]) else []
+            result = ["False"] if len(grid["dp"]) else []
         else:
             sizes = grid[name][_is_wanted(grid, changes)]
-            found = [str(each) for each in np.unique(sizes).astype(int).tolist()]
-        if found:
-            raise _refuse(name, changes[name], join_words(found))
+            result = [str(item) for item in np.unique(sizes).astype(int).tolist()]
+        if result:
+            raise _refuse(name, changes[name], join_words(result))
     raise refuse_layout(changes, devices=devices)
 
 
@@ -178,12 +178,12 @@ def _refuse(name: str, value: Any, valid: str) -> PlanError:
 def _priced(prices: Sequence[Price], price: Price, *, spot: bool) -> Price:
     if spot == price.spot:
         return price
-    alike = [each for each in prices
-             if each.rig == price.rig and each.offer.key == price.offer.key]  # fmt: skip
-    found = next((each for each in alike if each.spot == spot), None)
-    if found is None and price.offer.price(spot=spot) is None:
+    alike = [one_price for one_price in prices
+             if one_price.rig == price.rig and one_price.offer.key == price.offer.key]  # fmt: skip
+    result = next((item for item in alike if item.spot == spot), None)
+    if result is None and price.offer.price(spot=spot) is None:
         raise PlanError(
             f"spot: {price.offer.key} is not offered {'as spot' if spot else 'on demand'}",
             hint=f"spot may be {price.spot}",
         )
-    return found or price._replace(spot=spot)
+    return result or price._replace(spot=spot)

@@ -89,16 +89,16 @@ class RankedCandidates:
 
 def rank_candidates(ask: OptionQuery) -> RankedCandidates:
     """Search, and price what was found."""
-    found = search(ask.question)
-    steps = predict_steps(ask.question, found)
-    return RankedCandidates(found, steps, price_all(ask, found, steps))
+    result = search(ask.question)
+    steps = predict_steps(ask.question, result)
+    return RankedCandidates(result, steps, price_all(ask, result, steps))
 
 
 def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> PlanOptions:
     """The best few; the nearest ones, with the reasons, where none meets the limits."""
-    found, candidates = weighed.found, weighed.candidates
-    if not len(found):
-        raise refuse_all(ask.question, found)
+    result, candidates = weighed.found, weighed.candidates
+    if not len(result):
+        raise refuse_all(ask.question, result)
     scores = _score(candidates, ask.objective)
     excess = ask.limits.excess(candidates.total_s, candidates.dollars)
     is_met = excess <= 1.0
@@ -107,7 +107,7 @@ def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> 
         order = np.argsort(np.where(is_met, scores, np.inf), kind="stable")[: int(is_met.sum())]
     else:
         order = np.lexsort((scores, excess))
-    chosen = _pick(ask, found, candidates, order, top, by_rank_only=not is_met.any())
+    chosen = _pick(ask, result, candidates, order, top, by_rank_only=not is_met.any())
     options = _make_options(ask, weighed, chosen)
     if not is_met.any():
         problems = explain_excess(
@@ -117,20 +117,20 @@ def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> 
         options=tuple(give_reasons(options, ask.objective, ask.limits, is_met=bool(is_met.any()))),
         objective=ask.objective,
         problems=problems,
-        layouts=found.looked_at,
+        layouts=result.looked_at,
     )
 
 
 def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[float, float, str]]:
     """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
-    found, candidates = weighed.found, weighed.candidates
+    result, candidates = weighed.found, weighed.candidates
     rows: list[tuple[float, float, str]] = []
-    for place in np.flatnonzero(np.isfinite(candidates.dollars)):
-        price, find = ask.prices[candidates.price[place]], candidates.find[place]
-        hardware = _hardware(ask, price, int(found.nodes[find]))
+    for index in np.flatnonzero(np.isfinite(candidates.dollars)):
+        price, find = ask.prices[candidates.price[index]], candidates.find[index]
+        hardware = _hardware(ask, price, int(result.nodes[find]))
         name = f"{hardware} ({hardware.devices} {hardware.device})"
-        hours = float(candidates.total_s[place]) / 3600
-        rows.append((hours, float(candidates.dollars[place]), name))
+        hours = float(candidates.total_s[index]) / 3600
+        rows.append((hours, float(candidates.dollars[index]), name))
     return rows
 
 
@@ -143,21 +143,21 @@ def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Colu
     }
     finds = [by_rig.get(price.rig, np.empty(0, dtype=np.int64)) for price in ask.prices]
     find = np.concatenate(finds)
-    place = np.repeat(np.arange(len(finds)), [len(each) for each in finds])
-    each = [price.dollars_per_hour for price in ask.prices]
-    hourly = np.array([np.nan if dollars is None else dollars for dollars in each])[place]
+    index = np.repeat(np.arange(len(finds)), [len(one_find) for one_find in finds])
+    item = [price.dollars_per_hour for price in ask.prices]
+    hourly = np.array([np.nan if dollars is None else dollars for dollars in item])[index]
     start_s = np.array([start_seconds(price, here_s=ask.start_here_s) for price in ask.prices])[
-        place
+        index
     ]
     lost = np.array(
         [
             lost_share(price.offer.cloud, nodes=1, checkpoint_s=ask.checkpoint_s) * price.spot
             for price in ask.prices
         ]
-    )[place]
+    )[index]
     nodes = found.nodes[find]
     total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, MOST_LOST))
-    return Candidates(find, place, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
+    return Candidates(find, index, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
 
 
 def _score(candidates: Candidates, objective: Objective) -> Column:
@@ -189,21 +189,21 @@ def _pick(
         is_slow = seconds > _TOO_MUCH * seconds[0]
         is_dear = dollars > _TOO_MUCH * max(dollars[0], WAITING_DOLLARS_PER_HOUR)
         for figure in (np.where(is_slow, np.inf, dollars), np.where(is_dear, np.inf, seconds)):
-            place = int(np.argmin(figure))
-            wanted += [int(order[place])] if figure[place] < _BETTER * figure[0] else []
+            index = int(np.argmin(figure))
+            wanted += [int(order[index])] if figure[index] < _BETTER * figure[0] else []
     picks = list(dict.fromkeys(wanted))
     rigs = ask.question.rigs
     for keyed_by_count in (False, True):
-        seen = {_kind(rigs, found, candidates, each, with_count=keyed_by_count) for each in picks}
-        for each in order.tolist():
+        seen = {_kind(rigs, found, candidates, pick, with_count=keyed_by_count) for pick in picks}
+        for item in order.tolist():
             if len(picks) >= top:
                 break
-            kind = _kind(rigs, found, candidates, each, with_count=keyed_by_count)
+            kind = _kind(rigs, found, candidates, item, with_count=keyed_by_count)
             if kind not in seen:
                 seen.add(kind)
-                picks.append(each)
-    rank = {each: place for place, each in enumerate(order.tolist())}
-    return sorted(picks[:top], key=lambda each: rank[each])
+                picks.append(item)
+    rank = {item: index for index, item in enumerate(order.tolist())}
+    return sorted(picks[:top], key=lambda item: rank[item])
 
 
 def _kind(
@@ -223,25 +223,25 @@ def _kind(
 def _make_options(
     ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]
 ) -> list[PlanOption]:
-    found, steps, candidates = weighed.found, weighed.steps, weighed.candidates
+    result, steps, candidates = weighed.found, weighed.steps, weighed.candidates
     finds = candidates.find[chosen]
-    points = found.points.take(finds)
+    points = result.points.take(finds)
     memory = predict_memory(points, ask.question.work)
-    rigs = [ask.question.rigs[int(rig)] for rig in found.rig[finds]]
+    rigs = [ask.question.rigs[int(rig)] for rig in result.rig[finds]]
     memory_low, memory_high = memory_factors(points, memory, rigs)
     low, high = time_factors(points, rigs)
     options: list[PlanOption] = []
-    for place, candidate in enumerate(chosen):
-        find = int(finds[place])
+    for index, candidate in enumerate(chosen):
+        find = int(finds[index])
         price = ask.prices[candidates.price[candidate]]
         parts = {name: float(column[find]) for name, column in steps.items()}
-        factor = rigs[place].memory_factor
-        held = {name: factor * float(getattr(memory, name)[place]) for name in MEMORY_PARTS}
+        factor = rigs[index].memory_factor
+        held = {name: factor * float(getattr(memory, name)[index]) for name in MEMORY_PARTS}
         option = _make_option(
-            ask, price, nodes=int(found.nodes[find]), held=held, parts=parts,
-            point={name: getattr(points, name)[place] for name in _POINT},
-            memory_factors=(float(memory_low[place]), float(memory_high[place])),
-            time_factors=(float(low[place]), float(high[place])),
+            ask, price, nodes=int(result.nodes[find]), held=held, parts=parts,
+            point={name: getattr(points, name)[index] for name in _POINT},
+            memory_factors=(float(memory_low[index]), float(memory_high[index])),
+            time_factors=(float(low[index]), float(high[index])),
         )  # fmt: skip
         options.append(option.with_recall(_recall(ask, price, option)))
     return options

@@ -35,16 +35,16 @@ def give_reasons(
     costs = [option.dollars.value for option in real if option.dollars is not None]
     times = [option.total_s.value for option in real if option.dollars is not None]
     least = (_outstanding(costs), _outstanding(times))
-    told: list[PlanOption] = []
-    for place, option in enumerate(options):
-        words = [_BEST[objective] if is_met else "nearest to the limits"]
-        words = words if option is best and option.dollars is not None else []
-        words += _extremes(option, least) if place < len(real) else ["only compared"]
-        words += [] if option is best else _against(option, best)
-        words += [main_wait(option), _memory_words(option), *_doubts(option, limits)]
-        reason = "; ".join(dict.fromkeys(word for word in words if word))
-        told.append(_with_reason(option, reason))
-    return told
+    results: list[PlanOption] = []
+    for index, option in enumerate(options):
+        parts = [_BEST[objective] if is_met else "nearest to the limits"]
+        parts = parts if option is best and option.dollars is not None else []
+        parts += _extremes(option, least) if index < len(real) else ["only compared"]
+        parts += [] if option is best else _against(option, best)
+        parts += [main_wait(option), _memory_words(option), *_doubts(option, limits)]
+        reason = "; ".join(dict.fromkeys(word for word in parts if word))
+        results.append(_with_reason(option, reason))
+    return results
 
 
 def _outstanding(figures: Sequence[float]) -> float | None:
@@ -60,20 +60,20 @@ def _extremes(option: PlanOption, least: tuple[float | None, float | None]) -> l
     if option.dollars is None:
         return ["price unknown"]
     cheapest, fastest = least
-    words = ["cheapest"] if option.dollars.value == cheapest else []
-    return [*words, "fastest"] if option.total_s.value == fastest else words
+    text = ["cheapest"] if option.dollars.value == cheapest else []
+    return [*text, "fastest"] if option.total_s.value == fastest else text
 
 
 def _against(option: PlanOption, best: PlanOption) -> list[str]:
     """How it compares with the first."""
-    words: list[str] = []
+    parts: list[str] = []
     if option.dollars is not None and best.dollars is not None:
         dollars, least = option.dollars.value, best.dollars.value
-        words += [compare(dollars, least, "dearer"), compare(least, dollars, "cheaper")]
+        parts += [compare(dollars, least, "dearer"), compare(least, dollars, "cheaper")]
         if least == 0 and dollars > 0:
-            words.append("not free")
+            parts.append("not free")
     seconds, first = option.total_s.value, best.total_s.value
-    return [*words, compare(seconds, first, "slower"), compare(first, seconds, "faster")]
+    return [*parts, compare(seconds, first, "slower"), compare(first, seconds, "faster")]
 
 
 def _memory_words(option: PlanOption) -> str:
@@ -82,11 +82,11 @@ def _memory_words(option: PlanOption) -> str:
 
 def _doubts(option: PlanOption, limits: GoalLimits) -> list[str]:
     """Limits that are met as expected, but not at the high end."""
-    words: list[str] = []
+    parts: list[str] = []
     dollars, budget = option.dollars, limits.budget
     if budget is not None and dollars is not None and dollars.value <= budget < dollars.high:
-        words.append("may exceed the budget")
+        parts.append("may exceed the budget")
     deadline_s = limits.deadline_s
     if deadline_s is not None and option.total_s.value <= deadline_s < option.total_s.high:
-        words.append("may miss the deadline")
-    return words
+        parts.append("may miss the deadline")
+    return parts

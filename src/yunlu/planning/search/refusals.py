@@ -48,12 +48,12 @@ def refuse_change(
     question: LayoutQuery, found: LayoutSearchResult, changes: Mapping[str, Any]
 ) -> PlanError:
     """An option that was changed by hand no longer fits."""
-    said = _name_changes(changes)
+    given = _name_changes(changes)
     if found.tightest is None:
         return refuse_layout(changes, devices=question.most_devices)
     rig, devices, excess = found.tightest
     return PlanError(
-        f"{said}: {devices} x {question.rigs[rig].device} would need {_tell(excess, question)}.",
+        f"{given}: {devices} x {question.rigs[rig].device} would need {_tell(excess, question)}.",
         hint="a smaller micro_batch, recompute='full', or more fsdp, tp or nodes need less",
     )
 

@@ -1,71 +1,43 @@
-"""The charts of the page: which curves stand together, how they are drawn, what hovering reads out."""
+"""Figures of one run: curves over the step, time split, comparisons, confusion."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from yunlu.jobs.recorded import PARTS
-from yunlu.render.drawing.charts import (
-    Band,
-    Drawing,
-    Mark,
+from yunlu.render.figures.axes import fit_axis, step_axis
+from yunlu.render.figures.values import (
+    Bar,
+    BarFigure,
+    BarSegment,
+    EventMarks,
+    HeatmapFigure,
+    LineFigure,
     Series,
-    draw_course,
-    draw_lines,
-    draw_stack,
+    StackFigure,
+    StackLayer,
 )
-from yunlu.render.format import metric_unit
-from yunlu.render.i18n.texts import known_text, same, text
+from yunlu.render.format import metric_unit, show_bytes, show_duration, show_quantity
+from yunlu.render.i18n.texts import known_text, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from yunlu.jobs.report_model import WorkerGroupHistory, WorkerGroupChange, Curve, Report
-    from yunlu.render.drawing.charts import Style, Unit
+    from yunlu.jobs.communication import Expectation
+    from yunlu.jobs.report_model import Comparison, ConfusionMatrix, Curve, Report, TracedSteps
+    from yunlu.render.figures.values import LineStyle, Unit
+    from yunlu.render.i18n.texts import BilingualText
 
 _MOST_DOTS = 60
 _MOST_MARKS = 200
-_MOST_WORKERS = 8
-COLOURS = 8
+_MOST_CLASSES = 40
+_PADDING = 0.06
 
 
-def both(key, otherwise):
-    found = known_text(*key.rsplit(".", 1)) if key else same(otherwise)
-    return found.en, found.zh
-
-
-"""How many grounds and parts the page can tell apart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One chart of the page: drawn once, or twice where a logarithmic scale helps."""
-
-    id: str
-    title: Markup
-    unit: Unit
-    legend: tuple[tuple[Markup, str], ...]
-    """Names with the class of their key."""
-    drawings: dict[str, Drawing]
-    """By scale: ``linear``, ``log``."""
-    points: dict[str, Any]
-    """What hovering reads out."""
-    scale: str = "linear"
-    """The one shown first."""
-    wide: bool = False
-    axis: str = "step"
-    """The word for what runs from left to right."""
-
-
-def figures_of(report: Report) -> Iterator[Figure]:
-    """Every chart that the run has curves for."""
-    yield from _figure(
+def run_figures(report: Report) -> Iterator[LineFigure]:
+    """Every line chart that the run has curves for."""
+    yield from _line_figure(
         report,
         text("curve.loss"),
         {"train_loss": "faint", "train_loss_smoothed": "line", "validation_loss": "dots"},
@@ -76,10 +48,10 @@ def figures_of(report: Report) -> Iterator[Figure]:
     for curve in report.curves:
         prefix, _, name = curve.key.partition("/")
         if prefix == "validation" and name:
-            title = known_text("metric", name)
             unit = metric_unit(name, curve.values)
-            yield from _figure(report, title, {curve.key: "dots"}, unit=unit)
-    yield from _figure(report, text("curve.lr"), {"lr": "line"})
+            title = known_text("metric", name)
+            yield from _line_figure(report, title, {curve.key: "dots"}, unit=unit)
+    yield from _line_figure(report, text("curve.lr"), {"lr": "line"})
     noisy: dict[str, Unit] = {
         "grad_norm": "number",
         "samples_per_s": "rate",
@@ -88,242 +60,203 @@ def figures_of(report: Report) -> Iterator[Figure]:
         "padding_share": "percent",
     }
     for key, unit in noisy.items():
-        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
-        title = text(f"curve.{key}")
-        yield from _figure(report, title, styles, unit=unit, log=key == "grad_norm")
-    yield from _figure(report, text("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
-    noise: dict[str, Style] = {"noise_scale": "faint", "noise_scale_smoothed": "line"}
+        yield from _line_figure(
+            report, text(f"curve.{key}"), _raw_and_smoothed(key), unit=unit, log=key == "grad_norm"
+        )
+    yield from _line_figure(report, text("curve.memory"), {"memory_bytes": "line"}, unit="bytes")
     # The batch may be a thousandth of the scale: on a linear axis it would lie on the floor.
-    yield from _figure(
-        report, text("curve.noise"), {**noise, "batch": "line"}, log=True, scale="log"
-    )
-    yield from _figure(report, text("curve.low_share"), {"low_share": "line"}, unit="percent")
-    yield from _figure(
-        report, text("curve.loss_scale"), {"loss_scale": "line"}, log=True, scale="log"
+    noise: dict[str, LineStyle] = {**_raw_and_smoothed("noise_scale"), "batch": "line"}
+    yield from _line_figure(report, text("curve.noise"), noise, log=True, prefer_log=True)
+    yield from _line_figure(report, text("curve.low_share"), {"low_share": "line"}, unit="percent")
+    yield from _line_figure(
+        report, text("curve.loss_scale"), {"loss_scale": "line"}, log=True, prefer_log=True
     )
 
 
-def communication_figures(report: Report) -> Iterator[Figure]:
-    """What exchanges took, sent and left out, over the steps."""
+def communication_figures(report: Report) -> Iterator[LineFigure]:
+    """Duration, bytes and compression error of the exchange in each step."""
     units: dict[str, Unit] = {
         "exchange_s": "duration",
         "sent_bytes": "bytes",
         "compression_error": "percent",
     }
     for key, unit in units.items():
-        styles: dict[str, Style] = {key: "faint", f"{key}_smoothed": "line"}
-        yield from _figure(report, text(f"curve.{key}"), styles, unit=unit)
+        yield from _line_figure(report, text(f"curve.{key}"), _raw_and_smoothed(key), unit=unit)
 
 
-def _marks(report: Report) -> list[Mark]:
+def time_figure(report: Report) -> StackFigure | None:
+    """Shares of the time over the steps."""
+    time = report.time
+    if time is None or not time.steps:
+        return None
+    return StackFigure(
+        id="time",
+        title=text("time.over_steps"),
+        x=step_axis(time.steps, text("step")),
+        positions=time.steps,
+        layers=tuple(
+            StackLayer(key=part, name=text(f"part.{part}"), shares=time.shares[part])
+            for part in PARTS
+        ),
+    )
+
+
+def time_totals(report: Report) -> BarFigure | None:
+    """Seconds of the whole run by what took them; None where there are none."""
+    totals = report.time.totals if report.time else {}
+    segments = tuple(
+        BarSegment(key=part, name=text(f"part.{part}"), value=totals[part], colour=colour)
+        for colour, part in enumerate(PARTS, 1)
+        if totals.get(part)
+    )
+    return _single_bar("time-totals", text("time.totals"), segments) if segments else None
+
+
+def phase_totals(traced: TracedSteps) -> BarFigure | None:
+    """Seconds of the traced steps by phase; None where there are none."""
+    segments = tuple(
+        BarSegment(
+            key=phase.name, name=known_text("phase", phase.name), value=phase.total_s, colour=colour
+        )
+        for colour, phase in enumerate(traced.phases, 1)
+        if phase.total_s
+    )
+    return _single_bar("phases", text("trace"), segments) if segments else None
+
+
+def comparison_figure(row: Comparison) -> BarFigure:
+    """Estimated, predicted and measured value of one quantity."""
+    values = {"estimated": row.estimated, "predicted": row.predicted, "measured": row.measured}
+    bars = [
+        _value_bar(key, value, show_quantity(row.quantity, value))
+        for key, value in values.items()
+        if value is not None or key != "estimated"
+    ]
+    if row.estimated is not None and row.interval is not None:
+        low, high = (show_quantity(row.quantity, edge) for edge in row.interval)
+        interval = {"interval": row.interval, "interval_label": f"{low} – {high}"}
+        bars[0] = bars[0].model_copy(update=interval)
+    return BarFigure(
+        id=f"comparison-{row.quantity}", title=text(f"quantity.{row.quantity}"), bars=tuple(bars)
+    )
+
+
+def expectation_figure(row: Expectation) -> BarFigure:
+    """Predicted and measured value of one quantity of the exchange."""
+    show = show_bytes if row.quantity == "sent_bytes" else show_duration
+    values = {"predicted": row.predicted, "measured": row.measured}
+    return BarFigure(
+        id=f"expectation-{row.quantity}",
+        title=text(f"communication.{row.quantity}"),
+        bars=tuple(
+            _value_bar(key, value, "–" if value is None else show(value))
+            for key, value in values.items()
+        ),
+    )
+
+
+def confusion_figure(matrix: ConfusionMatrix) -> HeatmapFigure:
+    """Counts shaded by their share of the true label; of many labels, the most frequent."""
+    order = range(len(matrix.labels))
+    shown = sorted(sorted(order, key=lambda i: -matrix.classes[i].support)[:_MOST_CLASSES])
+    labels = tuple(matrix.labels[i] for i in shown)
+    totals = tuple(matrix.classes[i].support for i in shown)
+    return HeatmapFigure(
+        id="confusion",
+        title=text("confusion"),
+        row_labels=labels,
+        column_labels=labels,
+        counts=tuple(tuple(matrix.counts[i][j] for j in shown) for i in shown),
+        totals=totals,
+        shades=tuple(
+            # A root, because single mistakes are what people look for.
+            tuple(math.sqrt(matrix.counts[i][j] / max(total, 1)) for j in shown)
+            for i, total in zip(shown, totals, strict=True)
+        ),
+    )
+
+
+def _raw_and_smoothed(key: str) -> dict[str, LineStyle]:
+    return {key: "faint", f"{key}_smoothed": "line"}
+
+
+def _marks(report: Report) -> tuple[EventMarks, ...]:
     """Where the loss was interfered with. Overflows are part of finding the loss scale: no marks."""
     steps: dict[str, set[int]] = {kind: set() for kind in ("skip", "rollback", "out_of_memory")}
-    for each in report.incidents:
-        if each.kind in steps and each.data.get("reason") != "overflow":
-            steps[each.kind].add(each.step)
-    worker_group = report.worker_group
-    if worker_group is not None:
-        steps["fault"] = {fault.step for fault in worker_group.faults if fault.step is not None}
-        steps["crew"] = {change.from_step for change in worker_group.changes[1:]} - steps["fault"]
-    return [
-        Mark(kind=kind, steps=sorted(found)[:_MOST_MARKS]) for kind, found in steps.items() if found
-    ]
+    for incident in report.incidents:
+        if incident.kind in steps and incident.data.get("reason") != "overflow":
+            steps[incident.kind].add(incident.step)
+    group = report.worker_group
+    if group is not None:
+        steps["fault"] = {fault.step for fault in group.faults if fault.step is not None}
+        steps["regroup"] = {change.from_step for change in group.changes[1:]} - steps["fault"]
+    return tuple(
+        EventMarks(kind=kind, name=text(f"mark.{kind}"), x=tuple(sorted(at)[:_MOST_MARKS]))
+        for kind, at in steps.items()
+        if at
+    )
 
 
-def _figure(
+def _line_figure(
     report: Report,
-    title: Markup,
-    styles: dict[str, Style],
+    title: BilingualText,
+    styles: dict[str, LineStyle],
     *,
     unit: Unit = "number",
-    marks: Sequence[Mark] = (),
+    marks: Sequence[EventMarks] = (),
     wide: bool = False,
     log: bool = False,
-    scale: str = "linear",
-) -> Iterator[Figure]:
-    """The chart of these curves, if the run has any of them."""
-    found = [curve for key in styles if (curve := report.curve(key)) is not None]
-    if not found:
+    prefer_log: bool = False,
+) -> Iterator[LineFigure]:
+    """The figure of these curves, if the run has any of them."""
+    curves = [curve for key in styles if (curve := report.curve(key)) is not None]
+    if not curves:
         return
-    lines = [
-        Series(
-            key=curve.key,
-            points=list(zip(curve.steps, curve.values, strict=True)),
-            colour=list(styles).index(curve.key) + 1,
-            style=_style(curve, styles[curve.key], alone=len(found) == 1),
-        )
-        for curve in found
-    ]
-    scales = ["linear", "log"] if log and _fits_log(found) else ["linear"]
-    legend = [(known_text("series", line.key), f"c{line.colour}") for line in lines]
-    legend = legend if len(lines) > 1 else []
-    legend += [(text(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
-    yield Figure(
-        id=found[0].key.replace("/", "-"),
+    values = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    has_log = log and bool(values) and min(values) > 0
+    yield LineFigure(
+        id=curves[0].key.replace("/", "-"),
         title=title,
-        unit=unit,
-        legend=tuple(legend),
-        drawings={
-            each: draw_lines(lines, unit=unit, log=each == "log", marks=marks) for each in scales
-        },
-        points={
-            "unit": unit,
-            "series": [_read_out(curve) for curve in found],
-            "marks": [
-                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
-            ],
-        },
-        scale=scale if scale in scales else "linear",
+        x=step_axis([step for curve in curves for step in curve.steps], text("step")),
+        y=fit_axis(values, unit=unit, padding=_PADDING),
+        log_y=fit_axis(values, unit=unit, log=True, padding=_PADDING) if has_log else None,
+        scale="log" if has_log and prefer_log else "linear",
+        series=tuple(
+            Series(
+                key=curve.key,
+                name=_curve_name(curve),
+                x=curve.steps,
+                y=curve.values,
+                colour=list(styles).index(curve.key) + 1,
+                style=_style(curve, styles[curve.key], alone=len(curves) == 1),
+            )
+            for curve in curves
+        ),
+        marks=tuple(marks),
         wide=wide,
     )
 
 
-def _style(curve: Curve, wanted: Style, *, alone: bool) -> Style:
+def _curve_name(curve: Curve) -> BilingualText:
+    prefix, _, metric = curve.key.partition("/")
+    return known_text("metric", metric) if metric else known_text("series", prefix)
+
+
+def _style(curve: Curve, wanted: LineStyle, *, alone: bool) -> LineStyle:
     """Dots that would touch become a line; so does a raw curve with no smoothed one over it."""
     dense = wanted == "dots" and len(curve.steps) > _MOST_DOTS
     return "line" if dense or (wanted == "faint" and alone) else wanted
 
 
-def _fits_log(curves: Sequence[Curve]) -> bool:
-    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
-    return bool(finite) and min(finite) > 0
+def _single_bar(
+    key: str, title: BilingualText, segments: tuple[BarSegment, ...]
+) -> BarFigure:
+    bar = Bar(key=key, name=title, segments=segments)
+    return BarFigure(id=key, title=title, unit="duration", bars=(bar,))
 
 
-def _read_out(curve: Curve) -> dict[str, Any]:
-    values = [float(f"{v:.6g}") if math.isfinite(v) else str(v) for v in curve.values]
-    name = both(f"series.{curve.key}", curve.key.removeprefix("validation/"))
-    return {"name": name, "x": curve.steps, "y": values}
-
-
-def time_figure(report: Report) -> Figure | None:
-    """Where the time went, over the steps."""
-    time = report.time
-    if time is None or not time.steps:
-        return None
-    drawing = draw_stack(time.steps, [time.shares[part] for part in PARTS])
-    series = [
-        {
-            "name": both(f"part.{part}", part),
-            "x": time.steps,
-            "y": [round(share, 5) for share in time.shares[part]],
-        }
-        for part in PARTS
-    ]
-    return Figure(
-        id="time",
-        title=text("time.over_steps"),
-        unit="percent",
-        legend=(),
-        drawings={"linear": drawing},
-        points={"unit": "percent", "series": series, "marks": []},
-    )
-
-
-def layout_colours(worker_group: WorkerGroupHistory) -> dict[str, int]:
-    """The same colour for the same layout, however often the run came back to it."""
-    layouts = dict.fromkeys(change.layout for change in worker_group.changes)
-    return {layout: place % COLOURS + 1 for place, layout in enumerate(layouts)}
-
-
-def course_figure(worker_group: WorkerGroupHistory) -> Figure | None:
-    """How far the run was when, on the ground of its layouts."""
-    if len(worker_group.elapsed_s) < 2:
-        return None
-    colours, times = layout_colours(worker_group), [round(each * 1000) for each in worker_group.elapsed_s]
-    starts = [max(0, round(worker_group.elapsed_at(each.at) * 1000)) for each in worker_group.changes]
-    starts[0] = 0
-    bands = [
-        Band(start=start, end=end, colour=colours[change.layout], label=change.layout)
-        for change, start, end in zip(worker_group.changes, starts, [*starts[1:], times[-1]], strict=True)
-    ]
-    marks = _moments(worker_group)
-    names: list[tuple[tuple[str, str], Sequence[int | str]]] = [
-        (both("crew.course", "step"), worker_group.done_steps)
-    ]
-    # Each time with the layout it fell into: hovering reads it out.
-    layouts = [next((b.label for b in reversed(bands) if b.start <= at), "") for at in times]
-    names.append((both("crew.layout", "layout"), layouts))
-    legend = [(Markup("{}").format(name), f"fill w{colour}") for name, colour in colours.items()]
-    legend += [(text(f"mark.{mark.kind}"), f"mark {mark.kind}") for mark in marks]
-    line = Series(
-        key="course", points=list(zip(times, worker_group.done_steps, strict=True)), colour=1, style="line"
-    )
-    return Figure(
-        id="course",
-        title=text("crew.course_title"),
-        unit="number",
-        legend=tuple(legend),
-        drawings={"linear": draw_course(line, bands=bands, marks=marks)},
-        points={
-            "unit": "number",
-            "axis": "time",
-            "series": [{"name": name, "x": times, "y": values} for name, values in names],
-            "marks": [
-                {"name": both(f"mark.{mark.kind}", mark.kind), "x": mark.steps} for mark in marks
-            ],
-        },
-        wide=True,
-        axis="crew.time",
-    )
-
-
-def _moments(worker_group: WorkerGroupHistory) -> list[Mark]:
-    """Faults, stragglers and changes that nobody was lost for, in milliseconds."""
-    found = {
-        "fault": [each.at for each in worker_group.faults],
-        "straggler": [each.at for each in worker_group.stragglers],
-        "crew": [each.at for each in _unforced(worker_group)],
-    }
-    return [
-        Mark(kind=kind, steps=sorted(round(worker_group.elapsed_at(at) * 1000) for at in ats)[:_MOST_MARKS])
-        for kind, ats in found.items()
-        if ats
-    ]
-
-
-def _unforced(worker_group: WorkerGroupHistory) -> Iterator[WorkerGroupChange]:
-    for before, change in pairwise(worker_group.changes):
-        if not any(before.at <= fault.at <= change.at for fault in worker_group.faults):
-            yield change
-
-
-def workers_figure(worker_group: WorkerGroupHistory) -> Figure | None:
-    """What each worker's step takes without the waiting: one that is slow stands out."""
-    found = [worker for worker in worker_group.workers if len(worker.steps) > 1]
-    # The slowest are what people look for.
-    found = sorted(found, key=lambda each: -median(each.compute_s))[:_MOST_WORKERS]
-    found.sort(key=lambda each: list(worker_group.workers).index(each))
-    if not found:
-        return None
-    lines = [
-        Series(
-            key=f"worker-{worker.worker}",
-            points=list(zip(worker.steps, worker.compute_s, strict=True)),
-            colour=place,
-        )
-        for place, worker in enumerate(found, 1)
-    ]
-    names = [
-        (text("crew.worker", worker=each.worker).en, text("crew.worker", worker=each.worker).zh)
-        for each in found
-    ]
-    drawing = draw_lines(lines, unit="duration")
-    return Figure(
-        id="workers",
-        title=text("crew.step_time"),
-        unit="duration",
-        legend=tuple(
-            (text("crew.worker", worker=each.worker), f"w{place}")
-            for place, each in enumerate(found, 1)
-        ),
-        drawings={"linear": drawing},
-        points={
-            "unit": "duration",
-            "series": [
-                {"name": name, "x": each.steps, "y": [float(f"{v:.4g}") for v in each.compute_s]}
-                for name, each in zip(names, found, strict=True)
-            ],
-            "marks": [],
-        },
-        wide=True,
-    )
+def _value_bar(key: str, value: float | None, label: str) -> Bar:
+    name = text(f"plan.{key}")
+    shown = value if value is not None and math.isfinite(value) else 0.0
+    segment = BarSegment(key=key, name=name, value=shown)
+    return Bar(key=key, name=name, segments=(segment,), label=label)

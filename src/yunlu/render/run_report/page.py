@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.recorded import PARTS, number
+from yunlu.jobs.run_log import PARTS, number
 from yunlu.render.figures.run import figures_of, time_figure
 from yunlu.render.format import show_metric, show_quantity
 from yunlu.render.i18n.texts import known_text, text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from yunlu.core.units import show_duration
-from yunlu.jobs.crew import gist_of
+from yunlu.jobs.worker_groups import gist_of
 from yunlu.planning.layout import AXES
 from yunlu.render.figures.run import COLOURS, course_figure, layout_colours, workers_figure
 from yunlu.render.i18n.texts import known_text, text

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.crew import (
+from yunlu.jobs.worker_groups import (
     gist_of,
     name_worker,
     read_change,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.communication import communication_lines
-from yunlu.jobs.crew import name_worker
+from yunlu.jobs.worker_groups import name_worker
 from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
 from yunlu.runs.states import RunState
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.crew import read_change
+from yunlu.jobs.worker_groups import read_change
 from yunlu.jobs.follow import FollowedItem, MetricRecord
 from yunlu.render.terminal.event_lines import describe, event_row, figures_text
 from yunlu.render.terminal.page import ACCENT, indented, to_json

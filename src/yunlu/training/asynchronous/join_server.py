@@ -19,7 +19,7 @@ from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
 from yunlu.training.elastic.control_server import ControlServer
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE
+from yunlu.training.elastic.exec_module import ASYNC_NODE
 from yunlu.training.elastic.messages import (
     ClientHello,
     Exited,
@@ -84,7 +84,7 @@ class JoinServer:
             token=self._token,
             pid=os.getpid(),
             process_started_at=process.create_time(),
-            node_module=ASYNCHRONOUS_NODE,
+            node_module=ASYNC_NODE,
             generation=int(is_open),
             target=workers + sum(guest.devices for guest in self._guests.values()),
             layouts={} if layout is None else {layout.world: layout.model_dump()},

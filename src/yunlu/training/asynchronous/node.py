@@ -36,7 +36,7 @@ from yunlu.training.asynchronous.worker import fit, work
 from yunlu.training.attempt import signals_as_stop
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.control_client import ControlClient, ControlLostError
-from yunlu.training.elastic.exec_module import hear_asks
+from yunlu.training.elastic.exec_module import unblock_stop_signals
 from yunlu.training.elastic.messages import (
     Exited,
     Forked,
@@ -76,7 +76,7 @@ def main() -> int:
     # A fork copies no threads: none may have been started, by torch's kernels least of all.
     torch.set_num_threads(1)
     with signals_as_stop() as stop:
-        hear_asks()
+        unblock_stop_signals()
         here = asked.here or asked.devices
         return AsyncNodeAgent(open_run(asked.run), asked.node, asked.devices, stop, here=here).run()
 

@@ -59,7 +59,7 @@ from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.communication.servers.shard import serve
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.event_reporter import EventReporter
-from yunlu.training.elastic.exec_module import hear_asks
+from yunlu.training.elastic.exec_module import unblock_stop_signals
 from yunlu.training.environment import describe_environment
 from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
@@ -116,7 +116,7 @@ def run(
     torch.set_num_threads(1)
     try:
         with run_lock(directory, passed_on=claim), signals_as_stop() as stop:
-            hear_asks()
+            unblock_stop_signals()
             asked = _Options(devices, here or devices, shares, goes_on=claim is not None)
             return _live(directory, stop, asked)
     except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
@@ -124,7 +124,7 @@ def run(
     except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
         traceback.print_exc()
         with suppress(OSError):  # a full disk takes no words either
-            EventReporter(directory).tell_failure(describe(error), None)
+            EventReporter(directory).report_failure(describe(error), None)
             change_state(directory, RunState.FAILED)
     return RunState.FAILED
 

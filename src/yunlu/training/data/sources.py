@@ -80,7 +80,7 @@ def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
     scheme, _, name = source.partition(":")
     if scheme == "sklearn":
         return {"train": packages.load_sklearn(name)}
-    if scheme == "made":
+    if scheme == "synthetic":
         found = generate(name)
         if isinstance(found, DataTable):
             return {"train": found}

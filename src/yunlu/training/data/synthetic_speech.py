@@ -140,7 +140,7 @@ def plan_digits(seed: int) -> list[Clip]:
 
 def make_folder(name: str, clips: Sequence[Clip], *, seed: int, with_transcripts: bool) -> Path:
     """Make all clips aside and publish them by one rename; a copy made before is used again."""
-    final = read_settings().cache / "made" / f"{name}-v{_VERSION}"
+    final = read_settings().cache / "synthetic" / f"{name}-v{_VERSION}"
     if final.is_dir():
         return final
     program = find_espeak()

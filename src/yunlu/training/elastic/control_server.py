@@ -1,4 +1,4 @@
-"""The supervisor's side of the wire: who is connected, what they say, and that they know the token."""
+"""Server end of the control connections: accept, authenticate by token, send and receive messages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _HELLO_S = 10.0
 _BACKLOG_BYTES = 16 << 20
-"""Who does not read what it is told is as good as gone."""
+"""A peer that lets this much pile up unread is disconnected."""
 
 
 @dataclass(eq=False)
 class ControlConnection:
-    """One connection."""
+    """One accepted connection."""
 
-    connection: socket.socket
+    sock: socket.socket
     opened_at: float
     unpacker: Unpacker
     hello: WorkerHello | NodeHello | ClientHello | None = None
@@ -44,23 +44,23 @@ class ControlConnection:
 
 
 class ControlServer:
-    """All connections, and the door."""
+    """Listening socket and all accepted connections."""
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
         self._selector = selectors.DefaultSelector()
-        self._links: set[ControlConnection] = set()
-        self._door = socket.create_server((host, 0), backlog=256)
-        self._door.setblocking(False)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._connections: set[ControlConnection] = set()
+        self._listener = socket.create_server((host, 0), backlog=256)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     @property
     def port(self) -> int:
-        """Where the door is."""
-        return self._door.getsockname()[1]
+        """Listening port."""
+        return self._listener.getsockname()[1]
 
     def add_wake(self, woken: socket.socket) -> None:
-        """Come back from waiting when this becomes readable."""
+        """Wake ``poll`` when this socket becomes readable."""
         self._selector.register(woken, selectors.EVENT_READ)
 
     def poll(
@@ -70,122 +70,126 @@ class ControlServer:
         on_message: Callable[[ControlConnection, Message], None],
         on_lost: Callable[[ControlConnection], None],
     ) -> None:
-        """Wait for anything to come, and pass it on."""
+        """Wait for messages and closed connections, and call the handlers."""
         for key, events in self._selector.select(wait_s):
-            if key.fileobj is self._door:
+            if key.fileobj is self._listener:
                 self._accept()
-            elif isinstance(key.data, ControlConnection):
+            elif isinstance(key.chunk, ControlConnection):
                 if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
+                    self._flush(key.chunk)
                 if events & selectors.EVENT_READ:
-                    self._read(key.data, on_message)
+                    self._read(key.chunk, on_message)
             else:
                 _drain(key.fileobj)
         now = time.monotonic()
-        for link in list(self._links):
-            if link.hello is None and now - link.opened_at > _HELLO_S:
-                self.close(link)
-            if link.is_closed:
-                self._links.discard(link)
-                if link.hello is not None:
-                    on_lost(link)
+        for connection in list(self._connections):
+            if connection.hello is None and now - connection.opened_at > _HELLO_S:
+                self.close(connection)
+            if connection.is_closed:
+                self._connections.discard(connection)
+                if connection.hello is not None:
+                    on_lost(connection)
 
-    def send(self, link: ControlConnection | None, message: Value) -> None:
-        """Say something; a dead link is noticed elsewhere."""
-        if link is None or link.is_closed:
+    def send(self, connection: ControlConnection | None, message: Value) -> None:
+        """Send a message; a closed connection is reported by ``poll``."""
+        if connection is None or connection.is_closed:
             return
-        link.pending += frame(message)
-        self._flush(link)
+        connection.pending += frame(message)
+        self._flush(connection)
 
-    def close(self, link: ControlConnection) -> None:
-        """Hang up."""
-        if not link.is_closed:
-            link.is_closed = True
-            self._selector.unregister(link.connection)
-            link.connection.close()
+    def close(self, connection: ControlConnection) -> None:
+        """Close one connection."""
+        if not connection.is_closed:
+            connection.is_closed = True
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
 
     def flush(self, within_s: float) -> None:
-        """Get everything out before the end."""
+        """Send what is pending, within a time limit."""
         deadline = time.monotonic() + within_s
-        while any(link.pending for link in self._links if not link.is_closed):
+        while any(
+            connection.pending for connection in self._connections if not connection.is_closed
+        ):
             if time.monotonic() > deadline:
                 return
-            for link in self._links:
-                if link.pending and not link.is_closed:
-                    self._flush(link)
+            for connection in self._connections:
+                if connection.pending and not connection.is_closed:
+                    self._flush(connection)
             time.sleep(0.01)
 
     def close_all(self) -> None:
-        """Shut the door and hang up."""
-        for link in list(self._links):
-            self.close(link)
-        self._links.clear()
-        self._door.close()
+        """Close the listening socket and all connections."""
+        for connection in list(self._connections):
+            self.close(connection)
+        self._connections.clear()
+        self._listener.close()
         self._selector.close()
 
     def abandon(self) -> None:
-        """In a forked process: let go of what the parent goes on with, and change nothing of it."""
-        for link in self._links:
-            link.connection.close()
-        self._door.close()
+        """In a forked child: close the inherited descriptors without touching the parent's state."""
+        for connection in self._connections:
+            connection.sock.close()
+        self._listener.close()
         self._selector.close()
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._door.accept()
+            sock, _ = self._listener.accept()
         except OSError:
             return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = ControlConnection(connection, time.monotonic(), Unpacker(HELLO_BYTES))
-        self._links.add(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = ControlConnection(sock, time.monotonic(), Unpacker(HELLO_BYTES))
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _read(
-        self, link: ControlConnection, on_message: Callable[[ControlConnection, Message], None]
+        self,
+        connection: ControlConnection,
+        on_message: Callable[[ControlConnection, Message], None],
     ) -> None:
         try:
-            data = link.connection.recv(1 << 18)
-            if not data:
-                self.close(link)
+            chunk = connection.sock.recv(1 << 18)
+            if not chunk:
+                self.close(connection)
                 return
-            for found in link.unpacker.feed(data):
-                message = read_message(found)
-                if link.hello is None:
-                    self._welcome(link, message)
-                on_message(link, message)
-                if link.is_closed:
+            for data in connection.unpacker.feed(chunk):
+                message = read_message(data)
+                if connection.hello is None:
+                    self._authenticate(connection, message)
+                on_message(connection, message)
+                if connection.is_closed:
                     return
         except BlockingIOError:
             return
         except (OSError, FrameError):
-            self.close(link)
+            self.close(connection)
 
-    def _welcome(self, link: ControlConnection, message: Message) -> None:
+    def _authenticate(self, connection: ControlConnection, message: Message) -> None:
         if not isinstance(message, WorkerHello | NodeHello | ClientHello):
-            raise FrameError("the first word is not a greeting")
+            raise FrameError("the first message is not a hello")
         if not is_same_token(message.token, self._token):
-            self.send(link, Reply(is_accepted=False, text=WRONG_TOKEN))
+            self.send(connection, Reply(is_accepted=False, text=WRONG_TOKEN))
             raise FrameError(WRONG_TOKEN)
-        link.hello = message
-        link.unpacker.limit_bytes = MAX_FRAME_BYTES
+        connection.hello = message
+        connection.unpacker.limit_bytes = MAX_FRAME_BYTES
 
-    def _flush(self, link: ControlConnection) -> None:
-        if link.is_closed:
+    def _flush(self, connection: ControlConnection) -> None:
+        if connection.is_closed:
             return
         try:
-            while link.pending:
-                del link.pending[: link.connection.send(link.pending)]
+            while connection.pending:
+                del connection.pending[: connection.sock.send(connection.pending)]
         except BlockingIOError:
             pass
         except OSError:
-            self.close(link)
+            self.close(connection)
             return
-        if len(link.pending) > _BACKLOG_BYTES:
-            self.close(link)
+        if len(connection.pending) > _BACKLOG_BYTES:
+            self.close(connection)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.pending else 0)
-        self._selector.modify(link.connection, events, link)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+        self._selector.modify(connection.sock, events, connection)
 
 
 def _drain(woken: object) -> None:

@@ -60,16 +60,18 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.watchdog import HealthVerdict
 
 _START_S = 300.0
-_NODE_AGAIN_S = 5.0
+"""Time for a forked worker to report ready."""
+_NODE_RESTART_S = 5.0
 ADOPT_S = 8.0
-"""How long a new supervisor waits for the workers of the old one to report."""
-_SETTLE_S = 10.0
-_SETTLE_LONG_S = 120.0
+"""Time for the old supervisor's workers to report to a new supervisor."""
+_HALT_S = 10.0
+_HALT_LONG_S = 120.0
 _REMEMBERED = 100
-"""Generations in which somebody may still hold a copy."""
-_BARREN, _VAIN = 5, 30
-"""So many generations in a row without a completed step, or without a new one: it will not get better."""
+"""Generations whose state replicas may still be held by some worker."""
+_MAX_ATTEMPTS_WITHOUT_STEP, _MAX_ATTEMPTS_WITHOUT_PROGRESS = 5, 30
+"""Consecutive generations without a completed step, or without a new one, after which the run fails."""
 MAX_START_FAILURES = 5
+"""Consecutive workers, or nodes, that end before they are ready."""
 _DETAIL_CHARACTERS = 500
 
 Stage = Literal["planning", "gathering", "running", "pausing", "halting", "adopting"]
@@ -77,12 +79,12 @@ Stage = Literal["planning", "gathering", "running", "pausing", "halting", "adopt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How the run ends."""
+    """Final state of the run."""
 
     state: RunState
     reason: str = ""
-    is_changing: bool = False
-    """It does not: asynchronous workers go on with it."""
+    switches_to_async: bool = False
+    """The run continues with asynchronous workers."""
 
 
 class Coordinator:
@@ -110,7 +112,7 @@ class Coordinator:
         self.save = save
         """Writes the journal."""
         self.is_dirty = False
-        """The journal is to be written, when there is time."""
+        """The journal is out of date; it is written at the next tick."""
         self.membership = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
         self.watchdog = Watchdog()
         self.stage: Stage = "planning"
@@ -122,29 +124,29 @@ class Coordinator:
         self._reason = "started"
         self._changed_at: float | None = None
         self._has_stepped = False
-        self._furthest = 0
-        self._barren = self._vain = self._reached = 0
+        self._max_step = 0
+        self._attempts_without_step = self._attempts_without_progress = self._max_step_before = 0
         self._detail = ""
-        """What broke the last generation off, in the words of who noticed it first."""
-        self._stillborn = 0
+        """Cause of the last halt, from the first worker that reported one."""
+        self._start_failures = 0
         self._stage_at = time.monotonic()
-        self._looked_at = 0.0
-        self._told_at = 0.0
+        self._watched_at = 0.0
+        self._pinged_at = 0.0
         self._ticked_at = self._stage_at
-        self._node_losses = 0
-        """Ends of our own node in a row, without its having become ready."""
+        self._node_failures = 0
+        """Consecutive exits of the local node before it was ready."""
         self._node_due_at: float | None = None
 
-    # What comes in.
+    # Events.
 
     def handle_message(self, connection: ControlConnection, message: Message) -> None:
-        """Take in one message."""
-        sender = self.membership.by_link(connection)
+        """Handle one message."""
+        sender = self.membership.by_connection(connection)
         match message:
             case WorkerHello():
-                self._greet_member(connection, message)
+                self._register_worker(connection, message)
             case NodeHello():
-                self._greet_node(connection, message)
+                self._register_node(connection, message)
             case ClientHello() | Ping():
                 if isinstance(sender, NodeRecord):
                     self.watchdog.observe_node(sender.name, at=time.monotonic())
@@ -154,47 +156,47 @@ class Coordinator:
                 path = self.reporter.run.address
                 self.server.send(connection, Reply(is_accepted=True, text=path))
             case _ if isinstance(sender, WorkerRecord):
-                self._hear_member(sender, message)
+                self._handle_worker(sender, message)
             case _ if isinstance(sender, NodeRecord):
-                self._hear_node(sender, message)
+                self._handle_node(sender, message)
             case _:
                 self.server.close(connection)
-        self._go_on()
+        self._advance()
 
     def connection_lost(self, connection: ControlConnection) -> None:
-        """A connection is gone."""
-        sender = self.membership.by_link(connection)
+        """Handle a closed connection."""
+        sender = self.membership.by_connection(connection)
         if isinstance(sender, WorkerRecord):
             sender.connection = None
             if sender.is_present:
-                self._lose_member(sender, "left" if sender.is_leaving else "killed", "")
+                self._lose_worker(sender, "left" if sender.is_leaving else "killed", "")
         elif isinstance(sender, NodeRecord):
             self._lose_node(sender)
-        self._go_on()
+        self._advance()
 
     def tick(self) -> None:
-        """What time brings."""
+        """Run everything that depends on time; called about ten times a second."""
         now = time.monotonic()
-        self._excuse_lateness(now)
-        if now - self._looked_at >= 0.25:
-            self._looked_at = now
-            self._watch(now)
-        if now - self._told_at >= 1:
-            self._told_at = now
-            for each in [*self.membership.workers.values(), *self.membership.nodes.values()]:
-                self.server.send(each.connection, Ping())
-            self.reporter.write_figures(self.membership, self.generation)
+        self._discount_own_delay(now)
+        if now - self._watched_at >= 0.25:
+            self._watched_at = now
+            self._check_health(now)
+        if now - self._pinged_at >= 1:
+            self._pinged_at = now
+            for record in [*self.membership.workers.values(), *self.membership.nodes.values()]:
+                self.server.send(record.connection, Ping())
+            self.reporter.write_metrics(self.membership, self.generation)
         self.reporter.flush_faults(now)
-        self._tend_node(now)
-        self._recall(now)
-        self._go_on()
-        self._hurry(now)
+        self._restart_node(now)
+        self._readmit_excluded(now)
+        self._advance()
+        self._enforce_halt(now)
         if self.is_dirty:
             self.is_dirty = False
             self.save()
 
-    def _excuse_lateness(self, now: float) -> None:
-        """Time in which we ourselves were not run is nobody's delay."""
+    def _discount_own_delay(self, now: float) -> None:
+        """Do not count time in which this process was not scheduled as a worker's delay."""
         late_s = now - self._ticked_at
         self._ticked_at = now
         if late_s > self.watchdog.deadlines.late_s:
@@ -205,14 +207,14 @@ class Coordinator:
         if self.is_stopping:
             return
         self.is_stopping = True
-        # To save takes everyone who holds a part, those too who were about to leave.
-        for worker in self.membership.with_status("busy", "settled"):
+        # Every holder of a state part is needed to save, including workers about to leave.
+        for worker in self.membership.with_status("busy", "paused"):
             worker.is_leaving = worker.is_excluded = False
         for node in self.membership.nodes.values():
-            here = len(self.membership.with_status("busy", "settled", node=node.name))
+            here = len(self.membership.with_status("busy", "paused", node=node.name))
             node.wanted, node.excluded = max(node.wanted, here), 0
         if self.stage in {"planning", "gathering"} and not self.membership.with_status(
-            "busy", "settled"
+            "busy", "paused"
         ):
             self._end(RunState.STOPPED, "asked to stop before the first step")
             return
@@ -220,16 +222,16 @@ class Coordinator:
         for worker in self.membership.with_status("busy"):
             self.server.send(worker.connection, Stop())
 
-    # Members.
+    # Workers.
 
-    def _greet_member(self, connection: ControlConnection, hello: WorkerHello) -> None:
+    def _register_worker(self, connection: ControlConnection, hello: WorkerHello) -> None:
         now = time.monotonic()
         worker = self.membership.workers.get(hello.worker)
         if worker is None and self.stage == "adopting" and hello.node in self.membership.nodes:
-            # Started by the supervisor before us, which had no time to write it down.
+            # Forked by the previous supervisor, which did not get to record it.
             worker = self.membership.add(hello.node, at=now, number=hello.worker)
         if worker is None or not worker.is_present or worker.pid not in {0, hello.pid}:
-            # Declared lost, and replaced: it must not come back.
+            # Declared lost and replaced: it must not rejoin.
             self.server.send(connection, Halt(generation=self.generation))
             self.server.send(connection, Leave())
             return
@@ -241,64 +243,64 @@ class Coordinator:
         is_current = hello.generation == self.generation and hello.rank is not None
         worker.rank = hello.rank if is_current else None
         worker.live, worker.replicas, worker.ending = hello.live, hello.replicas, hello.ending
-        self._furthest = max(self._furthest, hello.step)
-        worker.move(("settled" if hello.is_ready else "busy") if is_current else "idle", at=now)
+        self._max_step = max(self._max_step, hello.step)
+        worker.move(("paused" if hello.is_ready else "busy") if is_current else "idle", at=now)
 
-    def _hear_member(self, worker: WorkerRecord, message: Message) -> None:
+    def _handle_worker(self, worker: WorkerRecord, message: Message) -> None:
         now = time.monotonic()
         match message:
             case Ready():
-                self._stillborn = 0
+                self._start_failures = 0
                 if worker.status in {"starting", "busy"}:
                     worker.rank = None
                     worker.move("idle", at=now)
                 if worker.is_leaving and self._has_stepped:
                     self._dismiss(worker)
             case Heartbeat():
-                self._hear_beat(worker, message, now)
+                self._handle_heartbeat(worker, message, now)
             case StoreHosted() if message.generation == self.generation:
-                meet = StoreLocated(
+                address = StoreLocated(
                     generation=message.generation, host=message.host, port=message.port
                 )
                 for other in self.membership.with_status("busy"):
-                    self.server.send(other.connection, meet)
+                    self.server.send(other.connection, address)
             case Paused() if message.generation == self.generation and worker.status == "busy":
-                self._settle(worker, message, now)
+                self._handle_paused(worker, message, now)
             case Done() if message.generation == self.generation and worker.status == "busy":
                 worker.live, worker.replicas, worker.ending = message.live, (), message.ending
-                worker.move("settled", at=now)
+                worker.move("paused", at=now)
             case LeaveNotice() if message.is_excluded:
-                self._set_aside(worker, now)
+                self._exclude_straggler(worker, now)
             case LeaveNotice():
-                self._let_leave(worker)
+                self._handle_leave(worker)
             case Failed():
                 self._fail(message, worker)
             case _:
                 pass
 
-    def _hear_beat(self, worker: WorkerRecord, heartbeat: Heartbeat, now: float) -> None:
+    def _handle_heartbeat(self, worker: WorkerRecord, heartbeat: Heartbeat, now: float) -> None:
         worker.heartbeat = heartbeat
         for verdict in self.watchdog.observe(worker.number, heartbeat, at=now):
-            self.reporter.tell_straggler(worker, verdict)
+            self.reporter.report_straggler(worker, verdict)
         if heartbeat.steps:
             worker.last_step = heartbeat.steps[-1]
             if heartbeat.generation == self.generation and not self._has_stepped:
-                self._first_step(heartbeat.steps[0][0], now)
-            self._furthest = max(self._furthest, heartbeat.step)
+                self._record_first_step(heartbeat.steps[0][0], now)
+            self._max_step = max(self._max_step, heartbeat.step)
 
-    def _settle(self, worker: WorkerRecord, message: Paused, now: float) -> None:
+    def _handle_paused(self, worker: WorkerRecord, message: Paused, now: float) -> None:
         if message.detail and (self.stage == "running" or not self._detail):
             self._detail = message.detail
         if self.stage == "running" and worker.rank is not None:
-            # Its connections to the others broke before we heard of anybody's end.
-            self._begin_halt(f"rank {worker.rank} lost the others", now)
+            # Its connections broke before the loss was reported here.
+            self._begin_halt(f"rank {worker.rank} lost its peers", now)
         if self.stage == "pausing" and self._changed_at is None:
             self._changed_at = now
         worker.live, worker.replicas, worker.ending = message.live, message.replicas, None
-        worker.move("settled", at=now)
-        self._furthest = max(self._furthest, message.step)
+        worker.move("paused", at=now)
+        self._max_step = max(self._max_step, message.step)
 
-    def _let_leave(self, worker: WorkerRecord) -> None:
+    def _handle_leave(self, worker: WorkerRecord) -> None:
         if worker.is_leaving or not worker.is_present or self.is_stopping:
             return
         worker.is_leaving = True
@@ -306,22 +308,22 @@ class Coordinator:
         is_spare = worker.status in {"idle", "starting"}
         if node is not None and not is_spare:
             node.wanted = max(0, node.wanted - 1)  # its device goes with it
-        self.reporter.tell_fault(worker, "left", "asked to go (SIGTERM)")
+        self.reporter.report_fault(worker, "left", "asked to go (SIGTERM)")
         if is_spare:
             self._dismiss(worker)
         elif self.membership.target == 0:
             self.stop()
 
-    def _set_aside(self, worker: WorkerRecord, now: float) -> None:
-        """The others go on without it, and try it again later: its link may be a better one by then."""
+    def _exclude_straggler(self, worker: WorkerRecord, now: float) -> None:
+        """Continue without a straggler; readmit it later, when its link may be faster."""
         node = self.membership.nodes.get(worker.node)
         is_busy = worker.status == "busy" and not worker.is_leaving and not self.is_stopping
         if node is not None and is_busy and self.membership.active_target > 1:
             worker.is_leaving = worker.is_excluded = True
             node.exclude_worker(at=now)
 
-    def _recall(self, now: float) -> None:
-        """Try again those who stood aside long enough; and all where nobody else is left."""
+    def _readmit_excluded(self, now: float) -> None:
+        """Readmit workers after their exclusion time, or all of them if no worker is left."""
         is_empty = not self.membership.active_target
         for node in self.membership.nodes.values():
             if node.excluded and (now >= node.excluded_until or is_empty):
@@ -329,10 +331,10 @@ class Coordinator:
 
     # Nodes.
 
-    def _greet_node(self, connection: ControlConnection, hello: NodeHello) -> None:
+    def _register_node(self, connection: ControlConnection, hello: NodeHello) -> None:
         node = self.membership.nodes.get(hello.node)
-        if words := self._refuse(node, hello):
-            self.server.send(connection, Reply(is_accepted=False, text=words))
+        if text := self._refusal(node, hello):
+            self.server.send(connection, Reply(is_accepted=False, text=text))
             self.server.send(connection, Leave())
             return
         if node is None:
@@ -345,34 +347,34 @@ class Coordinator:
             False,
         )
         for worker in self.membership.with_status("gone", node=node.name):
-            # Given up while the node was cut off: it may still hold its device, and wait for others.
+            # Declared lost while the node was cut off: it may still hold its device.
             self.server.send(connection, Kill(worker=worker.number))
         self.is_dirty = True
 
-    def _refuse(self, node: NodeRecord | None, hello: NodeHello) -> str | None:
-        """Why a node cannot be taken, if it cannot. One that comes back is the same process."""
+    def _refusal(self, node: NodeRecord | None, hello: NodeHello) -> str | None:
+        """Why a node is rejected, if it is. One that reconnects is the same process."""
         is_local = hello.node == LOCAL
         if is_local and hello.host != socket.gethostname():
             return f"{LOCAL!r} is the name of the supervisor's own node"
         if hello.devices < 1 and not is_local:
-            return f"{hello.devices} devices are none"
+            return f"devices must be at least 1, not {hello.devices}"
         if node is None or node.connection is None or node.connection.is_closed:
             return None
         is_same = (node.host, node.pid) == (hello.host, hello.pid)
-        return None if is_same else f"the run has a node called {hello.node!r} already"
+        return None if is_same else f"the run already has a node named {hello.node!r}"
 
-    def _hear_node(self, node: NodeRecord, message: Message) -> None:
+    def _handle_node(self, node: NodeRecord, message: Message) -> None:
         now = time.monotonic()
         self.watchdog.observe_node(node.name, at=now)
         match message:
             case Prepared():
                 node.is_ready = True
                 if node.is_local:
-                    self._node_losses = 0
+                    self._node_failures = 0
                 if not self.layouts:
                     self.server.send(node.connection, Fork(worker=-1, is_planner=True))
             case LayoutsPlanned():
-                self._take_plan(message, now)
+                self._accept_layouts(message, now)
             case Forked() if message.worker in self.membership.workers:
                 worker = self.membership.workers[message.worker]
                 worker.pid, worker.host = message.pid, node.host
@@ -380,40 +382,40 @@ class Coordinator:
                 self.is_dirty = True
             case Exited() if message.worker in self.membership.workers:
                 worker = self.membership.workers[message.worker]
-                words = self.reporter.explain_exit(worker.number, message.code)
+                text = self.reporter.explain_exit(worker.number, message.code)
                 if worker.is_present:
-                    self._lose_member(worker, "left" if worker.is_leaving else "killed", words)
+                    self._lose_worker(worker, "left" if worker.is_leaving else "killed", text)
             case LeaveNotice():
-                self._let_node_leave(node)
+                self._handle_node_leave(node)
             case Failed():
-                self._fail_node(node, message)
+                self._handle_node_failure(node, message)
             case _:
                 pass
 
-    def _fail_node(self, node: NodeRecord, failure: Failed) -> None:
-        """Who trains needs no node; only who is to be started does."""
-        has_begun = self.layouts and self.membership.with_status("idle", "busy", "settled")
+    def _handle_node_failure(self, node: NodeRecord, failure: Failed) -> None:
+        """Fail the run only if no worker is up: a training worker does not need its node."""
+        has_begun = self.layouts and self.membership.with_status("idle", "busy", "paused")
         if node.is_local and not has_begun:
             self._fail(failure, None)
         else:
-            words = f"node {node.name} cannot start workers: {failure.message}"
-            self.reporter.emit(WarningRaised(message=words))
+            text = f"node {node.name} cannot start workers: {failure.message}"
+            self.reporter.emit(WarningRaised(message=text))
 
-    def _take_plan(self, plan: LayoutsPlanned, now: float) -> None:
+    def _accept_layouts(self, plan: LayoutsPlanned, now: float) -> None:
         self.layouts = dict(plan.layouts)
         if self.plan_only:
             self._end(RunState.STOPPED, "only the plan was asked for")
         elif self.stage == "planning":
             self._enter("gathering", now)
 
-    def _let_node_leave(self, node: NodeRecord) -> None:
+    def _handle_node_leave(self, node: NodeRecord) -> None:
         if node.is_local:
             self.stop()
             return
         for worker in self.membership.with_status(
-            "starting", "idle", "busy", "settled", node=node.name
+            "starting", "idle", "busy", "paused", node=node.name
         ):
-            self._let_leave(worker)
+            self._handle_leave(worker)
         if not self.is_stopping:
             node.wanted = 0
 
@@ -422,65 +424,65 @@ class Coordinator:
         self.watchdog.forget_node(node.name)
         if node.is_local:
             if not self.layouts:
-                self._end_badly("the process that loads the data ended without a word", None)
+                self._end_with_error(
+                    "the node process ended without an error message while loading", None
+                )
             else:
-                # One that had worked is replaced at once; one that never did, later and later.
-                delay_s = _NODE_AGAIN_S * (2**self._node_losses - 1)
+                # A node that had been ready is restarted at once; others with exponential back-off.
+                delay_s = _NODE_RESTART_S * (2**self._node_failures - 1)
                 self._node_due_at = time.monotonic() + delay_s
-                self._node_losses += 1
+                self._node_failures += 1
         else:
             del self.membership.nodes[node.name]
             self.is_dirty = True
 
-    def _tend_node(self, now: float) -> None:
-        """Start our own node again in its time, and not for ever."""
+    def _restart_node(self, now: float) -> None:
+        """Restart the local node when due, a limited number of times."""
         if self._node_due_at is None or now < self._node_due_at or self.outcome is not None:
             return
-        if self._node_losses < MAX_START_FAILURES:
+        if self._node_failures < MAX_START_FAILURES:
             self._node_due_at = None
             self.start_node()
-        elif self._node_losses == MAX_START_FAILURES:
-            self._node_losses += 1  # told once
-            words = (
-                "the process that starts workers ended again and again: the lost are not replaced"
-            )
-            self.reporter.emit(WarningRaised(message=words))
-        elif not self.membership.with_status("starting", "idle", "busy", "settled"):
-            self._end_badly("no worker is left, and none can be started", None)
+        elif self._node_failures == MAX_START_FAILURES:
+            self._node_failures += 1  # warn once
+            text = "the node process ended repeatedly; lost workers are not replaced"
+            self.reporter.emit(WarningRaised(message=text))
+        elif not self.membership.with_status("starting", "idle", "busy", "paused"):
+            self._end_with_error("no worker is left, and none can be started", None)
 
-    def _watch(self, now: float) -> None:
+    def _check_health(self, now: float) -> None:
         workers = self.membership.workers
-        is_moving = self.stage in {"running", "pausing"}
+        is_training = self.stage in {"running", "pausing"}
         verdicts = self.watchdog.find_lost(
             at=now,
             is_stopped=lambda n: workers[n].node == LOCAL and is_stopped(workers[n].pid),
             is_remote=lambda node: node != LOCAL,
-            busy=[m.number for m in self.membership.with_status("busy")] if is_moving else [],
+            busy=[m.number for m in self.membership.with_status("busy")] if is_training else [],
         )
         for verdict in verdicts:
-            self._judge(verdict, now)
+            self._act_on_verdict(verdict, now)
         for worker in self.membership.with_status("starting"):
             if now - worker.since > _START_S:
-                self._lose_member(worker, "hung", "did not become ready")
+                self._lose_worker(worker, "hung", "did not become ready")
 
-    def _judge(self, verdict: HealthVerdict, now: float) -> None:
+    def _act_on_verdict(self, verdict: HealthVerdict, now: float) -> None:
         worker = self.membership.workers[verdict.worker]
         if verdict.what == "stalled":
-            self._begin_halt(f"everybody waits: {verdict.detail}", now)
+            self._begin_halt(f"all workers are waiting: {verdict.detail}", now)
         elif worker.is_present:
-            self._lose_member(worker, verdict.what, verdict.detail)
+            self._lose_worker(worker, verdict.what, verdict.detail)
             node = self.membership.nodes.get(worker.node)
             if verdict.what == "cut off" and node is not None and node.connection is not None:
                 self.server.close(node.connection)
                 self._lose_node(node)
 
     def _resize(self, devices: int) -> Reply:
-        """Another number of workers, from the next step boundary on."""
+        """Change the number of workers at the next step boundary."""
         if devices < 1:
             return Reply(is_accepted=False, text="at least one worker is needed")
         if self.is_stopping or self.stage in {"planning", "adopting"}:
-            words = "stops" if self.is_stopping else "is just being started; try again in a moment"
-            return Reply(is_accepted=False, text=f"the run {words}")
+            text = "is stopping" if self.is_stopping else "is starting; try again in a moment"
+            return Reply(is_accepted=False, text=f"the run {text}")
         layout, before = self._layout_for(devices), self.membership.target
         local = self.membership.nodes[LOCAL]
         remote = [node for node in self.membership.nodes.values() if not node.is_local]
@@ -491,80 +493,80 @@ class Coordinator:
             node.wanted += change
             excess -= change
         self.save()
-        words = f"{before} to {devices} workers at the next step boundary"
+        text = f"{before} to {devices} workers at the next step boundary"
         if layout.world < devices:
-            words += f"; {layout.world} of them can be used"
-        return Reply(is_accepted=True, text=words, layout=str(layout))
+            text += f"; {layout.world} of them can be used"
+        return Reply(is_accepted=True, text=text, layout=str(layout))
 
-    # One generation after another.
+    # Generations.
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         now = time.monotonic()
         if self.outcome is not None:
             return
-        busy, settled = self.membership.with_status("busy"), self.membership.with_status("settled")
-        if self._has_ended(busy, settled):
+        busy, paused = self.membership.with_status("busy"), self.membership.with_status("paused")
+        if self._has_ended(busy, paused):
             return
         match self.stage:
             case "adopting":
-                self._adopt(now)
+                self._try_finish_adoption(now)
             case "running":
-                self._refill(now)
-                if reason := self._find_reason():
+                self._adjust_workers(now)
+                if reason := self._pause_reason():
                     self._begin_pause(reason, now)
                 elif not busy:
                     self._enter("gathering", now)
             case "pausing" | "halting":
                 if not busy:
-                    self._form(now)
+                    self._form_generation(now)
             case "gathering":
-                self._refill(now)
-                stay, _ = self.membership.candidates()
-                if stay and (
-                    len(stay) >= self.membership.active_target
+                self._adjust_workers(now)
+                staying, _ = self.membership.candidates()
+                if staying and (
+                    len(staying) >= self.membership.active_target
                     or not self.membership.with_status("starting")
                 ):
-                    self._form(now)
+                    self._form_generation(now)
             case "planning":
                 pass
 
-    def _has_ended(self, busy: list[WorkerRecord], settled: list[WorkerRecord]) -> bool:
+    def _has_ended(self, busy: list[WorkerRecord], paused: list[WorkerRecord]) -> bool:
         if busy or self.stage == "adopting":
             return False
-        if settled and all(worker.ending for worker in settled):
-            endings = {worker.ending for worker in settled}
-            if endings == {"changed"}:
-                self.outcome = RunOutcome(state=RunState.RUNNING, is_changing=True)
+        if paused and all(worker.ending for worker in paused):
+            endings = {worker.ending for worker in paused}
+            if endings == {"async"}:
+                self.outcome = RunOutcome(state=RunState.RUNNING, switches_to_async=True)
             else:
                 self._end(RunState.FINISHED if "finished" in endings else RunState.STOPPED, "")
-        elif self.is_stopping and not settled:
+        elif self.is_stopping and not paused:
             self._end(RunState.STOPPED, "no worker was left to save")
         return self.outcome is not None
 
-    def _find_reason(self) -> str | None:
-        """Why the generation should end at the next step boundary, if it should."""
+    def _pause_reason(self) -> str | None:
+        """Why to end the generation at the next step boundary; None to go on."""
         if not self._has_stepped or self.is_stopping:
             return None
-        seated = [
+        ranked = [
             worker for worker in self.membership.with_status("busy") if worker.rank is not None
         ]
-        leaving = [worker for worker in seated if worker.is_leaving]
+        leaving = [worker for worker in ranked if worker.is_leaving]
         if leaving:
             names = ", ".join(str(worker.number) for worker in leaving)
             is_excluded = all(worker.is_excluded for worker in leaving)
-            return f"member {names} {'steps aside' if is_excluded else 'leaves'}"
-        stay, _ = self.membership.candidates()
-        if not stay:
+            return f"worker {names} {'is excluded as a straggler' if is_excluded else 'leaves'}"
+        staying, _ = self.membership.candidates()
+        if not staying:
             return None
-        wanted = self._layout_for(min(len(stay), self.membership.active_target))
+        wanted = self._layout_for(min(len(staying), self.membership.active_target))
         now = self.history[self.generation]
         if wanted.world == now.world:
             return None
         is_growing = wanted.world > now.world
-        # Several that come at once are taken in together.
+        # Admit several starting workers together.
         if (
             is_growing
-            and len(stay) < self.membership.active_target
+            and len(staying) < self.membership.active_target
             and self.membership.with_status("starting")
         ):
             return None
@@ -580,112 +582,117 @@ class Coordinator:
         if self.stage == "halting":
             return
         self._reason, self._changed_at = reason, now
-        self._barren += not self._has_stepped
-        self._vain = self._vain + 1 if self._furthest <= self._reached else 0
+        self._attempts_without_step += not self._has_stepped
+        self._attempts_without_progress = (
+            self._attempts_without_progress + 1 if self._max_step <= self._max_step_before else 0
+        )
         self._enter("halting", now)
-        for worker in self.membership.with_status("busy", "settled"):
-            worker.ending = None  # the others' end was not reached: it is to be tried again
+        for worker in self.membership.with_status("busy", "paused"):
+            worker.ending = None  # not all workers ended: the end is retried
             self.server.send(worker.connection, Halt(generation=self.generation))
 
-    def _hurry(self, now: float) -> None:
-        """Whoever does not get out of a broken generation is lost; asked after all was heard."""
+    def _enforce_halt(self, now: float) -> None:
+        """Declare workers lost that do not leave a halted generation in time."""
         if self.stage != "halting":
             return
-        # Who computes hears of it only at the next exchange, a whole step later at worst.
-        settle_s = max(_SETTLE_S, 3 * self.watchdog.usual_step_s)
+        # A computing worker notices the halt at its next exchange, at worst a whole step later.
+        limit_s = max(_HALT_S, 3 * self.watchdog.usual_step_s)
         for worker in self.membership.with_status("busy"):
             phase = worker.heartbeat.phase if worker.heartbeat else "starting"
             is_short = phase in {"step", "sync", "forming", "starting"}
-            if now - self._stage_at > (settle_s if is_short else _SETTLE_LONG_S):
-                self._lose_member(worker, "hung", f"did not leave {phase!r} when told to")
+            if now - self._stage_at > (limit_s if is_short else _HALT_LONG_S):
+                self._lose_worker(worker, "hung", f"did not leave {phase!r} after a halt")
 
-    def _form(self, now: float) -> None:
-        if self._barren >= _BARREN or self._vain >= _VAIN:
-            count = max(self._barren, self._vain)
-            words = f"{count} attempts in a row failed before one new step was completed"
-            words += f"; the last: {self._detail[:_DETAIL_CHARACTERS]}" if self._detail else ""
-            self._end_badly(words, None)
+    def _form_generation(self, now: float) -> None:
+        if (
+            self._attempts_without_step >= _MAX_ATTEMPTS_WITHOUT_STEP
+            or self._attempts_without_progress >= _MAX_ATTEMPTS_WITHOUT_PROGRESS
+        ):
+            count = max(self._attempts_without_step, self._attempts_without_progress)
+            text = f"{count} attempts in a row failed before one new step was completed"
+            text += f"; the last: {self._detail[:_DETAIL_CHARACTERS]}" if self._detail else ""
+            self._end_with_error(text, None)
             return
-        stay, give = self.membership.candidates()
+        staying, departing = self.membership.candidates()
         reports = [
-            *(worker.report(may_stay=True) for worker in stay),
-            *(worker.report(may_stay=False) for worker in give),
+            *(worker.report(may_stay=True) for worker in staying),
+            *(worker.report(may_stay=False) for worker in departing),
         ]
-        decision = plan_generation(
+        plan = plan_generation(
             reports,
             layouts=self.history,
             current=self.generation,
             target=self.membership.active_target,
             replan=self._layout_for,
         )
-        if decision is None:
+        if plan is None:
             self._enter("gathering", now)
-            self._refill(now)
+            self._adjust_workers(now)
             return
-        self._apply(decision, now)
+        self._apply(plan, now)
 
-    def _apply(self, decision: GenerationPlan, now: float) -> None:
+    def _apply(self, plan: GenerationPlan, now: float) -> None:
         workers = self.membership.workers
         self.generation += 1
-        self.history[self.generation] = decision.layout
-        self._has_stepped, self._reached = False, self._furthest
-        for worker in self.membership.with_status("settled"):
-            if worker.number not in decision.workers:
+        self.history[self.generation] = plan.layout
+        self._has_stepped, self._max_step_before = False, self._max_step
+        for worker in self.membership.with_status("paused"):
+            if worker.number not in plan.workers:
                 worker.rank = None
                 worker.move("idle", at=now)
-        self._give_slots(decision)
-        for rank, number in enumerate([*decision.workers, *decision.departing]):
-            workers[number].rank = rank if number in decision.workers else None
+        self._assign_slots(plan)
+        for rank, number in enumerate([*plan.workers, *plan.departing]):
+            workers[number].rank = rank if number in plan.workers else None
             workers[number].ending = None
             workers[number].move("busy", at=now)
         self._enter("running", now)
-        self.save()  # before anybody acts on it: the next supervisor must know this generation
-        seats = tuple(
+        self.save()  # before it is sent: the next supervisor must know this generation
+        assignments = tuple(
             RankAssignment(worker=number, host=workers[number].host, pid=workers[number].pid)
-            for number in decision.workers
+            for number in plan.workers
         )
-        for rank, number in enumerate([*decision.workers, *decision.departing]):
-            self._say(
+        for rank, number in enumerate([*plan.workers, *plan.departing]):
+            self._send(
                 number,
                 Assignment(
                     generation=self.generation,
-                    layout=decision.layout,
+                    layout=plan.layout,
                     rank=workers[number].rank,
                     slot=workers[number].slot,
-                    workers=seats,
-                    departing=decision.departing,
+                    workers=assignments,
+                    departing=plan.departing,
                     handoff_rank=rank,
-                    before=decision.before,
-                    restore=decision.restore,
+                    source_layout=plan.source_layout,
+                    restore=plan.restore,
                     reason=self._reason,
                 ),
             )
             if self.is_stopping:
-                self._say(number, Stop())
-        self._refill(now)
+                self._send(number, Stop())
+        self._adjust_workers(now)
 
-    def _give_slots(self, decision: GenerationPlan) -> None:
-        """Each keeps its device; who comes takes the lowest that is free on its node."""
+    def _assign_slots(self, plan: GenerationPlan) -> None:
+        """Workers keep their device; new ones take the lowest free slot of their node."""
         taken: dict[str, set[int]] = {}
-        seated = [self.membership.workers[number] for number in decision.workers]
-        for worker in sorted(seated, key=lambda worker: worker.rank is None):
+        ranked = [self.membership.workers[number] for number in plan.workers]
+        for worker in sorted(ranked, key=lambda worker: worker.rank is None):
             here = taken.setdefault(worker.node, set())
             if worker.rank is None or worker.slot in here:
                 worker.slot = next(slot for slot in range(len(here) + 1) if slot not in here)
             here.add(worker.slot)
 
-    def _first_step(self, step: int, now: float) -> None:
-        """The generation works: what was kept for its sake can go."""
-        self._has_stepped, self._barren, self._detail = True, 0, ""
+    def _record_first_step(self, step: int, now: float) -> None:
+        """The generation trains: report it, and release state kept for its recovery."""
+        self._has_stepped, self._attempts_without_step, self._detail = True, 0, ""
         layout = self.history[self.generation]
         from_step = step - 1
-        self.reporter.tell_crew(
+        self.reporter.report_group(
             self.generation,
             layout,
             [worker for worker in self.membership.with_status("busy") if worker.rank is not None],
             reason=self._reason,
             from_step=from_step,
-            redone_steps=max(0, self._furthest - from_step) if self.generation > 1 else 0,
+            redone_steps=max(0, self._max_step - from_step) if self.generation > 1 else 0,
             lost_s=None if self._changed_at is None else now - self._changed_at,
         )
         self._changed_at = None
@@ -696,14 +703,12 @@ class Coordinator:
         for generation in [g for g in self.history if g < self.generation - _REMEMBERED]:
             del self.history[generation]
 
-    def _refill(self, now: float) -> None:
-        """Start workers that are missing; send those away that are too many."""
+    def _adjust_workers(self, now: float) -> None:
+        """Start missing workers, dismiss surplus spares."""
         if not self.layouts or self.is_stopping or self.outcome is not None:
             return
         for node in self.membership.nodes.values():
-            here = self.membership.with_status(
-                "starting", "idle", "busy", "settled", node=node.name
-            )
+            here = self.membership.with_status("starting", "idle", "busy", "paused", node=node.name)
             here = [worker for worker in here if not worker.is_leaving]
             wanted = node.active_target + (self.spares if node.is_local else 0)
             if node.is_ready:
@@ -711,70 +716,68 @@ class Coordinator:
                     worker = self.membership.add(node.name, at=now)
                     self.server.send(node.connection, Fork(worker=worker.number))
             idle = self.membership.with_status("idle", node=node.name)
-            if self.stage == "running" and self._has_stepped and not self._find_reason():
+            if self.stage == "running" and self._has_stepped and not self._pause_reason():
                 for worker in idle[: max(0, len(here) - wanted)]:
                     self._dismiss(worker)
 
-    def _adopt(self, now: float) -> None:
-        """The workers of the supervisor before us report one by one."""
+    def _try_finish_adoption(self, now: float) -> None:
+        """Wait for the previous supervisor's workers to report, then resume their generation."""
         missing = [
-            m
-            for m in self.membership.with_status("busy", "idle", "settled")
-            if m.connection is None
+            m for m in self.membership.with_status("busy", "idle", "paused") if m.connection is None
         ]
         absent = [node for node in self.membership.nodes.values() if node.connection is None]
         if (missing or absent) and now - self._stage_at < ADOPT_S:
             return
         for worker in missing:
-            self._lose_member(worker, "killed", "did not report to the new supervisor")
+            self._lose_worker(worker, "killed", "did not report to the new supervisor")
         for node in absent:
             if not node.is_local:
                 del self.membership.nodes[node.name]
-        busy, settled = self.membership.with_status("busy"), self.membership.with_status("settled")
-        seats = self.history[self.generation].world if self.generation in self.history else 0
+        busy, paused = self.membership.with_status("busy"), self.membership.with_status("paused")
+        world_size = self.history[self.generation].world if self.generation in self.history else 0
         self._has_stepped = True
         self._reason = "the supervisor was replaced"
         if not self.layouts:
             self._enter("planning", now)
-        elif not busy and not settled:
+        elif not busy and not paused:
             self._enter("gathering", now)
-        elif not busy and all(worker.ending for worker in settled):
-            self._enter("running", now)  # all is done: the end is found at the next look
-        elif settled or len([m for m in busy if m.rank is not None]) < seats:
+        elif not busy and all(worker.ending for worker in paused):
+            self._enter("running", now)  # all have ended: detected at the next call
+        elif paused or len([m for m in busy if m.rank is not None]) < world_size:
             self._enter("running", now)
-            self._begin_halt("the supervisor was replaced in the middle of a change", now)
+            self._begin_halt("the supervisor was replaced during a change of generation", now)
         else:
             self._enter("running", now)
         if self.membership.nodes[LOCAL].connection is None and self._node_due_at is None:
             self._node_due_at = now
 
-    def _lose_member(self, worker: WorkerRecord, what: str, detail: str) -> None:
+    def _lose_worker(self, worker: WorkerRecord, what: str, detail: str) -> None:
         now = time.monotonic()
         was = worker.status
         worker.move("gone", at=now)
         self.is_dirty = True
         self.watchdog.forget(worker.number)
-        kill_it = Kill(worker=worker.number)
+        request = Kill(worker=worker.number)
         if (node := self.membership.nodes.get(worker.node)) is not None:
-            self.server.send(node.connection, kill_it)
+            self.server.send(node.connection, request)
         if worker.node == LOCAL:
             kill(worker.pid, worker.process_started_at)
         if worker.connection is not None:
             self.server.close(worker.connection)
             worker.connection = None
-        if was in {"busy", "settled"} and worker.ending is None:
-            self.reporter.tell_fault(worker, what, detail)
+        if was in {"busy", "paused"} and worker.ending is None:
+            self.reporter.report_fault(worker, what, detail)
         if was == "starting":
-            self._stillborn += 1
-            if self._stillborn >= MAX_START_FAILURES:
-                self._end_badly(
+            self._start_failures += 1
+            if self._start_failures >= MAX_START_FAILURES:
+                self._end_with_error(
                     f"{MAX_START_FAILURES} workers in a row ended before they were ready", worker
                 )
         elif was == "busy" and self.stage != "adopting":
-            self._begin_halt(f"member {worker.number} (rank {worker.rank}) was {what}", now)
+            self._begin_halt(f"worker {worker.number} (rank {worker.rank}) was {what}", now)
 
     def _dismiss(self, worker: WorkerRecord) -> None:
-        """It is not needed any more, and no fault when it goes."""
+        """Ask a worker to exit; its exit is not a fault."""
         self.server.send(worker.connection, Leave())
         worker.move("gone", at=time.monotonic())
         self.watchdog.forget(worker.number)
@@ -787,23 +790,23 @@ class Coordinator:
         self.stage, self._stage_at = stage, now
 
     def begin_adoption(self) -> None:
-        """Take over what a supervisor before us left."""
+        """Take over the workers of a previous supervisor."""
         self._enter("adopting", time.monotonic())
 
-    def _say(self, number: int, message: Value) -> None:
+    def _send(self, number: int, message: Value) -> None:
         self.server.send(self.membership.workers[number].connection, message)
 
-    # Ends.
+    # Outcome.
 
     def _fail(self, failure: Failed, worker: WorkerRecord | None) -> None:
-        """The first failure is the run's; what follows from it is not told."""
+        """Fail the run with its first failure; later ones are consequences."""
         if self.outcome is None:
-            self.reporter.tell_failure(failure, worker)
+            self.reporter.report_failure(failure, worker)
             self._end(RunState.FAILED, "")
 
-    def _end_badly(self, words: str, worker: WorkerRecord | None) -> None:
+    def _end_with_error(self, text: str, worker: WorkerRecord | None) -> None:
         if self.outcome is None:
-            self.reporter.tell_hopeless(words, worker)
+            self.reporter.report_hopeless(text, worker)
             self._end(RunState.FAILED, "")
 
     def _end(self, state: RunState, reason: str) -> None:

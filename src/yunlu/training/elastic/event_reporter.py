@@ -126,7 +126,7 @@ class EventReporter:
 
     def tell_hopeless(self, words: str, worker: WorkerRecord | None) -> None:
         """It cannot go on, and nobody said why."""
-        log = f"logs/member-{worker.number}.log" if worker is not None else "worker.log"
+        log = f"logs/worker-{worker.number}.log" if worker is not None else "worker.log"
         message = f"{words[:1].upper()}{words[1:]}."
         hint = f"{self.run.location(log)} has its last words."
         self.emit(ErrorRaised(code="training", message=message, hint=hint))

@@ -1,4 +1,4 @@
-"""One process becomes another program: whoever knows it by its number need not be told."""
+"""Replace this process by another main module of ours; its pid stays the same."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import NoReturn
 
 from yunlu.core.settings import worker_environment
 
-ASYNCHRONOUS = "yunlu.training.asynchronous.supervisor"
-"""The program of a run whose workers train for servers; it stands where the supervisor of a crew does."""
-ASYNCHRONOUS_NODE = "yunlu.training.asynchronous.node"
-_ASKS = frozenset({signal.SIGTERM, signal.SIGINT})
+ASYNC_SUPERVISOR = "yunlu.training.asynchronous.supervisor"
+"""Main module of an asynchronous run; it takes the place of the elastic supervisor."""
+ASYNC_NODE = "yunlu.training.asynchronous.node"
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
-def exec_module(module: str, *words: str, bind: str | None = None) -> NoReturn:
-    """Go on as this module of ours; who is asked to stop meanwhile hears of it once it listens.
+def exec_module(module: str, *arguments: str, bind: str | None = None) -> NoReturn:
+    """Exec a module; stop signals stay blocked until it calls ``unblock_stop_signals``.
 
-    ``bind``: where it is to listen, if the environment says nothing.
+    ``bind``: address to listen on, unless the environment sets one.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     signal.set_wakeup_fd(-1)
     sys.stdout.flush()
     sys.stderr.flush()
     environment = worker_environment(threads=1)
     if bind is not None:
         environment.setdefault("YUNLU_BIND", bind)
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", module, *arguments]
     os.execve(sys.executable, command, environment)  # noqa: S606 (our own interpreter)
 
 
-def hear_asks() -> None:
-    """Listen again: called once somebody is there to whom a stop means something."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
+def unblock_stop_signals() -> None:
+    """Unblock SIGTERM and SIGINT; called once a handler is installed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)

@@ -1,4 +1,4 @@
-"""The next generation: who is in it, at which rank, and where the state comes from. Pure."""
+"""Plan of the next generation: its workers, their ranks, and the source of the state. Pure."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """One worker that can be reckoned with, and what it holds."""
+    """An available worker and the state it holds."""
 
     worker: int
     rank: int | None = None
-    """Where it worked in the last generation; none for one that stood by."""
+    """Rank in the last generation; None for a spare."""
     live: HeldState | None = None
     replicas: tuple[HeldState, ...] = ()
     is_leaving: bool = False
-    """It may give its state, but not go on."""
+    """It may hand off its state, but not train on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """The next generation."""
+    """Layout, ranks and state source of the next generation."""
 
     layout: Layout
     workers: tuple[int, ...]
-    """Members by rank."""
+    """Worker numbers by rank."""
     departing: tuple[int, ...] = ()
-    """Members that only give."""
-    before: Layout | None = None
-    """How the state is cut where it comes from."""
+    """Workers that only hand off their state."""
+    source_layout: Layout | None = None
+    """Layout in which the sources hold the state."""
     restore: Restore
 
 
 class StatePart(NamedTuple):
-    """What a worker holds of the state; equal for workers that hold the same."""
+    """The part of the training state a worker holds; equal for workers with the same part."""
 
     pp: int
     fsdp: int
     tp: int
     dp: int
-    """0 unless replicas share out the optimiser's state."""
+    """0 unless ZeRO-1 shards the optimizer state over replicas."""
 
 
 class StateSplit(NamedTuple):
-    """Into which parts a layout cuts the state; equal for layouts between which nothing moves."""
+    """How a layout splits the state; equal for layouts between which no state moves."""
 
     pp: int
     fsdp: int
@@ -62,7 +62,7 @@ class StateSplit(NamedTuple):
     vocabulary: bool
 
     def parts(self) -> frozenset[StatePart]:
-        """All of them."""
+        """All parts of the split."""
         return frozenset(
             StatePart(pp, fsdp, tp, dp)
             for pp in range(self.pp)
@@ -72,8 +72,8 @@ class StateSplit(NamedTuple):
         )
 
 
-def cut_of(layout: Layout) -> StateSplit:
-    """How a layout cuts the state."""
+def split_of(layout: Layout) -> StateSplit:
+    """How a layout splits the state."""
     return StateSplit(
         pp=layout.pp,
         fsdp=layout.fsdp,
@@ -85,55 +85,55 @@ def cut_of(layout: Layout) -> StateSplit:
 
 
 def part_at(layout: Layout, place: RankCoordinates) -> StatePart:
-    """What stands at a place."""
+    """The part held at these coordinates."""
     return StatePart(place.pp, place.fsdp, place.tp, place.dp if layout.zero1 else 0)
 
 
 def plan_generation(
-    worker_reports: Sequence[WorkerReport],
+    reports: Sequence[WorkerReport],
     *,
     layouts: Mapping[int, Layout],
     current: int,
     target: int,
     replan: Callable[[int], Layout],
 ) -> GenerationPlan | None:
-    """The next generation; none where nobody is left to form one.
+    """Plan the next generation; None if no worker is available.
 
     Args:
-        reports: Every worker that is alive and waits.
-        layouts: By generation, of every one in which somebody may hold something.
-        current: The last generation; 0 before the first.
-        target: Workers wanted.
-        replan: The layout for at most so many workers; it may use fewer.
+        reports: All workers that are alive and wait.
+        layouts: Layout of each generation of which a worker may still hold state.
+        current: Last generation; 0 before the first.
+        target: Number of workers wanted.
+        replan: Layout for at most so many workers; it may use fewer.
     """
-    able = [report for report in worker_reports if not report.is_leaving]
-    if not able:
+    available = [report for report in reports if not report.is_leaving]
+    if not available:
         return None
-    layout = replan(min(target, len(able)))
-    source = _find_source(worker_reports, layouts)
-    workers = _seat(able, layout, source, layouts, current=current)
+    layout = replan(min(target, len(available)))
+    source = _find_source(reports, layouts)
+    workers = _assign_ranks(available, layout, source, layouts, current=current)
     if source is None:
         kind = "start" if current == 0 else "checkpoint"
         return GenerationPlan(layout=layout, workers=workers, restore=Restore(kind=kind))
-    departing = _needed_guests(workers, source)
+    departing = _needed_departing(workers, source)
     sources = source.sources(workers, departing)
     return GenerationPlan(
         layout=layout,
         workers=workers,
         departing=departing,
-        before=source.layout,
+        source_layout=source.layout,
         restore=Restore(
-            kind="copies" if any(giver.is_replica for giver in sources) else "live",
+            kind="replicas" if any(origin.is_replica for origin in sources) else "live",
             step=source.step,
             sources=sources,
-            needs_transfer=not _everyone_has(layout, workers, source),
+            needs_transfer=not _all_in_place(layout, workers, source),
         ),
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """One step at which everything is held by somebody."""
+    """One step whose complete state is held in memory."""
 
     step: int
     layout: Layout
@@ -149,73 +149,75 @@ class _Source:
         held = [self.live[worker]] if worker in self.live else []
         return {self.part(held_state) for held_state in [*held, *self.replicas.get(worker, ())]}
 
-    def covers_by(self, workers: Iterable[int]) -> set[StatePart]:
+    def parts_of_all(self, workers: Iterable[int]) -> set[StatePart]:
         return {part for worker in workers for part in self.parts_of(worker)}
 
     def is_whole(self) -> bool:
-        return self.covers_by({*self.live, *self.replicas}) >= cut_of(self.layout).parts()
+        return self.parts_of_all({*self.live, *self.replicas}) >= split_of(self.layout).parts()
 
     def sources(self, workers: Sequence[int], departing: Sequence[int]) -> tuple[StateSource, ...]:
-        found: list[StateSource] = []
+        selected: list[StateSource] = []
         have: set[StatePart] = set()
         ranked = list(enumerate([*workers, *departing]))
         for rank, worker in ranked:
             if worker in self.live:
-                found.append(StateSource(handoff_rank=rank, held_state=self.live[worker]))
+                selected.append(StateSource(handoff_rank=rank, held_state=self.live[worker]))
                 have.add(self.part(self.live[worker]))
-        for rank, worker in ranked:  # a copy only where nobody has the part live
+        for rank, worker in ranked:  # a replica only if no worker has the part live
             for held_state in self.replicas.get(worker, ()):
                 if self.part(held_state) not in have:
                     have.add(self.part(held_state))
-                    found.append(
+                    selected.append(
                         StateSource(handoff_rank=rank, held_state=held_state, is_replica=True)
                     )
-        return tuple(found)
+        return tuple(selected)
 
 
-def _find_source(
-    worker_reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]
-) -> _Source | None:
-    """The newest step at which everything is there, live or as a copy."""
+def _find_source(reports: Sequence[WorkerReport], layouts: Mapping[int, Layout]) -> _Source | None:
+    """The newest step whose state is complete, live or as replicas."""
     sources: dict[tuple[int, StateSplit], _Source] = {}
 
     def source_of(held_state: HeldState, layout: Layout) -> _Source:
         empty = _Source(step=held_state.step, layout=layout)
-        return sources.setdefault((held_state.step, cut_of(layout)), empty)
+        return sources.setdefault((held_state.step, split_of(layout)), empty)
 
-    for report in worker_reports:
-        for copy in report.replicas:
-            if (layout := layouts.get(copy.generation)) is not None:
-                source_of(copy, layout).replicas[report.worker].append(copy)
+    for report in reports:
+        for replica in report.replicas:
+            if (layout := layouts.get(replica.generation)) is not None:
+                source_of(replica, layout).replicas[report.worker].append(replica)
         live = report.live
         if live is not None and (layout := layouts.get(live.generation)) is not None:
             source_of(live, layout).live[report.worker] = live
     whole = [source for source in sources.values() if source.is_whole()]
-    # Of equals the one with more live state: copies are read back, live state may just stay.
+    # On a tie prefer live state: it may stay where it is, replicas are copied back.
     return max(whole, key=lambda source: (source.step, len(source.live)), default=None)
 
 
-def _seat(
-    able: Sequence[WorkerReport],
+def _assign_ranks(
+    available: Sequence[WorkerReport],
     layout: Layout,
     source: _Source | None,
     layouts: Mapping[int, Layout],
     *,
     current: int,
 ) -> tuple[int, ...]:
-    """Survivors keep their rank, else the part they hold; those who stood by fill the gaps."""
+    """Survivors keep their rank, or else the part they hold; spares fill the gaps."""
     ranks = range(layout.world)
     workers: dict[int, int] = {}
-    free = sorted(able, key=_standing)
+    free = sorted(available, key=_rank_order)
     before = layouts.get(current)
-    if source is not None and cut_of(layout) == cut_of(source.layout):
+    if source is not None and split_of(layout) == split_of(source.layout):
         wanted = {rank: part_at(layout, layout.place_of(rank)) for rank in ranks}
-        if before is not None and before.world == layout.world and cut_of(before) == cut_of(layout):
+        if (
+            before is not None
+            and before.world == layout.world
+            and split_of(before) == split_of(layout)
+        ):
             workers = {r.rank: r.worker for r in free if r.rank is not None}
         for rank in ranks:
             taken = set(workers.values())
             fits = (r.worker for r in free if wanted[rank] in source.parts_of(r.worker))
-            worker = next((each for each in fits if each not in taken), None)
+            worker = next((candidate for candidate in fits if candidate not in taken), None)
             if rank not in workers and worker is not None:
                 workers[rank] = worker
     elif before is not None:
@@ -226,13 +228,13 @@ def _seat(
     return tuple(workers[rank] if rank in workers else next(rest) for rank in ranks)
 
 
-def _standing(report: WorkerReport) -> tuple[bool, int, int]:
+def _rank_order(report: WorkerReport) -> tuple[bool, int, int]:
     return (report.rank is None, report.rank or 0, report.worker)
 
 
-def _needed_guests(workers: Sequence[int], source: _Source) -> tuple[int, ...]:
-    """As few as can be of those without a seat, so that everything is there."""
-    missing = set(cut_of(source.layout).parts()) - source.covers_by(workers)
+def _needed_departing(workers: Sequence[int], source: _Source) -> tuple[int, ...]:
+    """The fewest workers without a rank that complete the state."""
+    missing = set(split_of(source.layout).parts()) - source.parts_of_all(workers)
     departing: list[int] = []
     others = sorted(
         {*source.live, *source.replicas} - set(workers), key=lambda m: m not in source.live
@@ -244,9 +246,9 @@ def _needed_guests(workers: Sequence[int], source: _Source) -> tuple[int, ...]:
     return tuple(departing)
 
 
-def _everyone_has(layout: Layout, workers: Sequence[int], source: _Source) -> bool:
-    """Whether each holds live what its new place needs: then nothing moves."""
-    if cut_of(layout) != cut_of(source.layout):
+def _all_in_place(layout: Layout, workers: Sequence[int], source: _Source) -> bool:
+    """Whether each worker already holds the live state of its new rank."""
+    if split_of(layout) != split_of(source.layout):
         return False
     return all(
         worker in source.live

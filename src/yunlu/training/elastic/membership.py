@@ -1,4 +1,4 @@
-"""Who is there: workers and nodes as the supervisor knows them."""
+"""Workers and nodes of a run, as known to the supervisor."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.control_server import ControlConnection
     from yunlu.training.elastic.messages import Ending, Heartbeat, HeldState
 
-# The kernel rounds the instant of boot, on which start times are based, to a second.
+# The kernel rounds the boot time, on which start times are based, to a second.
 _SAME_START_S = 2.0
 FIRST_EXCLUSION_S = 300.0
-"""A worker that was too slow for the others is tried again after this; then after twice as long."""
+"""Time before an excluded straggler is readmitted; doubled each time."""
 
-Status = Literal["starting", "idle", "busy", "settled", "gone"]
-"""``idle``: stands by. ``settled``: was in the generation, waits for the next."""
+Status = Literal["starting", "idle", "busy", "paused", "gone"]
+"""``idle``: hot spare. ``paused``: has left its generation and waits for the next."""
 
 
 @dataclass(eq=False, kw_only=True)
 class WorkerRecord:
-    """One worker."""
+    """A worker process."""
 
     number: int
     node: str
@@ -38,7 +38,7 @@ class WorkerRecord:
     process_started_at: float = 0.0
     status: Status = "starting"
     since: float = 0.0
-    """When it came into this status, on the monotonic clock."""
+    """Time of the last status change, on the monotonic clock."""
     rank: int | None = None
     slot: int = 0
     connection: ControlConnection | None = None
@@ -47,26 +47,26 @@ class WorkerRecord:
     ending: Ending | None = None
     is_leaving: bool = False
     is_excluded: bool = False
-    """It leaves because the others are faster without it."""
+    """It leaves as a straggler: the other workers are faster without it."""
     heartbeat: Heartbeat | None = None
     last_step: tuple[int, float, float] | None = None
 
     @property
     def is_present(self) -> bool:
-        """Whether it can be reckoned with."""
+        """Whether the worker has not been lost or dismissed."""
         return self.status != "gone"
 
     @property
     def step(self) -> int:
-        """Steps completed, as last heard."""
+        """Completed steps in the last heartbeat."""
         return self.heartbeat.step if self.heartbeat else 0
 
     def move(self, status: Status, *, at: float) -> None:
-        """Into another status."""
+        """Change the status."""
         self.status, self.since = status, at
 
     def report(self, *, may_stay: bool) -> WorkerReport:
-        """As ``decide`` needs it."""
+        """Report for ``plan_generation``."""
         return WorkerReport(
             worker=self.number,
             rank=self.rank,
@@ -78,17 +78,17 @@ class WorkerRecord:
 
 @dataclass(eq=False, kw_only=True)
 class NodeRecord:
-    """One machine."""
+    """A machine."""
 
     name: str
     wanted: int
-    """Workers that shall train there."""
+    """Number of workers requested on this node."""
     excluded: int = 0
-    """Of these, how many stand aside for now."""
+    """Stragglers among them that are excluded for now."""
     excluded_until: float = 0.0
     """On the monotonic clock."""
     exclusion_s: float = FIRST_EXCLUSION_S
-    """For how long they do; longer each time."""
+    """Exclusion time; doubles with each exclusion."""
     host: str = ""
     pid: int = 0
     connection: ControlConnection | None = None
@@ -96,28 +96,28 @@ class NodeRecord:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is the supervisor's own machine."""
+        """Whether it is the supervisor's machine."""
         return self.name == LOCAL
 
     @property
     def active_target(self) -> int:
-        """Workers that shall train there now."""
+        """Workers that train on this node now."""
         return max(0, self.wanted - self.excluded)
 
     def exclude_worker(self, *, at: float) -> None:
-        """One worker fewer for a while."""
+        """Exclude one worker for a while."""
         self.excluded += 1
         self.excluded_until = at + self.exclusion_s
 
     def readmit(self) -> None:
-        """All of them again; if that was too early, they stand aside for longer."""
+        """Readmit all excluded workers; the next exclusion lasts twice as long."""
         self.excluded = 0
         self.exclusion_s *= 2
 
 
 @dataclass
 class Membership:
-    """Everyone."""
+    """All workers and nodes of a run."""
 
     workers: dict[int, WorkerRecord] = field(default_factory=dict[int, WorkerRecord])
     nodes: dict[str, NodeRecord] = field(default_factory=dict[str, NodeRecord])
@@ -125,16 +125,16 @@ class Membership:
 
     @property
     def target(self) -> int:
-        """Workers wanted in all."""
+        """Number of workers requested."""
         return sum(node.wanted for node in self.nodes.values())
 
     @property
     def active_target(self) -> int:
-        """Of these, those that shall train now."""
+        """Number of workers that train now: requested less excluded."""
         return sum(node.active_target for node in self.nodes.values())
 
     def add(self, node: str, *, at: float, number: int | None = None) -> WorkerRecord:
-        """A worker that is being started."""
+        """Add a worker that is being started."""
         number = self.next_worker if number is None else number
         worker = WorkerRecord(number=number, node=node, since=at)
         self.workers[number] = worker
@@ -142,34 +142,38 @@ class Membership:
         return worker
 
     def with_status(self, *statuses: Status, node: str | None = None) -> list[WorkerRecord]:
-        """Those in one of these statuses, by number."""
+        """Workers in one of these statuses, by number."""
         return [
             worker
             for worker in self.workers.values()
             if worker.status in statuses and node in {None, worker.node}
         ]
 
-    def by_link(self, connection: ControlConnection) -> WorkerRecord | NodeRecord | None:
-        """Who is at the other end."""
-        everyone = [*self.workers.values(), *self.nodes.values()]
-        return next((each for each in everyone if each.connection is connection), None)
+    def by_connection(self, connection: ControlConnection) -> WorkerRecord | NodeRecord | None:
+        """The worker or node at the other end of a connection."""
+        records = [*self.workers.values(), *self.nodes.values()]
+        return next((record for record in records if record.connection is connection), None)
 
     def candidates(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-        """Who may train next, and who may only give: no node has more than are wanted there."""
-        stay: list[WorkerRecord] = []
-        give: list[WorkerRecord] = []
+        """Workers that may train next, and those that may only hand off state; honours each node's target."""
+        staying: list[WorkerRecord] = []
+        departing: list[WorkerRecord] = []
         for node in self.nodes.values():
-            here = self.with_status("busy", "settled", "idle", node=node.name)
+            here = self.with_status("busy", "paused", "idle", node=node.name)
             here.sort(key=lambda m: (m.is_leaving, m.rank is None, m.rank or 0, m.number))
-            able = [worker for worker in here if not worker.is_leaving]
-            stay += able[: node.active_target]
-            give += [worker for worker in here if worker not in able[: node.active_target]]
-        give += [m for m in self.with_status("busy", "settled", "idle") if m.node not in self.nodes]
-        return stay, give
+            available = [worker for worker in here if not worker.is_leaving]
+            staying += available[: node.active_target]
+            departing += [
+                worker for worker in here if worker not in available[: node.active_target]
+            ]
+        departing += [
+            m for m in self.with_status("busy", "paused", "idle") if m.node not in self.nodes
+        ]
+        return staying, departing
 
 
 def is_alive(pid: int, process_started_at: float) -> bool:
-    """Whether this very process runs, on this machine."""
+    """Whether the process with this pid and start time runs on this machine."""
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - process_started_at) < _SAME_START_S
@@ -179,7 +183,7 @@ def is_alive(pid: int, process_started_at: float) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the system holds a process stopped (SIGSTOP)."""
+    """Whether a process is stopped (SIGSTOP)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -188,7 +192,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def kill(pid: int, process_started_at: float) -> None:
-    """End this very process at once: one that is stopped would ignore a request."""
+    """Send SIGKILL to the process with this pid and start time; a stopped one ignores SIGTERM."""
     if pid > 0 and is_alive(pid, process_started_at):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Everything the supervisor, its workers and its nodes say to each other."""
+"""Messages between the supervisor, its workers and its nodes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from yunlu.planning.layout import Layout, RankCoordinates
 from yunlu.runs.worker_group import FrameError, pack
 
 HELLO_BYTES = 4096
-"""Before the token is checked, nobody may say more than this."""
+"""Size limit of a frame before the token is checked."""
 
-Ending = Literal["finished", "stopped", "changed"]
-"""``changed``: others go on, as asynchronous workers."""
+Ending = Literal["finished", "stopped", "async"]
+"""``async``: the run continues with asynchronous workers."""
 
 
 class HeldState(Value):
-    """One part of the state, in somebody's memory."""
+    """A part of the training state, in a worker's memory."""
 
     step: int
-    """Steps completed in it."""
+    """Completed steps."""
     generation: int
-    """In which it was cut: the layout of that generation says what the part is."""
+    """Generation whose layout defines the part."""
     place: RankCoordinates
-    """Where the worker whose state it is stood then."""
+    """Coordinates of the worker whose state it is."""
 
 
 class RankAssignment(Value):
-    """Who works at which rank."""
+    """The worker that has a rank."""
 
     worker: int
     host: str
@@ -40,64 +40,64 @@ class RankAssignment(Value):
 
 
 class StateSource(Value):
-    """Who has which part of the state to give."""
+    """A worker that holds a part of the state."""
 
     handoff_rank: int
     held_state: HeldState
     is_replica: bool = False
-    """A copy kept for somebody (or itself), not the giver's live state."""
+    """A replica in memory, not the worker's live state."""
 
 
 class Restore(Value):
-    """Where the state comes from."""
+    """Source of the state of a generation."""
 
-    kind: Literal["start", "live", "copies", "checkpoint"]
-    """``start`` and ``checkpoint``: the newest good checkpoint on disk, else from the beginning."""
+    kind: Literal["start", "live", "replicas", "checkpoint"]
+    """``start`` and ``checkpoint``: the newest valid checkpoint, or else a new start."""
     step: int | None = None
-    """Steps completed in it; none where the disk decides."""
+    """Completed steps; None if the checkpoint decides."""
     sources: tuple[StateSource, ...] = ()
-    """Everyone who has a part of it. Empty where it comes from disk."""
+    """All holders of a part; empty if the state is read from disk."""
     needs_transfer: bool = True
-    """False where everyone holds already what it needs: nothing is to be passed on."""
+    """False if every worker already holds what it needs."""
 
 
 class Assignment(Value):
-    """One worker's part in one generation."""
+    """Rank, layout and state source of one worker in one generation."""
 
     kind: Literal["assign"] = "assign"
     generation: int
     layout: Layout
     rank: int | None
-    """None for a guest: it only gives its state, then leaves."""
+    """None for a departing worker: it only hands off its state."""
     slot: int = 0
-    """Which of its node's devices is its own."""
+    """Device index on its node."""
     workers: tuple[RankAssignment, ...]
     """By rank."""
     departing: tuple[int, ...] = ()
-    """Members that only give; they follow the seats in the meeting."""
+    """Workers that only hand off state; their handoff ranks follow the others'."""
     handoff_rank: int
-    """Its place in the meeting of seats and guests; equals ``rank`` for who stays."""
-    before: Layout | None = None
-    """The layout in which the givers hold the state."""
+    """Rank in the handoff group; equals ``rank`` for workers that stay."""
+    source_layout: Layout | None = None
+    """Layout in which the sources hold the state."""
     restore: Restore
     reason: str = ""
 
     @property
     def is_departing(self) -> bool:
-        """Whether this worker only gives."""
+        """Whether this worker only hands off its state."""
         return self.rank is None
 
     @property
     def handoff_size(self) -> int:
-        """Workers in the exchange of state."""
+        """Size of the handoff group."""
         return len(self.workers) + len(self.departing)
 
 
 # From a worker.
 class WorkerHello(Value):
-    """A worker comes, or comes back to a new supervisor."""
+    """Registers a worker, also with a new supervisor."""
 
-    kind: Literal["hello_member"] = "hello_member"
+    kind: Literal["hello_worker"] = "hello_worker"
     token: str
     worker: int
     node: str
@@ -108,56 +108,56 @@ class WorkerHello(Value):
     rank: int | None = None
     step: int = 0
     is_ready: bool = False
-    """It waits for an assignment: nothing of a generation is under way."""
+    """It waits for an assignment and is in no generation."""
     ending: Ending | None = None
     live: HeldState | None = None
-    """With ``is_ready``: what it holds."""
+    """With ``is_ready``: the state it holds."""
     replicas: tuple[HeldState, ...] = ()
 
 
 class Ready(Value):
-    """A worker waits for its first assignment."""
+    """The worker waits for its first assignment."""
 
     kind: Literal["ready"] = "ready"
 
 
 class StoreHosted(Value):
-    """Rank 0 keeps the store of a generation here."""
+    """Rank 0 hosts the store of a generation at this address."""
 
-    kind: Literal["hosting"] = "hosting"
+    kind: Literal["store_hosted"] = "store_hosted"
     generation: int
     host: str
     port: int
 
 
 class Heartbeat(Value):
-    """A sign of life, five times a second, from a thread of its own."""
+    """Sent five times a second by the control thread."""
 
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
     generation: int = 0
     step: int = 0
     phase: str = "idle"
     progress: int = 0
-    """Grows with every call of ``Member.beat``: the main thread moves."""
+    """Incremented by every ``WorkerAgent.report_progress``: the main thread makes progress."""
     steps: tuple[tuple[int, float, float], ...] = ()
-    """Steps completed since the last one: step, its seconds, of which waiting for others."""
+    """Steps completed since the last heartbeat: step, its seconds, seconds waiting for others."""
     memory_bytes: int = 0
 
 
 class Paused(Value):
-    """A worker is out of its generation and says what it holds."""
+    """The worker left its generation; the state it holds."""
 
-    kind: Literal["settled"] = "settled"
+    kind: Literal["paused"] = "paused"
     generation: int
     step: int
     live: HeldState | None = None
     replicas: tuple[HeldState, ...] = ()
     detail: str = ""
-    """Why, where nobody had asked it to."""
+    """Cause, if it was not asked to pause."""
 
 
 class Failed(Value):
-    """A worker or node failed by its own fault; the run fails with it."""
+    """A worker or node failed by its own fault; the run fails."""
 
     kind: Literal["failed"] = "failed"
     code: str
@@ -167,15 +167,15 @@ class Failed(Value):
 
 
 class LeaveNotice(Value):
-    """A worker or node was told to go (SIGTERM): it leaves at the next step boundary."""
+    """The worker or node leaves at the next step boundary, usually after SIGTERM."""
 
-    kind: Literal["leaving"] = "leaving"
+    kind: Literal["leave_notice"] = "leave_notice"
     is_excluded: bool = False
-    """Nobody told it to: the others are faster without it, for now."""
+    """It was not asked to: it is excluded as a straggler for now."""
 
 
 class Done(Value):
-    """A worker's part of the run is over; it waits until everyone's is."""
+    """The worker has ended and saved; it waits for the others."""
 
     kind: Literal["done"] = "done"
     generation: int
@@ -185,17 +185,17 @@ class Done(Value):
 
 
 class LayoutsPlanned(Value):
-    """How the work is split, by number of workers."""
+    """Layout for each number of workers."""
 
-    kind: Literal["planned"] = "planned"
+    kind: Literal["layouts_planned"] = "layouts_planned"
     layouts: dict[int, Layout]
 
 
 # From a node.
 class NodeHello(Value):
-    """A node offers devices."""
+    """Registers a node and its devices."""
 
-    kind: Literal["hello_agent"] = "hello_agent"
+    kind: Literal["hello_node"] = "hello_node"
     token: str
     node: str
     host: str
@@ -205,13 +205,13 @@ class NodeHello(Value):
 
 
 class Prepared(Value):
-    """The node can fork workers now."""
+    """The node is ready to fork workers."""
 
     kind: Literal["prepared"] = "prepared"
 
 
 class Forked(Value):
-    """A worker was started."""
+    """A worker was forked."""
 
     kind: Literal["forked"] = "forked"
     worker: int
@@ -220,82 +220,82 @@ class Forked(Value):
 
 
 class Exited(Value):
-    """A worker of this node ended; below zero: by that signal."""
+    """A worker of this node exited; a negative code is a signal."""
 
     kind: Literal["exited"] = "exited"
     worker: int
     code: int
     detail: str = ""
-    """Why, where the node knows."""
+    """Cause, if known."""
 
 
-# From anybody with the token.
+# From any holder of the token.
 class ClientHello(Value):
-    """Somebody has a request."""
+    """Registers a client."""
 
     kind: Literal["hello_client"] = "hello_client"
     token: str
 
 
 class Resize(Value):
-    """Go on with so many workers."""
+    """Change the number of workers."""
 
     kind: Literal["resize"] = "resize"
     devices: int
 
 
 class LocateRun(Value):
-    """Which directory is the run's, on the file system that all nodes share?"""
+    """Ask for the run's directory on the shared file system."""
 
-    kind: Literal["where"] = "where"
+    kind: Literal["locate_run"] = "locate_run"
 
 
 # From the supervisor.
 class Ping(Value):
-    """The supervisor is there, once a second."""
+    """Keep-alive, once a second."""
 
-    kind: Literal["tick"] = "tick"
+    kind: Literal["ping"] = "ping"
 
 
 class StoreLocated(Value):
-    """Where the store of a generation is."""
+    """Address of the store of a generation."""
 
-    kind: Literal["meet"] = "meet"
+    kind: Literal["store_located"] = "store_located"
     generation: int
     host: str
     port: int
 
 
 class Pause(Value):
-    """Stop at the next step boundary, all at the same, and settle."""
+    """Pause all workers at the same step boundary."""
 
     kind: Literal["pause"] = "pause"
     generation: int
 
 
 class Stop(Value):
-    """Stop at the next step boundary, save, and be done."""
+    """Save and stop at the next step boundary."""
 
     kind: Literal["stop"] = "stop"
 
 
 class Halt(Value):
-    """Get out of this generation at once: somebody in it is lost."""
+    """Leave this generation at once: a worker in it was lost."""
 
     kind: Literal["halt"] = "halt"
     generation: int
 
 
 class Leave(Value):
-    """Exit: nobody needs this worker or node any more."""
+    """Exit: this worker or node is no longer needed."""
 
     kind: Literal["leave"] = "leave"
     successor: str = ""
-    """The program that a node is to become, where the run goes on in another way."""
+    """Main module that the node execs, if the run becomes asynchronous."""
 
 
 class Fork(Value):
-    """Start a worker, or one process that makes the plan."""
+    """Fork a worker, or the planner."""
 
     kind: Literal["fork"] = "fork"
     worker: int
@@ -303,16 +303,16 @@ class Fork(Value):
 
 
 class Kill(Value):
-    """End a worker that does not answer."""
+    """Kill a worker that does not respond."""
 
     kind: Literal["kill"] = "kill"
     worker: int
 
 
 class Reply(Value):
-    """What comes of a request."""
+    """Result of a request."""
 
-    kind: Literal["answer"] = "answer"
+    kind: Literal["reply"] = "reply"
     is_accepted: bool
     text: str
     layout: str = ""
@@ -352,25 +352,25 @@ _adapter: TypeAdapter[Message] = TypeAdapter(Message)
 
 
 def read_message(data: dict[str, Any]) -> Message:
-    """The message in a frame; ``FrameError`` where it is none of ours."""
+    """Parse a message; ``FrameError`` if it is invalid."""
     try:
         return _adapter.validate_python(data)
     except ValidationError as error:
-        raise FrameError(f"not a message of ours: {str(data)[:200]}") from error
+        raise FrameError(f"invalid message: {str(data)[:200]}") from error
 
 
 def frame(message: Value) -> bytes:
-    """A message as it goes over the wire."""
+    """Serialize a message as one frame."""
     return pack(message.model_dump(mode="json"))
 
 
 def is_same_token(given: str, ours: str) -> bool:
-    """Compared in constant time."""
+    """Compare tokens in constant time."""
     return secrets.compare_digest(given.encode(), ours.encode())
 
 
 def as_failure(error: BaseException) -> Failed:
-    """An error as the supervisor tells it."""
+    """Convert an error to a message."""
     is_ours = isinstance(error, YunluError)
     return Failed(
         code=error.code if is_ours else "internal",

@@ -25,7 +25,7 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS_NODE, exec_module
+from yunlu.training.elastic.exec_module import ASYNC_NODE, exec_module
 from yunlu.training.elastic.messages import (
     Exited,
     Fork,
@@ -187,9 +187,9 @@ class NodeAgent:
 
     def _find_again(self) -> bool:
         crew = read_crew(self.store)
-        if crew is not None and crew.node_module == ASYNCHRONOUS_NODE and self.name != LOCAL:
+        if crew is not None and crew.node_module == ASYNC_NODE and self.name != LOCAL:
             # The run goes on in another way, and we were not told.
-            self._is_dismissed, self._successor = True, ASYNCHRONOUS_NODE
+            self._is_dismissed, self._successor = True, ASYNC_NODE
             return False
         if self._contact.connect(self._hello()):
             self._tell(Prepared())
@@ -270,7 +270,7 @@ class NodeAgent:
             os._exit(code)
 
     def _redirect(self, worker: int) -> None:
-        with require_local(self.store).open_text_log(f"{Area.LOGS}/member-{worker}.log") as file:
+        with require_local(self.store).open_text_log(f"{Area.LOGS}/worker-{worker}.log") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 

@@ -1,4 +1,4 @@
-"""The sockets that torch opens: where a generation meets, and how to end a wait that nothing else ends."""
+"""Sockets that torch opens: the rendezvous store, and how to interrupt a wait on the others."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 _CONNECT_S = 5.0
-"""torch tries again and again to reach a store; nothing but this ends it."""
+"""torch retries the connection to a store; only this limit ends it."""
 
 
 def open_store(host: str, port: int, *, is_host: bool) -> TCPStore:
-    """The store at which a generation meets: its own, or the way to it."""
+    """Host the store of a generation, or connect to it."""
     span = timedelta(seconds=_CONNECT_S)
     return TCPStore(host, port, None, is_master=is_host, timeout=span, wait_for_workers=False)
 
 
-def cut_since(before: set[Socket], *, keep: Collection[int]) -> None:
-    """End every connection opened since: whoever waits on one gets an error at once."""
-    for each in open_sockets() - before:
-        if each.descriptor not in keep:
-            shut(each)
+def shut_since(before: set[Socket], *, keep: Collection[int]) -> None:
+    """Shut every socket opened since: a thread that waits on one gets an error at once."""
+    for sock in open_sockets() - before:
+        if sock.descriptor not in keep:
+            shut(sock)
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface with this address: the one on which others reach us."""
+    """Network interface with this address, on which peers reach this process."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return name

@@ -35,7 +35,7 @@ from yunlu.training.elastic.control_client import run_is_over
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.coordinator import Coordinator, RunOutcome
 from yunlu.training.elastic.event_reporter import EventReporter
-from yunlu.training.elastic.exec_module import ASYNCHRONOUS, ASYNCHRONOUS_NODE, exec_module
+from yunlu.training.elastic.exec_module import ASYNC_NODE, ASYNC_SUPERVISOR, exec_module
 from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord, is_alive, kill
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
 
@@ -150,7 +150,7 @@ class Supervisor:
         shares = coordinator.history[coordinator.generation].world
         devices = max(coordinator.membership.nodes[LOCAL].wanted, 1)
         words = ("--devices", str(devices), "--shares", str(shares), "--claim", claim.pass_on())
-        exec_module(ASYNCHRONOUS, self.directory.address, *words)
+        exec_module(ASYNC_SUPERVISOR, self.directory.address, *words)
 
     def run(self) -> RunState:
         """Until the run ends."""
@@ -307,7 +307,7 @@ class Supervisor:
             if is_failed:
                 self._server.send(worker.link, Halt(generation=coordinator.generation))
             self._server.send(worker.link, Leave())
-        successor = ASYNCHRONOUS_NODE if self.is_changing else ""
+        successor = ASYNC_NODE if self.is_changing else ""
         for node in nodes.values():
             self._server.send(node.link, Leave(successor=successor))
         if self._node is not None and not nodes[LOCAL].is_ready:

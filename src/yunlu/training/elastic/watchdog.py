@@ -1,4 +1,4 @@
-"""Who hangs, who is cut off, and who is only slow. Pure: the clock is passed in."""
+"""Failure detector: hung, cut-off and slow workers. Pure: the clock is passed in."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
     from yunlu.training.elastic.messages import Heartbeat
 
-WAITING = "sync"
-"""The phase of who waits for others; such a one is never to blame."""
+WAITING_PHASE = "sync"
+"""Phase of a worker that waits for others; such a worker is never blamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long is too long. A busy machine may delay a sign of life by a second or two."""
+    """Time limits. A busy machine may delay a heartbeat by a second or two."""
 
     node_silent_s: float = 2.5
-    """A whole node, none of whose processes is heard: cut off."""
+    """Node none of whose processes is heard from: cut off."""
     silent_s: float = 6.0
-    """One process whose own thread gives no sign of life."""
+    """Process whose control thread sends no heartbeat."""
     stopped_s: float = 1.0
-    """The same, where the system says that the process is stopped."""
+    """The same, if the system reports the process as stopped."""
     step_s: float = 15.0
     step_ratio: float = 5.0
-    """A step may take this many times the usual, and at least ``step_s``."""
+    """A step may take this multiple of the usual time, and at least ``step_s``."""
     forming_s: float = 60.0
     long_s: float = 1800.0
-    """Loading, a first step, evaluating, saving, exporting; each sign of progress starts it anew."""
+    """Loading, first step, evaluation, checkpoint, export; each report of progress restarts it."""
     late_s: float = 1.0
-    """If we ourselves were not run for so long, the others' silence says nothing."""
+    """If this process itself was not scheduled for so long, silence of the others proves nothing."""
 
 
 STRAGGLER_RATIO = 1.3
@@ -42,11 +42,11 @@ STRAGGLER_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthVerdict:
-    """What is the matter with a member."""
+    """Diagnosis of one worker."""
 
     worker: int
     what: Literal["hung", "cut off", "stalled", "straggler", "recovered"]
-    """``stalled``: everyone waits, nobody is to blame: break the generation off, kill nobody."""
+    """``stalled``: all workers wait and none is to blame: halt the generation, kill none."""
     detail: str
     ratio: float = 1.0
 
@@ -62,65 +62,65 @@ class _WorkerHealth:
     progress: int = -1
     compute_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=STRAGGLER_STEPS))
     slow_steps: int = 0
-    brisk_steps: int = 0
-    is_named: bool = False
+    normal_steps: int = 0
+    is_reported: bool = False
 
 
 class Watchdog:
-    """Takes in signs of life, gives out verdicts."""
+    """Takes heartbeats, returns verdicts."""
 
     def __init__(self, deadlines: Deadlines | None = None) -> None:
         self.deadlines = deadlines or Deadlines()
-        self._members: dict[int, _WorkerHealth] = {}
-        self._voices: dict[str, float] = {}
+        self._workers: dict[int, _WorkerHealth] = {}
+        self._node_heard_at: dict[str, float] = {}
         self._steps: deque[float] = deque(maxlen=64)
         self._generation = -1
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
 
     @property
     def usual_step_s(self) -> float:
-        """How long a step of this generation takes; 0 before one was completed."""
+        """Median step time of this generation; 0 before one is completed."""
         return median(self._steps) if self._steps else 0.0
 
     def watch(self, worker: int, *, node: str, at: float) -> None:
-        """Begin to expect signs of life."""
-        self._members[worker] = _WorkerHealth(node=node, heard_at=at, moved_at=at)
+        """Start to expect heartbeats."""
+        self._workers[worker] = _WorkerHealth(node=node, heard_at=at, moved_at=at)
 
     def forget(self, worker: int) -> None:
-        """It is gone."""
-        self._members.pop(worker, None)
+        """Stop to expect heartbeats of a worker."""
+        self._workers.pop(worker, None)
 
     def observe_node(self, node: str, *, at: float) -> None:
-        """The node itself gave a sign of life."""
-        self._voices[node] = at
+        """Record a ping of the node itself."""
+        self._node_heard_at[node] = at
 
     def forget_node(self, node: str) -> None:
-        """It is gone."""
-        self._voices.pop(node, None)
+        """Stop to expect pings of a node."""
+        self._node_heard_at.pop(node, None)
 
     def observe(self, worker: int, heartbeat: Heartbeat, *, at: float) -> list[HealthVerdict]:
-        """A sign of life; who becomes, or is no longer, a straggler by it."""
-        watched = self._members.get(worker)
-        if watched is None:
+        """Record a heartbeat; returns whether the worker became, or no longer is, a straggler."""
+        health = self._workers.get(worker)
+        if health is None:
             return []
-        watched.heard_at = at
-        if (heartbeat.generation, heartbeat.progress) != (watched.generation, watched.progress):
-            watched.moved_at = at
-        if heartbeat.generation != watched.generation:
-            watched.compute_s.clear()
-        watched.generation, watched.progress = heartbeat.generation, heartbeat.progress
-        watched.step, watched.phase = heartbeat.step, heartbeat.phase
+        health.heard_at = at
+        if (heartbeat.generation, heartbeat.progress) != (health.generation, health.progress):
+            health.moved_at = at
+        if heartbeat.generation != health.generation:
+            health.compute_s.clear()
+        health.generation, health.progress = heartbeat.generation, heartbeat.progress
+        health.step, health.phase = heartbeat.step, heartbeat.phase
         if heartbeat.generation > self._generation:
-            # Another layout has another pace: its first step may take long, and tells the next.
+            # Another layout has another step time, and its first step may take long.
             self._generation = heartbeat.generation
             self._steps.clear()
-        found: list[HealthVerdict] = []
+        verdicts: list[HealthVerdict] = []
         for _, step_s, wait_s in heartbeat.steps:
             if heartbeat.generation == self._generation:
                 self._steps.append(step_s)
-            watched.compute_s.append(max(0.0, step_s - wait_s))
-            found += self._weigh(worker, watched)
-        return found
+            health.compute_s.append(max(0.0, step_s - wait_s))
+            verdicts += self._compare_compute(worker, health)
+        return verdicts
 
     def find_lost(
         self,
@@ -130,118 +130,120 @@ class Watchdog:
         is_remote: Callable[[str], bool],
         busy: Iterable[int],
     ) -> list[HealthVerdict]:
-        """Who is lost.
+        """Find lost workers.
 
         Args:
-            at: Now; everything that has arrived was heard before.
+            at: Now; everything that has arrived was observed before.
             is_stopped: Whether the system says that a member's process is stopped.
             is_remote: Whether a node is another machine.
             busy: Members that are in a generation: who stands by need not make progress.
         """
-        looked_at, self._looked_at = self._looked_at, at
-        if looked_at is not None and at - looked_at > self.deadlines.late_s:
-            self._excuse(at - looked_at)
+        checked_at, self._checked_at = self._checked_at, at
+        if checked_at is not None and at - checked_at > self.deadlines.late_s:
+            self._discount_delay(at - checked_at)
             return []
-        found: dict[int, HealthVerdict] = {}
+        verdicts: dict[int, HealthVerdict] = {}
         for verdict in (
             *self._cut_off(at, is_remote),
             *self._silent(at, is_stopped),
             *self._stuck(at, set(busy)),
         ):
-            found.setdefault(verdict.worker, verdict)
-        return list(found.values())
+            verdicts.setdefault(verdict.worker, verdict)
+        return list(verdicts.values())
 
-    def figures(self) -> dict[int, dict[str, float | int | str]]:
-        """Step and phase of each member."""
+    def status(self) -> dict[int, dict[str, float | int | str]]:
+        """Step and phase of each worker."""
         return {
-            worker: {"step": watched.step, "phase": watched.phase}
-            for worker, watched in self._members.items()
+            worker: {"step": health.step, "phase": health.phase}
+            for worker, health in self._workers.items()
         }
 
-    def _excuse(self, late_s: float) -> None:
-        for watched in self._members.values():
-            watched.heard_at += late_s
-            watched.moved_at += late_s
-        for node in self._voices:
-            self._voices[node] += late_s
+    def _discount_delay(self, late_s: float) -> None:
+        for health in self._workers.values():
+            health.heard_at += late_s
+            health.moved_at += late_s
+        for node in self._node_heard_at:
+            self._node_heard_at[node] += late_s
 
     def _cut_off(self, at: float, is_remote: Callable[[str], bool]) -> list[HealthVerdict]:
-        found: list[HealthVerdict] = []
-        for node, heard_at in self._voices.items():
-            workers = {m: w for m, w in self._members.items() if w.node == node}
-            last = max([heard_at, *(watched.heard_at for watched in workers.values())])
+        verdicts: list[HealthVerdict] = []
+        for node, heard_at in self._node_heard_at.items():
+            workers = {m: w for m, w in self._workers.items() if w.node == node}
+            last = max([heard_at, *(health.heard_at for health in workers.values())])
             if is_remote(node) and workers and at - last > self.deadlines.node_silent_s:
-                words = f"nothing heard from {node} for {at - last:.1f} s"
-                found += [HealthVerdict(worker=m, what="cut off", detail=words) for m in workers]
-        return found
+                detail = f"no message from {node} for {at - last:.1f} s"
+                verdicts += [
+                    HealthVerdict(worker=m, what="cut off", detail=detail) for m in workers
+                ]
+        return verdicts
 
     def _silent(self, at: float, is_stopped: Callable[[int], bool]) -> list[HealthVerdict]:
-        found: list[HealthVerdict] = []
-        for worker, watched in self._members.items():
-            silent_s = at - watched.heard_at
+        verdicts: list[HealthVerdict] = []
+        for worker, health in self._workers.items():
+            silent_s = at - health.heard_at
             if silent_s > self.deadlines.silent_s:
-                words = f"no sign of life for {silent_s:.1f} s"
-                found.append(HealthVerdict(worker=worker, what="hung", detail=words))
+                detail = f"no heartbeat for {silent_s:.1f} s"
+                verdicts.append(HealthVerdict(worker=worker, what="hung", detail=detail))
             elif silent_s > self.deadlines.stopped_s and is_stopped(worker):
-                words = f"its process is stopped; no sign of life for {silent_s:.1f} s"
-                found.append(HealthVerdict(worker=worker, what="hung", detail=words))
-        return found
+                detail = f"its process is stopped; no heartbeat for {silent_s:.1f} s"
+                verdicts.append(HealthVerdict(worker=worker, what="hung", detail=detail))
+        return verdicts
 
     def _stuck(self, at: float, busy: set[int]) -> list[HealthVerdict]:
         late: dict[int, tuple[_WorkerHealth, float]] = {}
-        for worker in busy & set(self._members):
-            watched = self._members[worker]
-            allowed_s = self._allowed_s(watched.phase)
-            if at - watched.moved_at > allowed_s:
-                late[worker] = watched, allowed_s
-        blamed = [m for m, (watched, _) in late.items() if watched.phase != WAITING]
-        here = busy & set(self._members)
-        # Whoever is rightly at something long is what the others wait for.
-        if blamed and all(m in late or self._members[m].phase == WAITING for m in here):
-            # Several at once: the least advanced.
-            first = min(self._members[m].step for m in blamed)
+        for worker in busy & set(self._workers):
+            health = self._workers[worker]
+            allowed_s = self._allowed_s(health.phase)
+            if at - health.moved_at > allowed_s:
+                late[worker] = health, allowed_s
+        blamed = [m for m, (health, _) in late.items() if health.phase != WAITING_PHASE]
+        here = busy & set(self._workers)
+        # A worker in a long phase within its limit is what the others wait for.
+        if blamed and all(m in late or self._workers[m].phase == WAITING_PHASE for m in here):
+            # Several at once: blame the least advanced.
+            first = min(self._workers[m].step for m in blamed)
             return [
-                HealthVerdict(worker=m, what="hung", detail=_stuck_words(*late[m]))
+                HealthVerdict(worker=m, what="hung", detail=_describe_stall(*late[m]))
                 for m in blamed
-                if self._members[m].step == first
+                if self._workers[m].step == first
             ]
         if late and not blamed and len(late) == len(here):
             return [
-                HealthVerdict(worker=m, what="stalled", detail=_stuck_words(*found))
-                for m, found in late.items()
+                HealthVerdict(worker=m, what="stalled", detail=_describe_stall(*stall))
+                for m, stall in late.items()
             ]
         return []
 
     def _allowed_s(self, phase: str) -> float:
         limits = self.deadlines
-        if phase in {"step", WAITING}:
+        if phase in {"step", WAITING_PHASE}:
             return max(limits.step_s, limits.step_ratio * self.usual_step_s)
         return limits.forming_s if phase in {"forming", "starting"} else limits.long_s
 
-    def _weigh(self, worker: int, watched: _WorkerHealth) -> list[HealthVerdict]:
-        """Compare a step's compute time with the median of the others' last."""
+    def _compare_compute(self, worker: int, health: _WorkerHealth) -> list[HealthVerdict]:
+        """Compare the compute time of a step with the median of the other workers' last steps."""
         others = [
             other.compute_s[-1]
-            for number, other in self._members.items()
-            if number != worker and other.compute_s and other.generation == watched.generation
+            for number, other in self._workers.items()
+            if number != worker and other.compute_s and other.generation == health.generation
         ]
         if not others:
             return []
         usual_s = median(others)
-        ratio = watched.compute_s[-1] / usual_s if usual_s > 0 else 1.0
+        ratio = health.compute_s[-1] / usual_s if usual_s > 0 else 1.0
         is_slow = ratio > STRAGGLER_RATIO
-        watched.slow_steps = watched.slow_steps + 1 if is_slow else 0
-        watched.brisk_steps = 0 if is_slow else watched.brisk_steps + 1
-        if watched.slow_steps >= STRAGGLER_STEPS and not watched.is_named:
-            watched.is_named = True
-            words = f"computes {ratio:.1f} times as long as the others"
-            return [HealthVerdict(worker=worker, what="straggler", detail=words, ratio=ratio)]
-        if watched.brisk_steps >= STRAGGLER_STEPS and watched.is_named:
-            watched.is_named = False
-            words = "keeps up with the others again"
-            return [HealthVerdict(worker=worker, what="recovered", detail=words, ratio=ratio)]
+        health.slow_steps = health.slow_steps + 1 if is_slow else 0
+        health.normal_steps = 0 if is_slow else health.normal_steps + 1
+        if health.slow_steps >= STRAGGLER_STEPS and not health.is_reported:
+            health.is_reported = True
+            detail = f"computes {ratio:.1f} times as long as the others"
+            return [HealthVerdict(worker=worker, what="straggler", detail=detail, ratio=ratio)]
+        if health.normal_steps >= STRAGGLER_STEPS and health.is_reported:
+            health.is_reported = False
+            detail = "keeps up with the others again"
+            return [HealthVerdict(worker=worker, what="recovered", detail=detail, ratio=ratio)]
         return []
 
 
-def _stuck_words(watched: _WorkerHealth, allowed_s: float) -> str:
-    return f"no progress in {watched.phase!r} at step {watched.step} for {allowed_s:.0f} s"
+def _describe_stall(health: _WorkerHealth, allowed_s: float) -> str:
+    return f"no progress in {health.phase!r} at step {health.step} for {allowed_s:.0f} s"

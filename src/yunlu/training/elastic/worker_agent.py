@@ -1,4 +1,4 @@
-"""A worker's side: a thread that talks with the supervisor, and what the training loop asks of it."""
+"""Worker side of the control protocol: a control thread, and the calls of the training loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from yunlu.training.elastic.messages import (
     WorkerHello,
     as_failure,
 )
-from yunlu.training.elastic.sockets import cut_since, interface_of, open_store
+from yunlu.training.elastic.sockets import interface_of, open_store, shut_since
 from yunlu.training.parallel.sockets import Socket, open_sockets, tells_of_loss
 from yunlu.training.parallel.world import World, form_world
 
@@ -55,75 +55,75 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 HEARTBEAT_S = 0.2
-_CUT_AGAIN_S = 0.05
+_SHUT_RETRY_S = 0.05
 _STORE_S = 20.0
-"""Meeting at the store takes milliseconds; whoever does not come by then will not."""
-_LAST_WORDS_S = 5.0
+"""Rendezvous at the store takes milliseconds; a worker that is later than this is lost."""
+_FLUSH_S = 5.0
 _STUCK_S = 3.0
-_ASIDE_AGAIN_S = 30.0
+_EXCLUSION_RETRY_S = 30.0
 
 
 class HaltedError(Exception):
-    """The supervisor broke off the generation: somebody in it is lost."""
+    """The supervisor halted the generation: a worker in it was lost."""
 
 
 class WorkerAgent:
-    """One worker of the crew. Its methods are for the main thread."""
+    """Control agent of one worker process. Its methods are called by the main thread."""
 
     def __init__(self, number: int, *, node: str, run: RunStore) -> None:
         self.number = number
         self.node = node
         self.run = run
         self.assignment: Assignment | None = None
-        """What it does, or did last."""
+        """Current or last assignment."""
         self.dismissed: Literal["leave", "lost"] | None = None
         self.leaving = False
-        """It was told to go (SIGTERM)."""
+        """SIGTERM was received."""
         self.wants_pause = False
-        """Stop at the next step boundary, together with all others, and settle."""
+        """Pause at the next step boundary, together with all other workers."""
         self.wants_stop = False
-        """Stop at the next step boundary, together with all others, save, and be done."""
-        self._contact = ControlClient(run)
+        """Save and stop at the next step boundary, together with all other workers."""
+        self._client = ControlClient(run)
         self._changed = threading.Condition()
         self._outbox: deque[Value] = deque()
         self._pending: Assignment | None = None
-        self._meeting: StoreLocated | None = None
+        self._store_address: StoreLocated | None = None
         self._halted = -1
-        self._aside_due_at = 0.0
+        self._exclusion_due_at = 0.0
         self._is_waiting = False
         self._ending: Ending | None = None
-        self._taken: Assignment | None = None
+        self._restored: Assignment | None = None
         self._live: HeldState | None = None
         self._copies: tuple[HeldState, ...] = ()
         self._heartbeat = Heartbeat(phase="starting")
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=10_000)
         self._has_stepped = False
-        self._is_news = False
+        self._is_urgent = False
         self._world: World | None = None
         self._store: Any = None
         self._sockets_before: set[Socket] | None = None
         self._is_over = False
-        self._cut_at: float | None = None
+        self._shut_at: float | None = None
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._talk, name="control", daemon=True)
+        self._thread = threading.Thread(target=self._run_control, name="control", daemon=True)
 
     def start(self) -> None:
-        """Listen to signals and to the supervisor."""
+        """Install the signal handler and start the control thread."""
         self._wake.setblocking(False)
         self._woken.setblocking(False)
-        signal.signal(signal.SIGTERM, _take_note)
-        # The handler may have to wait for a collective to return; the descriptor is written at once.
+        signal.signal(signal.SIGTERM, _ignore_signal)
+        # The Python handler waits for a collective to return; the wakeup descriptor is written at once.
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
-    # What the training loop asks.
+    # Called by the training loop.
 
     def wait_assignment(self) -> Assignment | None:
-        """What to do next; none where nobody needs this worker any more."""
+        """Wait for the next assignment; None when the worker is dismissed."""
         with self._changed:
             if not self._is_waiting:
                 self._is_waiting = True
-                self._post(Ready())
+                self._enqueue(Ready())
             self._heartbeat = self._heartbeat.model_copy(update={"phase": "idle"})
             self._changed.wait_for(lambda: self._pending is not None or self.dismissed)
             if self._pending is None:
@@ -131,35 +131,35 @@ class WorkerAgent:
             self.assignment, self._pending = self._pending, None
             self._is_waiting, self._ending = False, None
             self.wants_pause = False
-            self._steps.clear()  # of the generation before: not to be taken for steps of this one
+            self._steps.clear()  # steps of the previous generation must not count for this one
         self.report_progress(phase="forming")
         return self.assignment
 
-    def form(self, assignment: Assignment, device: torch.device | None = None) -> World:
-        """Meet the others of this generation; everyone with a seat calls it."""
+    def join_world(self, assignment: Assignment, device: torch.device | None = None) -> World:
+        """Form the world of this generation; called by every worker with a rank."""
         assert assignment.rank is not None
         self._begin_forming()
-        store = None if assignment.layout.is_single else self._find_store(assignment, "train")
+        store = None if assignment.layout.is_single else self._open_store(assignment, "train")
         where = device or torch.device("cpu")
         self._world = form_world(
             assignment.layout,
             assignment.rank,
             store,
             device=where,
-            host=self._contact.local_host,
+            host=self._client.local_host,
             check=self.check,
         )
         self._sockets_before = None
-        self.check()  # a halt that came while we formed has cut what was there by then
+        self.check()  # a halt during forming shut only the sockets that existed then
         return self._world
 
     @contextmanager
-    def meet(self, assignment: Assignment) -> Generator[None]:
-        """A default group of seats and guests, in which state is passed on; all of them call it."""
+    def handoff_group(self, assignment: Assignment) -> Generator[None]:
+        """Default process group of ranked and departing workers, for the state handoff; all of them call it."""
         self._begin_forming()
         dist.init_process_group(
             "gloo",
-            store=self._find_store(assignment, "meet"),
+            store=self._open_store(assignment, "handoff"),
             rank=assignment.handoff_rank,
             world_size=assignment.handoff_size,
         )
@@ -168,18 +168,18 @@ class WorkerAgent:
         finally:
             dist.destroy_process_group()
 
-    def taken(self, assignment: Assignment, step: int) -> None:
-        """The state of ``step`` completed steps is here, whole, cut as this generation cuts it."""
-        self._taken, self._has_stepped = assignment, False
+    def state_restored(self, assignment: Assignment, step: int) -> None:
+        """The worker holds the complete state after ``step`` steps, split as in this generation."""
+        self._restored, self._has_stepped = assignment, False
         self.report_progress(step=step, phase="first step")
 
     def held_state(self, step: int) -> HeldState | None:
-        """The part of the state this worker has after ``step`` steps; none before it has any."""
-        taken = self._taken
-        if taken is None or taken.rank is None:
+        """The state part this worker holds after ``step`` steps; None before it has any."""
+        restored = self._restored
+        if restored is None or restored.rank is None:
             return None
-        place = taken.layout.place_of(taken.rank)
-        return HeldState(step=step, generation=taken.generation, place=place)
+        place = restored.layout.place_of(restored.rank)
+        return HeldState(step=step, generation=restored.generation, place=place)
 
     def report_progress(
         self,
@@ -190,7 +190,7 @@ class WorkerAgent:
         wait_s: float = 0.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """The main thread moves: ``step`` steps are completed, ``phase`` is what comes now.
+        """Report progress of the main thread: completed steps, and the phase that begins now.
 
         ``phase``: ``step`` while computing, ``sync`` while waiting for others, and the long ones
         (``first step``, ``evaluate``, ``checkpoint``, ``export``, ``loading``); see ``watchdog``.
@@ -204,179 +204,179 @@ class WorkerAgent:
         self._heartbeat = self._heartbeat.model_copy(update=update)
         if step is not None and step_s is not None:
             self._steps.append((step, step_s, wait_s))
-            if not self._has_stepped:  # the first step after a fault is news
-                self._has_stepped = self._is_news = True
-                self._nudge()
+            if not self._has_stepped:  # the first step after a fault is sent at once
+                self._has_stepped = self._is_urgent = True
+                self._wake_control()
 
     def check(self) -> None:
-        """Raise where the generation is over: not every loop waits for the others by itself."""
+        """Raise ``HaltedError`` if the generation was halted: not every loop waits in a collective."""
         if self.is_halted:
-            raise HaltedError("the generation was broken off")
+            raise HaltedError("the generation was halted")
 
     def request_exclusion(self) -> None:
-        """The others are faster without this worker: leave at the next step boundary."""
+        """Leave at the next step boundary: the other workers are faster without this straggler."""
         now = time.monotonic()
-        if now >= self._aside_due_at:  # again in a while: who heard it may have been replaced
-            self._aside_due_at = now + _ASIDE_AGAIN_S
-            self._post(LeaveNotice(is_excluded=True))
+        if now >= self._exclusion_due_at:  # repeat: the supervisor may have been replaced
+            self._exclusion_due_at = now + _EXCLUSION_RETRY_S
+            self._enqueue(LeaveNotice(is_excluded=True))
 
     @property
     def is_halted(self) -> bool:
-        """Whether the supervisor broke off the generation this worker is in."""
+        """Whether the supervisor halted the current generation."""
         return self.assignment is not None and self._halted >= self.assignment.generation
 
     def is_broken(self, error: BaseException) -> bool:
-        """Whether an error only says that others are lost, and is no fault of this worker's own."""
+        """Whether an error only reports the loss of a peer and is not this worker's own fault."""
         if isinstance(error, HaltedError) or self.is_halted:
             return True
         return tells_of_loss(error)
 
-    def settled(
+    def report_paused(
         self, step: int, *, live: bool, replicas: Sequence[HeldState] = (), detail: str = ""
     ) -> None:
-        """Out of the generation, at the end of ``step``; ``live`` where the state is whole."""
+        """Report that the worker left its generation after ``step`` steps; ``live``: its state is complete."""
         assert self.assignment is not None
         with self._changed:
             self._live = self.held_state(step) if live else None
             self._copies = tuple(replicas)
             self._is_waiting = True
-            self._post(self._report(self.assignment.generation, step, detail))
+            self._enqueue(self._report(self.assignment.generation, step, detail))
 
-    def done(self, ending: Ending, step: int) -> None:
-        """This worker's part is over and saved; the next assignment is none unless others fail."""
+    def report_done(self, ending: Ending, step: int) -> None:
+        """Report that this worker has ended and saved; no assignment follows unless another worker fails."""
         assert self.assignment is not None
         with self._changed:
             self._live, self._copies, self._ending = self.held_state(step), (), ending
             self._is_waiting = True
             generation = self.assignment.generation
-            self._post(Done(generation=generation, ending=ending, step=step, live=self._live))
+            self._enqueue(Done(generation=generation, ending=ending, step=step, live=self._live))
 
-    def part(self) -> None:
-        """Leave the groups, whatever state they are in."""
+    def leave_groups(self) -> None:
+        """Leave the process groups, in whatever state they are."""
         self._sockets_before = None
         world, self._world, self._store = self._world, None, None
         if world is not None:
-            with suppress(Exception):  # what is broken need not be closed well
+            with suppress(Exception):  # a broken group need not close cleanly
                 world.close()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> None:
-        """The run fails with this worker: say so, and wait until it is heard."""
-        words = as_failure(error)
+    def report_failure(self, error: BaseException) -> None:
+        """Report an error that fails the run, and wait until it is sent."""
+        failure = as_failure(error)
         if isinstance(error, Exception):
             shown = as_user_error(error)
-            told = {"code": shown.code, "message": shown.message, "hint": shown.hint}
-            words = words.model_copy(update=told)
-        self._post(words)
-        deadline = time.monotonic() + _LAST_WORDS_S
+            shown_fields = {"code": shown.code, "message": shown.message, "hint": shown.hint}
+            failure = failure.model_copy(update=shown_fields)
+        self._enqueue(failure)
+        deadline = time.monotonic() + _FLUSH_S
         while self._outbox and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """No more words."""
+        """Stop the control thread."""
         self._is_over = True
-        self._nudge()
+        self._wake_control()
         self._thread.join(1)
 
-    # Forming groups.
+    # Process groups.
 
     def _begin_forming(self) -> None:
-        """From now on every socket that is opened can be cut by the control thread."""
+        """From now on the control thread can shut every socket that is opened."""
         self.check()
         if self._sockets_before is None:
             self._sockets_before = open_sockets()
 
-    def _find_store(self, assignment: Assignment, prefix: str) -> Store:
-        """Rank 0 keeps the store; its address goes round through the supervisor."""
+    def _open_store(self, assignment: Assignment, prefix: str) -> Store:
+        """Open the store of a generation: rank 0 hosts it, the supervisor passes its address on."""
         if self._store is None:
             if assignment.handoff_rank == 0:
-                store = open_store(self._contact.local_host, 0, is_host=True)
-                host, port = self._contact.local_host, store.port
-                self._post(StoreHosted(generation=assignment.generation, host=host, port=port))
+                store = open_store(self._client.local_host, 0, is_host=True)
+                host, port = self._client.local_host, store.port
+                self._enqueue(StoreHosted(generation=assignment.generation, host=host, port=port))
             else:
-                store = open_store(*self._await_meeting(assignment.generation), is_host=False)
+                store = open_store(*self._wait_store_address(assignment.generation), is_host=False)
             store.set_timeout(timedelta(seconds=_STORE_S))
             self._store = store
-        use_network_interface(interface_of(self._contact.local_host))
-        found = PrefixStore(prefix, self._store)
-        # Everyone is here before anyone waits where only a time-out would end it.
-        found.set(f"here-{assignment.handoff_rank}", "1")
-        size = assignment.handoff_size if prefix == "meet" else assignment.layout.world
-        found.wait([f"here-{rank}" for rank in range(size)])
-        return found
+        use_network_interface(interface_of(self._client.local_host))
+        prefixed = PrefixStore(prefix, self._store)
+        # Wait here, where a halt can interrupt, until every rank has arrived.
+        prefixed.set(f"here-{assignment.handoff_rank}", "1")
+        size = assignment.handoff_size if prefix == "handoff" else assignment.layout.world
+        prefixed.wait([f"here-{rank}" for rank in range(size)])
+        return prefixed
 
-    def _await_meeting(self, generation: int) -> tuple[str, int]:
-        def has_come() -> bool:
-            meeting = self._meeting
+    def _wait_store_address(self, generation: int) -> tuple[str, int]:
+        def is_known() -> bool:
+            meeting = self._store_address
             return self.is_halted or (meeting is not None and meeting.generation == generation)
 
         with self._changed:
-            self._changed.wait_for(has_come)
+            self._changed.wait_for(is_known)
             self.check()
-            assert self._meeting is not None
-            return self._meeting.host, self._meeting.port
+            assert self._store_address is not None
+            return self._store_address.host, self._store_address.port
 
-    # The control thread.
+    # Control thread.
 
-    def _talk(self) -> None:
+    def _run_control(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._woken, selectors.EVENT_READ)
-        beaten_at = 0.0
+        heartbeat_at = 0.0
         while not self._is_over:
-            if not self._contact.is_up and not self._reconnect(selector):
-                selector.select(_CUT_AGAIN_S)
+            if not self._client.is_up and not self._reconnect(selector):
+                selector.select(_SHUT_RETRY_S)
                 self._drain_wakes()
                 continue
             try:
-                wait_s = _CUT_AGAIN_S if self._must_cut() else HEARTBEAT_S
+                wait_s = _SHUT_RETRY_S if self._must_shut() else HEARTBEAT_S
                 for key, _ in selector.select(wait_s):
                     if key.fileobj is self._woken:
                         self._drain_wakes()
                     else:
-                        for message in self._contact.receive():
-                            self._hear(message)
-                self._cut_if_halted()
+                        for message in self._client.receive():
+                            self._handle(message)
+                self._shut_if_halted()
                 while self._outbox:
-                    self._contact.send(self._outbox[0])
+                    self._client.send(self._outbox[0])
                     self._outbox.popleft()
                 now = time.monotonic()
-                if self._is_news or now - beaten_at >= HEARTBEAT_S:
-                    self._is_news = False
-                    beaten_at = now
+                if self._is_urgent or now - heartbeat_at >= HEARTBEAT_S:
+                    self._is_urgent = False
+                    heartbeat_at = now
                     self._send_heartbeat()
-                self._contact.check_quiet()
+                self._client.check_quiet()
             except ControlLostError:
-                if self._contact.connection is not None:
-                    selector.unregister(self._contact.connection)
-                self._contact.drop()
+                if self._client.connection is not None:
+                    selector.unregister(self._client.connection)
+                self._client.drop()
 
     def _reconnect(self, selector: selectors.BaseSelector) -> bool:
         with self._changed:
-            # What was to be said in an earlier connection stands in the hello, except last words.
-            for message in [each for each in self._outbox if isinstance(each, Done | Paused)]:
+            # The hello repeats queued reports of state; failures stay queued.
+            for message in [queued for queued in self._outbox if isinstance(queued, Done | Paused)]:
                 self._outbox.remove(message)
             hello = self._hello()
-        if self._contact.connect(hello):
-            assert self._contact.connection is not None
-            selector.register(self._contact.connection, selectors.EVENT_READ)
+        if self._client.connect(hello):
+            assert self._client.connection is not None
+            selector.register(self._client.connection, selectors.EVENT_READ)
             return True
-        lost_s = time.monotonic() - self._contact.lost_at
-        if lost_s > GIVE_UP_S or (lost_s > 1 and self._contact.is_over()):
-            os._exit(75)  # EX_TEMPFAIL: alone for too long
+        lost_s = time.monotonic() - self._client.lost_at
+        if lost_s > GIVE_UP_S or (lost_s > 1 and self._client.is_over()):
+            os._exit(75)  # EX_TEMPFAIL: no supervisor for too long
         is_leader = self.assignment is not None and self.assignment.rank == 0
-        self._contact.restart_supervisor(after_s=0.5 if is_leader else 3.0)
+        self._client.restart_supervisor(after_s=0.5 if is_leader else 3.0)
         return False
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         with self._changed:
             match message:
                 case Assignment():
                     if message.generation > self._halted:
                         self._pending = message
                 case StoreLocated():
-                    self._meeting = message
+                    self._store_address = message
                 case Pause():
                     current = self.assignment
                     self.wants_pause = (
@@ -399,36 +399,36 @@ class WorkerAgent:
         if self._is_waiting:
             self._outbox.append(self._report(generation, self._heartbeat.step, ""))
 
-    def _must_cut(self) -> bool:
+    def _must_shut(self) -> bool:
         return self.is_halted and not self._is_waiting
 
-    def _cut_if_halted(self) -> None:
-        if not self._must_cut():
-            self._cut_at = None
+    def _shut_if_halted(self) -> None:
+        if not self._must_shut():
+            self._shut_at = None
             return
-        self._cut()
+        self._shut_sockets()
         now = time.monotonic()
-        if self._cut_at is None:
-            self._cut_at = now
-        elif now - self._cut_at > _STUCK_S:
-            self._cut_at = math.inf  # told once
+        if self._shut_at is None:
+            self._shut_at = now
+        elif now - self._shut_at > _STUCK_S:
+            self._shut_at = math.inf  # dump once
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(file=2, all_threads=True)
 
-    def _cut(self) -> None:
-        """Whoever waits in a collective, or for others to come, gets an error; again until it is out."""
-        own = [self._wake, self._woken, self._contact.connection]
-        keep = [each.fileno() for each in own if each is not None]
+    def _shut_sockets(self) -> None:
+        """Shut the sockets of groups: a main thread that waits on one gets an error. Repeated until it left."""
+        sockets = [self._wake, self._woken, self._client.connection]
+        keep = [sock.fileno() for sock in sockets if sock is not None]
         if self._world is not None:
             self._world.cut(keep=keep)
         if self._sockets_before is not None:
-            cut_since(self._sockets_before, keep=keep)
+            shut_since(self._sockets_before, keep=keep)
 
     def _send_heartbeat(self) -> None:
         steps: list[tuple[int, float, float]] = []
         while self._steps:
             steps.append(self._steps.popleft())
-        self._contact.send(self._heartbeat.model_copy(update={"steps": tuple(steps)}))
+        self._client.send(self._heartbeat.model_copy(update={"steps": tuple(steps)}))
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):
@@ -460,12 +460,12 @@ class WorkerAgent:
             replicas=self._copies if waits else (),
         )
 
-    def _post(self, message: Value) -> None:
+    def _enqueue(self, message: Value) -> None:
         with self._changed:
             self._outbox.append(message)
-        self._nudge()
+        self._wake_control()
 
-    def _nudge(self) -> None:
+    def _wake_control(self) -> None:
         with suppress(BlockingIOError, OSError):
             self._wake.send(b"\0")
 
@@ -473,21 +473,21 @@ class WorkerAgent:
 def run_worker_agent(
     number: int, *, node: str, run: RunStore, body: Callable[[WorkerAgent], None]
 ) -> int:
-    """Live a worker's life; its exit code."""
-    worker = WorkerAgent(number, node=node, run=run)
-    worker.start()
+    """Run ``body`` in a worker process; returns its exit code."""
+    agent = WorkerAgent(number, node=node, run=run)
+    agent.start()
     try:
-        body(worker)
-    except BaseException as error:  # noqa: BLE001 (the last border: it becomes a message)
+        body(agent)
+    except BaseException as error:  # noqa: BLE001 (reported to the supervisor)
         traceback.print_exc()
-        worker.fail(error)
+        agent.report_failure(error)
         return 1
     finally:
-        worker.close()
+        agent.close()
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
 
 
-def _take_note(*_: object) -> None:
-    """The control thread has been woken: that is all a signal is for."""
+def _ignore_signal(*_: object) -> None:
+    """A signal only wakes the control thread."""

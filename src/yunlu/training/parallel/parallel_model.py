@@ -51,7 +51,7 @@ class ParallelModel:
             # Slow to import, and replicas need none of it: a node that joins them is there sooner.
             from yunlu.training.parallel import parallelize  # noqa: PLC0415
 
-            self._cutting = cutting
+            self._parallelize = parallelize
             self._stages, self._shared = parallelize.parallelize(model, world)
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
@@ -86,7 +86,7 @@ class ParallelModel:
         """Around forward and backward of a step."""
         if not self.world.layout.vocabulary:
             return nullcontext()
-        return self._cutting.sharded_loss(self._whole)
+        return self._parallelize.sharded_loss(self._whole)
 
     def accumulate(
         self,
@@ -155,7 +155,7 @@ class ParallelModel:
         """
         if self.world.layout.fsdp > 1:
             for part in self.parts:
-                self._cutting.reshard(part)
+                self._parallelize.reshard(part)
 
     def publish(self) -> None:
         """After an update: bring what others updated here."""
@@ -199,9 +199,9 @@ class ParallelModel:
             self.optimized = self._owned.owned
         if layout.fsdp > 1:
             group = world.group("dp", "fsdp")
-            self._used = [self._cutting.UsedWeights(part, group) for part in self.parts]
+            self._used = [self._parallelize.UsedWeights(part, group) for part in self.parts]
         if layout.pp > 1:
-            self._pipeline = self._cutting.Pipeline(
+            self._pipeline = self._parallelize.Pipeline(
                 self._stages,
                 group=world.group("pp"),
                 layout=layout,
@@ -216,7 +216,7 @@ class ParallelModel:
 
     def _set_sync(self, stage: nn.Module, *, last: bool) -> None:
         if self.world.layout.fsdp > 1:
-            self._cutting.set_sync(stage, last=last)
+            self._parallelize.set_sync(stage, last=last)
 
     def _count_copies(self) -> list[int]:
         """How many workers hold the same as this one does of each weight."""

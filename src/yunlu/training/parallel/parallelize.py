@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.parallel.world import World
 
-__all__ = ["Pipeline", "UsedWeights", "cut", "reshard", "set_sync", "sharded_loss"]
+__all__ = ["Pipeline", "UsedWeights", "parallelize", "reshard", "set_sync", "sharded_loss"]
 
 
 def parallelize(

@@ -306,7 +306,7 @@ def _make_stage(
         for path in anatomy.after:
             _replace(root, path, nn.Module())
     root.__class__ = type(f"{kind.__name__}Stage", (PipelineStage, kind), {})
-    stage = cast("Stage", root)
+    stage = cast("PipelineStage", root)
     stage.__dict__["_passage"] = passage
     return stage
 

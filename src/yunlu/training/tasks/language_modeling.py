@@ -245,8 +245,8 @@ def _is_table(data: DataSpec) -> bool:
     if data.format != "auto":
         return data.format != "text"
     scheme = data.train.partition(":")[0]
-    if scheme == "made" or (scheme in {"hf", "sklearn"} and "://" not in data.train):
-        return scheme != "made"
+    if scheme == "synthetic" or (scheme in {"hf", "sklearn"} and "://" not in data.train):
+        return scheme != "synthetic"
     location = locate(data.train, data.options)
     if location.is_folder:
         return not any(file.suffix == ".txt" for file in location.files())

@@ -10,20 +10,15 @@ import pytest
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.mixed import (
-    SLOWDOWN,
     TableKnowledge,
-    bend_to_sia,
     load_knowledge,
     load_mixed_profiles,
-    mixed_nodes,
 )
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
-from yunlu.lab.simulation.outcome import Outcome
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.mixed_speed import MixedFitter, NoForeknowledge, tell_goodput_table
 from yunlu.scheduler.policy.observations import Noise, Observations, Timing
 from yunlu.scheduler.policy.values import Demand

@@ -1,4 +1,4 @@
-"""The published rows: greedy and the optimum must come out, then ours must beat what is asked."""
+"""Policies on made traces: the optimum is cheapest, ours beats greedy, nobody is late."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT, fit_model, training_markets
+from benchmarks.fit_spot import HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
 
 from yunlu.cli.pool_spot import SpotError, spot
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.study import rank, run_trials
+
 
 def write_traces(folder: Path) -> None:
     random = np.random.default_rng(3)
@@ -20,6 +21,45 @@ def write_traces(folder: Path) -> None:
         data = np.repeat(random.random(150) < 0.7, 8).astype(int).tolist()
         record = {"metadata": {"gap_seconds": 300}, "data": data}
         (folder / f"{zone}.json").write_text(json.dumps(record))
+
+
+def write_markets(folder: Path, *, up_h: float, down_h: float, zones: int) -> None:
+    """Zones whose machines come and go at rates that never change."""
+    folder.mkdir(parents=True)
+    random, step_h = np.random.default_rng(5), 0.25
+    for zone in range(zones):
+        data, is_up = [], True
+        for _ in range(4 * 24 * 40):
+            is_up = is_up != (random.random() < step_h / (up_h if is_up else down_h))
+            data.append(int(is_up))
+        record = {"metadata": {"gap_seconds": 3600 * step_h}, "data": data}
+        (folder / f"zone{zone}.json").write_text(json.dumps(record))
+
+
+def test_a_fit_finds_the_rates_of_made_traces_and_leaves_out_the_test(tmp_path: Path) -> None:
+    write_markets(tmp_path / "1-node" / "other", up_h=6.0, down_h=2.0, zones=12)
+    write_markets(tmp_path / "1-node" / HELD_OUT, up_h=1.0, down_h=9.0, zones=2)
+    markets = training_markets(tmp_path)
+    assert len(markets) == 12
+    model, _ = fit_model(markets, PRIOR.memory_s / 3600)
+    assert model.prior_share == pytest.approx(0.75, abs=0.03)
+    for by_age, of_share, mean_h in (
+        (model.up_by_age, model.up_of_share, 6.0),
+        (model.down_by_age, model.down_of_share, 2.0),
+    ):
+        levels = np.array(by_age) + of_share[0] * 0.75 + of_share[1] * 0.75**2
+        assert np.exp(-levels) == pytest.approx(mean_h, rel=0.3)
+
+
+@pytest.mark.slow
+def test_ours_is_cheaper_than_greedy_and_never_late(tmp_path: Path) -> None:
+    write_markets(tmp_path / "availability" / "1-node" / HELD_OUT, up_h=6.0, down_h=2.0, zones=2)
+    asked = ROWS[0]
+    starts = draw_rows(tmp_path, each=4)[0]
+    standings = {each.policy: each for each in rank(run_trials(make_job(asked), starts))}
+    assert standings["optimum"].ratio <= standings["planned"].ratio
+    assert standings["planned"].ratio < standings["greedy"].ratio < 1
+    assert all(each.late == 0 for each in standings.values())
 
 
 def test_the_verb_prints_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ FEW = [
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path))
-    return tmp_path / "made"
+    return tmp_path / "synthetic"
 
 
 @pytest.mark.parametrize("plan", [plan_words, plan_digits])

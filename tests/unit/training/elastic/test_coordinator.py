@@ -201,7 +201,7 @@ def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
         assert ship.coordinator.outcome is None
         ship.handle_message(number, Done(generation=1, ending="changed", step=3))
     assert ship.coordinator.outcome is not None
-    assert ship.coordinator.outcome.is_changing
+    assert ship.coordinator.outcome.switches_to_async
     assert ship.coordinator.outcome.state is RunState.RUNNING
 
 

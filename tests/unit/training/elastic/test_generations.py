@@ -74,7 +74,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
     )
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("copies", 10)
-    assert found.before == layout
+    assert found.source_layout == layout
     assert {giver.held_state.place.fsdp for giver in found.restore.sources} == {0, 1, 2}
 
 

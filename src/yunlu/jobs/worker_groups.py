@@ -1,4 +1,4 @@
-"""What several workers of one run went through: layouts, faults, time lost, figures of each."""
+"""Worker groups of a run: layouts, lost workers, time lost, figures of each worker."""
 
 from __future__ import annotations
 
@@ -9,41 +9,34 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.jobs.curves import thin
-from yunlu.jobs.recorded import held_up_s, number, step_s
-from yunlu.jobs.report_model import (
-    RankPosition,
-    Straggler,
-    WorkerFault,
-    WorkerGroupChange,
-    WorkerGroupHistory,
-    WorkerStats,
-)
-from yunlu.planning.layout import AXES, parse_layout
-from yunlu.runs.run_dir import EventKind
+from yunlu.jobs.run_log import held_up_s, number, step_s
+from yunlu.jobs.report_model import WorkerGroupHistory, WorkerStats
+from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import Area, Document, Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.recorded import Record, Recorded
-    from yunlu.runs.run_dir import Event
+    from yunlu.jobs.run_log import Record, RunLog
+    from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerLost
+    from yunlu.runs.fold import GroupGeneration, LostWorker, RunView
     from yunlu.runs.run_store import RunStore
 
 _Key = tuple[int, int]
-"""Life and generation."""
+"""Attempt and generation."""
 _MOST_POINTS = 300
 
 
-def read_crew(
-    recorded: Recorded, samples: Iterable[dict[str, Any]] = ()
+def read_worker_groups(
+    log: RunLog, samples: Iterable[dict[str, Any]] = ()
 ) -> WorkerGroupHistory | None:
-    """Everything about the crew; None where one plain worker trained alone."""
-    changes, faults, stragglers = _read_events(recorded.events)
+    """History of the worker group; None where one worker trained alone."""
+    changes, faults = log.view.worker_groups, log.view.lost_workers
     if not changes:
         return None
-    records = [record for record in recorded.records if "at" in record]
-    pauses = _pauses(recorded)
+    records = [record for record in log.records if "at" in record]
+    pauses = _pauses(log)
     wall_s, lost = _time_lost(records, changes, pauses)
     lost_s = sum(lost.values())
     busy_s = sum(step_s(record) for record in records)
@@ -59,8 +52,8 @@ def read_crew(
             change.model_copy(update={"lost_s": lost.get(change.key, change.lost_s)})
             for change in changes
         ),
-        faults=tuple(faults),
-        stragglers=tuple(stragglers),
+        faults=faults,
+        stragglers=tuple(seen for seen in log.view.stragglers if not seen.recovered),
         workers=tuple(_members(changes, faults, samples)),
         began_at=records[0]["at"] - step_s(records[0]) if records else changes[0].at,
         pauses=pauses,
@@ -76,19 +69,18 @@ def read_samples(run: RunStore) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def newest_crew(run: RunStore) -> WorkerGroupChange | None:
+def newest_worker_group(run: RunStore) -> GroupGeneration | None:
     """The layout a run has now; None where it has one plain worker."""
     if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
         return None  # spares those who list many runs the reading of every log
-    changes, _, _ = _read_events([event for event, _ in run.read_events()])
-    return changes[-1] if changes else None
+    return read_view(run).worker_group
 
 
-def name_worker(each: WorkerFault | Straggler) -> str:
+def name_worker(worker: LostWorker | WorkerLost | StragglerSeen | ErrorRaised) -> str:
     """``worker 3 (rank 2 on node-a)``."""
-    known = [f"rank {each.rank}"] if each.rank is not None else []
-    known += [f"on {each.host}"] if each.host else []
-    return f"worker {each.worker}" + (f" ({' '.join(known)})" if known else "")
+    known = [f"rank {worker.rank}"] if worker.rank is not None else []
+    known += [f"on {worker.host}"] if worker.host else []
+    return f"worker {worker.worker}" + (f" ({' '.join(known)})" if known else "")
 
 
 def gist_of(detail: str | None) -> str:
@@ -97,115 +89,16 @@ def gist_of(detail: str | None) -> str:
     return lines[-1 if lines[0].startswith("Traceback") else 0]
 
 
-def first_failure(events: Sequence[Event]) -> WorkerFault | None:
-    """The worker whose own error came first in the last life: the others fail because of it."""
-    first: WorkerFault | None = None
-    for event in events:
-        if event.kind == EventKind.LIFE:
-            first = None
-        elif event.kind == EventKind.FAULT and event.data.get("what") == "failed" and first is None:
-            first = read_fault(event.data, at=event.at)
-    return first
-
-
-def read_change(
-    data: dict[str, Any], *, at: float = 0.0, life: int = 1
-) -> WorkerGroupChange | None:
-    """The value of a CREW event; None where it is of another version."""
-    generation = _whole(data.get("generation"))
-    layout, said = str(data.get("layout") or ""), data.get("ranks")
-    if generation is None or not layout or not isinstance(said, list):
-        return None
-    stages = data.get("stages")
-    return WorkerGroupChange(
-        attempt=life,
-        generation=generation,
-        at=at,
-        layout=layout,
-        reason=str(data.get("reason") or ""),
-        from_step=_whole(data.get("from_step")) or 0,
-        redone_steps=_whole(data.get("redone_steps")) or 0,
-        lost_s=number(data.get("lost_s")),
-        ranks=tuple(_ranks(said, layout)),
-        stages=tuple(str(each) for each in stages) if isinstance(stages, list) else (),
-    )
-
-
-def read_fault(data: dict[str, Any], *, at: float = 0.0, struck: _Key | None = None) -> WorkerFault:
-    """The value of a FAULT event."""
-    detail = data.get("detail")
-    return WorkerFault(
-        what=str(data.get("what") or "lost"),
-        at=at,
-        step=_whole(data.get("step")),
-        rank=_whole(data.get("rank")),
-        worker=_text(data.get("member")),
-        host=_text(data.get("host"), otherwise=""),
-        pid=_whole(data.get("pid")),
-        detail=str(detail) if detail else None,
-        struck=struck,
-    )
-
-
-def read_straggler(data: dict[str, Any], *, at: float = 0.0) -> Straggler | None:
-    """The value of a STRAGGLER event; None where it does not say how slow."""
-    ratio = number(data.get("ratio"))
-    if ratio is None or not math.isfinite(ratio):
-        return None
-    return Straggler(
-        at=at,
-        step=_whole(data.get("step")),
-        rank=_whole(data.get("rank")),
-        worker=_text(data.get("member")),
-        host=_text(data.get("host"), otherwise=""),
-        ratio=ratio,
-    )
-
-
-def _read_events(
-    events: Sequence[Event],
-) -> tuple[list[WorkerGroupChange], list[WorkerFault], list[Straggler]]:
-    changes: list[WorkerGroupChange] = []
-    faults: list[WorkerFault] = []
-    stragglers: list[Straggler] = []
-    life = 0
-    for event in events:
-        life += event.kind == EventKind.LIFE
-        if event.kind == EventKind.CREW:
-            change = read_change(event.data, at=event.at, life=max(life, 1))
-            changes += [change] if change else []
-        elif event.kind == EventKind.FAULT:
-            struck = changes[-1].key if changes else None
-            faults.append(read_fault(event.data, at=event.at, struck=struck))
-        elif event.kind == EventKind.STRAGGLER:
-            straggler = read_straggler(event.data, at=event.at)
-            stragglers += [straggler] if straggler and not event.data.get("over") else []
-    return changes, faults, stragglers
-
-
-def _ranks(said: Iterable[Any], layout: str) -> Iterator[RankPosition]:
-    parsed = parse_layout(layout)
-    for each in said:
-        rank = _whole(each.get("rank")) if isinstance(each, dict) else None
-        if rank is None:
-            continue
-        place = each.get("place")
-        if not isinstance(place, dict):
-            known = parsed is not None and rank < parsed.world
-            place = parsed.place_of(rank)._asdict() if parsed and known else {"dp": rank}
-        axes = {axis: _whole(place.get(axis)) or 0 for axis in AXES}
-        yield RankPosition(
-            rank=rank,
-            worker=_text(each.get("member")),
-            host=_text(each.get("host"), otherwise=""),
-            pid=_whole(each.get("pid")),
-            **axes,
-        )
+def first_failure(view: RunView) -> LostWorker | None:
+    """The worker whose own error came first in the last attempt: the others fail because of it."""
+    began_at = view.attempts[-1].began_at if view.attempts else 0.0
+    failed = (lost for lost in view.lost_workers if lost.cause == "failed")
+    return next((lost for lost in failed if lost.at >= began_at), None)
 
 
 def _time_lost(
     records: Sequence[Record],
-    changes: Sequence[WorkerGroupChange],
+    changes: Sequence[GroupGeneration],
     pauses: Sequence[tuple[float, float]],
 ) -> tuple[float, dict[_Key, float]]:
     """Seconds since the first step began, and what each change took of them.
@@ -227,11 +120,11 @@ def _time_lost(
     return wall_s, lost
 
 
-def _pauses(recorded: Recorded) -> tuple[tuple[float, float], ...]:
-    """Time between two lives, in which nobody was there to train."""
+def _pauses(log: RunLog) -> tuple[tuple[float, float], ...]:
+    """Time between two attempts, in which nobody was there to train."""
     return tuple(
         (before.ended_at, after.started_at)
-        for before, after in pairwise(recorded.lives)
+        for before, after in pairwise(log.attempts)
         if after.started_at > before.ended_at
     )
 
@@ -272,15 +165,15 @@ class _Sums:
 
 
 def _members(
-    changes: Sequence[WorkerGroupChange],
-    faults: Sequence[WorkerFault],
+    changes: Sequence[GroupGeneration],
+    faults: Sequence[LostWorker],
     samples: Iterable[dict[str, Any]],
 ) -> Iterator[WorkerStats]:
     """One for each worker that ever held a rank: those of today by rank, then those that are gone."""
     sums = _sum_up(samples)
     known = {each.worker: each for change in changes for each in change.ranks}
     now = {each.worker: each.rank for each in changes[-1].ranks}
-    lost = {fault.worker: fault.what for fault in faults if fault.worker not in now}
+    lost = {fault.worker: fault.cause for fault in faults if fault.worker not in now}
     order = sorted(known, key=lambda worker: (worker not in now, now.get(worker, 0)))
     for worker in order:
         own = sums.get(worker) or _Sums()
@@ -307,7 +200,7 @@ def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
         for each in said if isinstance(said, list) else ():
             if not isinstance(each, dict):
                 continue
-            own = sums[_text(each.get("member"))]
+            own = sums[_text(each.get("worker"))]
             if own.generation != generation:  # the steps of two layouts have no common mean
                 own.generation, own.step_s, own.wait_s, own.count = generation, 0.0, 0.0, 0
             _add(own, each, step)
@@ -329,7 +222,7 @@ def _add(own: _Sums, said: dict[str, Any], step: int | None) -> None:
 
 
 def _key(record: Record) -> _Key:
-    return int(record.get("life", 1)), int(record.get("generation", 0))
+    return int(record.get("attempt", 1)), int(record.get("generation", 0))
 
 
 def _whole(value: object) -> int | None:

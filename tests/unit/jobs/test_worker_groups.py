@@ -15,8 +15,8 @@ from rich.console import Console
 
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
-from yunlu.jobs.crew import newest_crew, read_crew, read_samples
-from yunlu.jobs.recorded import Recorded
+from yunlu.jobs.worker_groups import newest_worker_group, read_worker_groups, read_samples
+from yunlu.jobs.run_log import RunLog
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.planning.layout import Layout, parse_layout
@@ -290,7 +290,7 @@ def test_used_and_lost_time_add_up(changes: list[tuple[float, int]], step_s: flo
         for _ in range(steps):
             now, step = now + step_s, step + 1
             records.append({"step": step, "at": now, "compute_s": step_s, "generation": generation})
-    crew = read_crew(Recorded(events=events, records=records, lives=[], returns=[]))
+    crew = read_worker_groups(RunLog(events=events, records=records, lives=[], returns=[]))
 
     assert crew is not None
     lost = sum(pause_s for pause_s, _ in changes[1:])
@@ -375,7 +375,7 @@ def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> N
     ranks = [{"rank": rank, "member": rank, "host": "a"} for rank in range(layout.world)]
     data = {"generation": 1, "layout": str(layout), "from_step": 0, "ranks": ranks}
     event = Event(kind=EventKind.CREW, at=1.0, data=data)
-    crew = read_crew(Recorded(events=[event], records=[], lives=[], returns=[]))
+    crew = read_worker_groups(RunLog(events=[event], records=[], lives=[], returns=[]))
     assert crew is not None
     picture = picture_layout(crew, crew.newest)
 
@@ -433,7 +433,7 @@ def test_one_plain_worker_has_nothing_of_it(tmp_path: Path) -> None:
     page = render_page(report)
 
     assert report.worker_group is None
-    assert newest_crew(run) is None
+    assert newest_worker_group(run) is None
     assert 'id="workers"' not in page
     assert "Workers" not in page
     assert "effective" not in told(report)

@@ -1,0 +1,41 @@
+"""Run creation: the documents and the first event of a new run."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from yunlu.executors.worker_process import record_worker, this_process
+from yunlu.runs.documents import write_job
+from yunlu.runs.events import StateChanged
+from yunlu.runs.home import new_run, open_run
+from yunlu.runs.run_store import Document
+from yunlu.runs.states import RunState
+
+if TYPE_CHECKING:
+    from yunlu.runs.run_store import RunStore
+    from yunlu.spec.job import Job
+
+
+def create_run(job: Job, source: Path | None, home: Path) -> RunStore:
+    """Create a pending run; it appears in its home whole or not at all."""
+    name = job.name or _slug(source.stem if source else job.task)
+    run_id = f"{_slug(name)}-{secrets.token_hex(3)}"
+    with new_run(home, run_id) as run:
+        _fill(run, job.model_copy(update={"name": name}), source)
+    return open_run(home / run_id)
+
+
+def _fill(run: RunStore, job: Job, source: Path | None) -> None:
+    write_job(run, job)
+    if source is not None:
+        run.write(Document.JOB_SOURCE, source.read_bytes())
+    record_worker(run, this_process())
+    state, directory = RunState.PENDING.value, str(Path.cwd())
+    run.emit(StateChanged(state=state, reason="submitted", directory=directory))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"

@@ -127,21 +127,21 @@ def _measure(
     screen.print(
         f"{name} {turn + 1}, {clock}: {measured_s * 1e3:.2f} ms ({time.perf_counter() - started_at:.0f} s)"
     )
-    if plan.foretold is None:
+    if plan.estimate is None:
         return None
     # The clock of the thread does not see others: nor must the prediction.
-    busy = plan.foretold.busy if clock == "cpu" else 1.0
+    busy = plan.estimate.busy if clock == "cpu" else 1.0
     return {
         "name": name,
         "clock": clock,
         "measured_s": measured_s,
-        "foretold_s": plan.foretold.raw["step_s"] / busy,
+        "foretold_s": plan.estimate.raw["step_s"] / busy,
         "predicted_s": plan.prediction.step_s,
         "figures": [
             each.model_copy(
                 update={
                     "measured": measured_s,
-                    "predicted": plan.foretold.raw["step_s"] / busy,
+                    "predicted": plan.estimate.raw["step_s"] / busy,
                     "busy": each.busy / busy,
                 }
             )

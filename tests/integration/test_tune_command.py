@@ -73,7 +73,7 @@ def test_a_search_ends_with_a_setting_a_command_and_a_page(
 ) -> None:
     answer = tune(job, "--trials", "3", "--set", "train.seed=7")
     assert answer.code == 0, answer.err
-    for words in ("forecast", "trials", "begins", "rung 4/4", "done", "best  loss", "foretold"):
+    for words in ("forecast", "trials", "begins", "rung 4/4", "done", "best  loss", "predicted"):
         assert words in answer.out
     assert f"yunlu train {job} --set train.seed=7" in " ".join(
         answer.out.replace("\\\n", "").split()

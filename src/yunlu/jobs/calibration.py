@@ -19,7 +19,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import psutil
-from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
@@ -37,8 +36,9 @@ from yunlu.planning.machine_profile import (
     read_processor,
 )
 from yunlu.planning.plan import Measurement, Plan
+from yunlu.runs.events import AttemptStarted, MemoryExhausted
+from yunlu.runs.fold import read_view
 from yunlu.runs.home import find_runs
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from yunlu.planning.machine_profile import MachineProfile
-    from yunlu.runs.run_dir import Event
     from yunlu.runs.run_store import RunStore
 
 _STARTS = 9
@@ -163,10 +162,11 @@ def _last_written_at(run: RunStore) -> float:
 def _start_s(run: RunStore) -> float | None:
     """None of a run that made no step, or that began in a process which was there before."""
     with suppress(StopIteration, ValueError, LookupError, TypeError):  # cut short, or torn
-        lives = (event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE)
-        life, (step, _) = next(lives), next(run.read_metrics())
-        if life["began_at"] == life["process_started_at"]:
-            return max(step["at"] - life["began_at"], 0.0)
+        events = (event for event, _ in run.read_events())
+        attempt = next(event for event in events if isinstance(event, AttemptStarted))
+        step, _ = next(run.read_metrics())
+        if attempt.began_at == attempt.process_started_at:
+            return max(step["at"] - attempt.began_at, 0.0)
     return None
 
 
@@ -242,44 +242,36 @@ def _hash(path: Path) -> str:
 
 def figures_of(run: RunStore) -> list[RunMeasurement]:
     """What a finished run has to teach; nothing where it did not finish, or nothing was foretold."""
-    plan, measured, ended_at = _read(event for event, _ in run.read_events())
-    if plan is None or plan.foretold is None or measured is None or not plan.layout.is_single:
+    plan, measured, ended_at = _read(run)
+    if plan is None or plan.estimate is None or measured is None or not plan.layout.is_single:
         return []
-    foretold = plan.foretold
-    if foretold.version != learnt.VERSION:
+    estimate = plan.estimate
+    if estimate.version != learnt.VERSION:
         return []
     return [
         RunMeasurement(
             run=name_run(Path(run.address)),
             at=ended_at,
             quantity=quantity,
-            device=foretold.device,
-            stack=foretold.stack,
+            device=estimate.device,
+            stack=estimate.stack,
             precision=plan.precision,
-            work=foretold.work,
-            predicted=foretold.raw[quantity],
+            work=estimate.work,
+            predicted=estimate.raw[quantity],
             measured=getattr(measured, quantity),
-            busy=foretold.busy if quantity == "step_s" else 1.0,
+            busy=estimate.busy if quantity == "step_s" else 1.0,
         )
         for quantity in learnt.SPREADS
-        if foretold.raw.get(quantity) and getattr(measured, quantity)
+        if estimate.raw.get(quantity) and getattr(measured, quantity)
     ]
 
 
-def _read(events: Iterable[Event]) -> tuple[Plan | None, Measurement | None, float]:
-    plan, measured, ended_at, is_finished = None, None, 0.0, False
-    for event in events:
-        with suppress(ValidationError):  # of another version: it teaches nothing
-            if event.kind is EventKind.PLAN:
-                plan = Plan.model_validate(event.data)
-            elif event.kind is EventKind.MEASURED:
-                measured = Measurement.model_validate(event.data)
-            elif event.kind is EventKind.OUT_OF_MEMORY:
-                return None, None, 0.0  # its steps were not those that were foretold
-        if event.kind is EventKind.STATE:
-            is_finished = event.data.get("state") == RunState.FINISHED
-        ended_at = event.at
-    return plan, measured if is_finished else None, ended_at
+def _read(run: RunStore) -> tuple[Plan | None, Measurement | None, float]:
+    view = read_view(run)
+    if any(isinstance(incident, MemoryExhausted) for incident in view.incidents):
+        return None, None, 0.0  # its steps were not those that were predicted
+    is_finished = view.state is RunState.FINISHED
+    return view.plan, view.measured if is_finished else None, view.status.updated_at
 
 
 def _finished_runs() -> list[RunStore]:

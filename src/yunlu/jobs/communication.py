@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.run_log import number, step_s
-from yunlu.runs.run_dir import EventKind
+from yunlu.jobs.run_log import step_s
+from yunlu.runs.events import ExchangeSetting, RefusedSetting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from yunlu.jobs.run_log import Record, RunLog
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import CommunicationChosen, ExchangePrediction, MeasuredLinks
 
 
 class Expectation(Value):
@@ -39,13 +39,6 @@ class Candidate(Value):
     cost_s: float
     """With the further steps that it may need: what the progress of a plain step takes."""
     is_chosen: bool
-
-
-class Refused(Value):
-    """What was not considered, and why."""
-
-    name: str
-    reason: str
 
 
 class HostLinks(Value):
@@ -71,7 +64,7 @@ class Chosen(Value):
     steps: int
     """Made with it, without those that were undone."""
     name: str
-    setting: dict[str, Any]
+    setting: ExchangeSetting
     guarantee: str
     reason: str
     expectations: tuple[Expectation, ...]
@@ -79,7 +72,7 @@ class Chosen(Value):
     """What packing left out of a usual exchange, relative to what it was given."""
     candidates: tuple[Candidate, ...]
     """The best of each kind, the one to reach the same loss first before the others."""
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedSetting, ...]
     links: tuple[HostLinks, ...]
     """Empty where nothing was measured."""
     aside: tuple[str, ...] = ()
@@ -102,12 +95,12 @@ class Communication(Value):
         return self.choices[-1]
 
 
-def read_communication(recorded: RunLog) -> Communication | None:
+def read_communication(log: RunLog) -> Communication | None:
     """Every choice with what followed; None where nothing was ever chosen, as for one worker."""
-    events = [event for event in recorded.events if _is_choice(event)]
+    events = log.view.communications
     if not events:
         return None
-    records = [record for record in recorded.records if "at" in record]
+    records = [record for record in log.records if "at" in record]
     ends = [event.at for event in events[1:]] + [math.inf]
     choices = [
         _read_choice(event, [each for each in records if event.at <= each["at"] < end])
@@ -157,55 +150,46 @@ def _beside(told: Expectation, show: Callable[[float], str]) -> str:
     return f" ({show(told.predicted)} predicted{ratio})"
 
 
-def _is_choice(event: Event) -> bool:
-    return event.kind == EventKind.COMMUNICATION and bool(event.data.get("chosen"))
-
-
-def _read_choice(event: Event, records: Sequence[Record]) -> Chosen:
-    data = event.data
-    name, setting = str(data["chosen"]), _mapping(data.get("setting"))
-    every = max(int(_finite(setting.get("every")) or 1), 1)
-    told_step = int(_finite(data.get("step")) or 0)
+def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> Chosen:
     return Chosen(
         at=event.at,
         # A worker that goes on from a checkpoint chooses before it has read it.
-        from_step=int(records[0]["step"]) - 1 if records else told_step,
+        from_step=int(records[0]["step"]) - 1 if records else event.step,
         steps=len(records),
-        name=name,
-        setting=setting,
-        guarantee=str(data.get("guarantee") or ""),
-        reason=str(data.get("reason") or ""),
-        expectations=tuple(_expect(_mapping(data.get("predicted")), records, every)),
-        compression_error=_usual(records, lambda each: each.get("compression_error")),
-        candidates=tuple(_candidates(data.get("candidates"), name)),
-        refused=tuple(
-            Refused(name=str(each.get("name") or ""), reason=str(each.get("reason") or ""))
-            for each in _mappings(data.get("refused"))
-        ),
-        links=tuple(_links(_mapping(data.get("links")))),
-        aside=tuple(_aside(data)),
+        name=event.chosen,
+        setting=event.setting,
+        guarantee=event.guarantee,
+        reason=event.reason,
+        expectations=tuple(_expect(event.predicted, records, max(event.setting.every, 1))),
+        compression_error=_usual(records, lambda record: record.get("compression_error")),
+        candidates=tuple(_candidates(event)),
+        refused=event.refused,
+        links=tuple(_links(event.links)) if event.links else (),
+        aside=tuple(_excluded_hosts(event)),
     )
 
 
-def _aside(data: dict[str, Any]) -> Iterator[str]:
-    hosts = [str(host) for host in _list(_mapping(data.get("links")).get("hosts"))]
-    ranks = {int(rank) for each in _list(data.get("aside")) if (rank := _finite(each)) is not None}
-    yield from dict.fromkeys(host for rank, host in enumerate(hosts) if rank in ranks)
+def _excluded_hosts(event: CommunicationChosen) -> Iterator[str]:
+    hosts = event.links.hosts if event.links else ()
+    yield from dict.fromkeys(host for rank, host in enumerate(hosts) if rank in event.excluded)
 
 
 def _expect(
-    predicted: dict[str, Any], records: Sequence[Record], every: int
+    predicted: ExchangePrediction | None, records: Sequence[Record], every: int
 ) -> Iterator[Expectation]:
-    exchange_s, hidden_s = (_finite(predicted.get(key)) for key in ("exchange_s", "hidden_s"))
-    wait_s = None if exchange_s is None else max(exchange_s - (hidden_s or 0.0), 0.0)
+    wait_s = max(predicted.exchange_s - predicted.hidden_s, 0.0) if predicted else None
     rows: list[tuple[str, float | None, Callable[[Record], float | None]]] = [
-        ("step_s", _finite(predicted.get("step_s")), step_s),
-        ("exchange_s", exchange_s, lambda each: each.get("exchange_s")),
-        ("wait_s", wait_s, lambda each: each.get("communication_s")),
+        ("step_s", predicted.step_s if predicted else None, step_s),
+        (
+            "exchange_s",
+            predicted.exchange_s if predicted else None,
+            lambda record: record.get("exchange_s"),
+        ),
+        ("wait_s", wait_s, lambda record: record.get("communication_s")),
         (
             "sent_bytes",
-            _finite(predicted.get("bytes_per_step")),
-            lambda each: each.get("sent_bytes"),
+            predicted.bytes_per_step if predicted else None,
+            lambda record: record.get("sent_bytes"),
         ),
     ]
     for quantity, foretold, read in rows:
@@ -237,61 +221,27 @@ def _usual(
     return median(fmean(stretch) for stretch in stretches) if stretches else None
 
 
-def _candidates(said: object, chosen: str) -> Iterator[Candidate]:
-    for each in _mappings(said):
-        step, cost = (_finite(each.get(key)) for key in ("step_s", "cost_s"))
-        if step is not None:
-            name = str(each.get("name") or "")
-            yield Candidate(
-                name=name,
-                step_s=step,
-                cost_s=step if cost is None else cost,
-                is_chosen=name == chosen,
-            )
-
-
-def _links(said: dict[str, Any]) -> Iterator[HostLinks]:
-    hosts = [str(host) for host in _list(said.get("hosts"))]
-    names = list(dict.fromkeys(hosts))
-    spans = _row(_list(said.get("compute_s")), len(hosts))
-    for place, host in enumerate(names):
-        here = [span for at, span in zip(hosts, spans, strict=True) if at == host and span]
-        rates, latencies = (
-            _row(_list(_at(said.get(key), place)), len(names))
-            for key in ("bytes_per_s", "latency_s")
+def _candidates(event: CommunicationChosen) -> Iterator[Candidate]:
+    for candidate in event.candidates:
+        yield Candidate(
+            name=candidate.name,
+            step_s=candidate.step_s,
+            cost_s=candidate.cost_s,
+            is_chosen=candidate.name == event.chosen,
         )
+
+
+def _links(links: MeasuredLinks) -> Iterator[HostLinks]:
+    hosts = list(dict.fromkeys(links.hosts))
+    spans = links.compute_s or (0.0,) * len(links.hosts)
+    for place, host in enumerate(hosts):
+        here = [span for at, span in zip(links.hosts, spans, strict=True) if at == host and span]
         yield HostLinks(
             host=host,
-            workers=hosts.count(host),
-            send_bytes_per_s=_finite(_at(said.get("send_bytes_per_s"), place)),
-            receive_bytes_per_s=_finite(_at(said.get("receive_bytes_per_s"), place)),
-            bytes_per_s=rates,
-            latency_s=latencies,
+            workers=links.hosts.count(host),
+            send_bytes_per_s=links.send_bytes_per_s[place],
+            receive_bytes_per_s=links.receive_bytes_per_s[place],
+            bytes_per_s=links.bytes_per_s[place],
+            latency_s=links.latency_s[place],
             compute_s=max(here, default=None),
         )
-
-
-def _row(said: Sequence[object], length: int) -> tuple[float | None, ...]:
-    return tuple(_finite(_at(said, place)) for place in range(length))
-
-
-def _at(said: object, place: int) -> object:
-    found = _list(said)
-    return found[place] if place < len(found) else None
-
-
-def _list(said: object) -> Sequence[Any]:
-    return said if isinstance(said, list) else ()
-
-
-def _mapping(said: object) -> dict[str, Any]:
-    return {str(key): value for key, value in said.items()} if isinstance(said, dict) else {}
-
-
-def _mappings(said: object) -> Iterable[dict[str, Any]]:
-    return (_mapping(each) for each in _list(said))
-
-
-def _finite(value: object) -> float | None:
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None

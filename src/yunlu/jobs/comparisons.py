@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.run_log import points, samples_of_steps, step_s
 from yunlu.jobs.report_model import Comparison
+from yunlu.jobs.run_log import points, samples_of_steps, step_s
 
 if TYPE_CHECKING:
     from yunlu.jobs.run_log import RunLog
@@ -18,13 +18,13 @@ _QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
 def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
     """Every quantity of a prediction, as far as it is known."""
     predicted = plan.prediction.model_dump() if plan else {}
-    foretold = plan.foretold.model_dump() if plan and plan.foretold else {}
-    intervals = foretold.get("intervals", {})
+    estimate = plan.estimate.model_dump() if plan and plan.estimate else {}
+    intervals = estimate.get("intervals", {})
     measured = _measured(log, predicted)
-    foretold = {
+    estimate = {
         # Without an interval the total has a part that nobody foretold: start-up.
         quantity: value
-        for quantity, value in foretold.items()
+        for quantity, value in estimate.items()
         if quantity not in _TOTALS or quantity in intervals
     }
     rows: list[Comparison] = []
@@ -38,7 +38,7 @@ def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparis
         rows.append(
             Comparison(
                 quantity=quantity,
-                estimated=foretold.get(quantity),
+                estimated=estimate.get(quantity),
                 interval=interval,
                 predicted=expected,
                 measured=seen,

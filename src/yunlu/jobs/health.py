@@ -6,45 +6,27 @@ import math
 from collections import Counter
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING
 
 from yunlu.core.units import show_count, show_duration
-from yunlu.jobs.run_log import number, points, samples_of_steps
-from yunlu.jobs.report_model import Finding, Incident, PaddingCost, TracedSteps
-from yunlu.runs.run_dir import EventKind
+from yunlu.jobs.report_model import Finding, PaddingCost
+from yunlu.jobs.run_log import points, samples_of_steps
+from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.run_log import Record, RunLog
     from yunlu.jobs.report_model import WorkerGroupHistory
+    from yunlu.jobs.run_log import Record, RunLog
     from yunlu.planning.plan import Plan
+    from yunlu.runs.fold import Incident
 
-_INCIDENTS = (
-    EventKind.SKIP,
-    EventKind.ROLLBACK,
-    EventKind.OUT_OF_MEMORY,
-    EventKind.PRECISION,
-)
 _MUCH_PADDING = 0.2
 _MUCH_WAITING = 0.4
 _LITTLE_EFFECTIVE = 0.95
 _FAR = 2.0
 """A batch this many times above or below the noise scale is worth a word."""
-
-
-def read_incidents(recorded: RunLog) -> tuple[Incident, ...]:
-    """Skips, rollbacks, memory that ran out, modules that moved."""
-    return tuple(
-        Incident(kind=event.kind.value, step=int(step), data=event.data)  # pyright: ignore[reportArgumentType]
-        for event in recorded.events
-        if event.kind in _INCIDENTS
-        and (step := number(event.data.get("step"))) is not None
-        and math.isfinite(step)
-    )
 
 
 def read_padding(records: Sequence[Record]) -> PaddingCost | None:
@@ -53,19 +35,6 @@ def read_padding(records: Sequence[Record]) -> PaddingCost | None:
     if not tokens:
         return None
     return PaddingCost(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
-
-
-def read_trace(recorded: RunLog) -> TracedSteps | None:
-    """The newest trace."""
-    data = recorded.last(EventKind.TRACE)
-    if data is None:
-        return None
-    known: dict[str, Any] = {"first_step": None, "wall_s": None, "phases": (), "table": ()}
-    known |= {key: data[key] for key in TracedSteps.model_fields if key in data}
-    try:
-        return TracedSteps.model_validate(known)
-    except ValidationError:  # of another version
-        return None
 
 
 def padding_shares(records: Sequence[Record]) -> list[Point]:
@@ -87,7 +56,7 @@ def true_tokens(records: Sequence[Record]) -> dict[int, float]:
 
 
 def find(
-    recorded: RunLog,
+    log: RunLog,
     *,
     plan: Plan | None,
     incidents: Sequence[Incident],
@@ -101,7 +70,7 @@ def find(
         *_about_rollbacks(incidents),
         *_about_skips(incidents),
         *_about_precision(incidents),
-        *_about_noise(recorded.records),
+        *_about_noise(log.records),
         *_about_padding(padding, plan),
     ]
     return tuple(Finding(key=key, fields=fields) for key, fields in found)
@@ -144,34 +113,34 @@ def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
 
 
 def _about_memory(incidents: Sequence[Incident]) -> Iterator[_Said]:
-    ran_out = [each for each in incidents if each.kind == "out_of_memory"]
-    if ran_out:
-        last = ran_out[-1]
+    exhausted = [event for event in incidents if isinstance(event, MemoryExhausted)]
+    if exhausted:
+        last = exhausted[-1]
         yield (
             "out_of_memory",
             {
-                "count": str(len(ran_out)),
+                "count": str(len(exhausted)),
                 "step": f"{last.step:,}",
-                "micro_batch": str(last.data.get("micro_batch", "–")),
+                "micro_batch": str(last.micro_batch),
             },
         )
 
 
 def _about_rollbacks(incidents: Sequence[Incident]) -> Iterator[_Said]:
-    went_back = [each for each in incidents if each.kind == "rollback"]
-    if went_back:
-        moves = [f"{each.step:,} → {_whole(each.data.get('to_step'))}" for each in went_back[:5]]
-        more = ", …" if len(went_back) > len(moves) else ""
-        yield "rollback", {"count": str(len(went_back)), "moves": ", ".join(moves) + more}
+    rollbacks = [event for event in incidents if isinstance(event, RolledBack)]
+    if rollbacks:
+        moves = [f"{event.step:,} → {event.to_step:,}" for event in rollbacks[:5]]
+        more = ", …" if len(rollbacks) > len(moves) else ""
+        yield "rollback", {"count": str(len(rollbacks)), "moves": ", ".join(moves) + more}
 
 
 def _about_skips(incidents: Sequence[Incident]) -> Iterator[_Said]:
-    skipped = [each for each in incidents if each.kind == "skip"]
-    why = Counter(str(each.data.get("reason")) for each in skipped)
+    skipped = [event for event in incidents if isinstance(event, StepSkipped)]
+    why = Counter[str](event.reason for event in skipped)
     # A scale that is too large is how the right one is found: no trouble, and so said apart.
     overflows = why.pop("overflow", 0)
     if why:
-        first = next(each for each in skipped if each.data.get("reason") != "overflow")
+        first = next(event for event in skipped if event.reason != "overflow")
         fields = {"count": why.total(), "not_finite": why["not finite"], "spikes": why["spike"]}
         yield (
             "skip",
@@ -182,13 +151,12 @@ def _about_skips(incidents: Sequence[Incident]) -> Iterator[_Said]:
 
 
 def _about_precision(incidents: Sequence[Incident]) -> Iterator[_Said]:
-    moves = [each for each in incidents if each.kind == "precision"]
+    moves = [event for event in incidents if isinstance(event, PrecisionChanged)]
     if not moves:
         return
-    now = {str(each.data.get("module")): each.data.get("to") for each in moves}
-    fields = {"full": str(sum(to == "full" for to in now.values())), "moves": str(len(moves))}
-    low_share = number(moves[-1].data.get("low_share"))
-    yield "precision", fields | {"share": "–" if low_share is None else f"{low_share * 100:.0f} %"}
+    newest = {event.module: event.to for event in moves}
+    fields = {"full": str(sum(to == "full" for to in newest.values())), "moves": str(len(moves))}
+    yield "precision", fields | {"share": f"{moves[-1].low_share * 100:.0f} %"}
 
 
 def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
@@ -206,8 +174,3 @@ def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
 def _about_padding(padding: PaddingCost | None, plan: Plan | None) -> Iterator[_Said]:
     if padding is not None and padding.share > _MUCH_PADDING and plan and plan.padding == "pad":
         yield "padding", {"share": f"{padding.share * 100:.0f} %"}
-
-
-def _whole(value: object) -> str:
-    step = number(value)
-    return "–" if step is None or not math.isfinite(step) else f"{int(step):,}"

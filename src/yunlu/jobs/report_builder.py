@@ -15,19 +15,23 @@ from pydantic import ValidationError
 from yunlu.core.units import show_bytes
 from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
-from yunlu.jobs.worker_groups import first_failure, name_worker, read_worker_groups, read_fault, read_samples
 from yunlu.jobs.curves import smooth, thin
 from yunlu.jobs.health import (
     find,
     padding_shares,
-    read_incidents,
     read_padding,
-    read_trace,
     true_tokens,
 )
+from yunlu.jobs.report_model import (
+    Curve,
+    DataLineage,
+    Failure,
+    Report,
+    RunEnvironment,
+    SavedCheckpoint,
+    TimeSplit,
+)
 from yunlu.jobs.run_log import (
-    number,
-    numbers,
     part_totals,
     parts_over_time,
     points,
@@ -35,30 +39,22 @@ from yunlu.jobs.run_log import (
     read_run_log,
     samples_of_steps,
 )
-from yunlu.jobs.report_model import (
-    Curve,
-    DataLineage,
-    ExportedModel,
-    Failure,
-    Report,
-    RunEnvironment,
-    SavedCheckpoint,
-    TimeSplit,
-)
-from yunlu.jobs.scores import confusion_of, detailed, example_of, quote, read_evaluations
-from yunlu.planning.plan import Plan
+from yunlu.jobs.scores import confusion_of, detailed, quote, read_evaluations
+from yunlu.jobs.worker_groups import first_failure, name_worker, read_samples, read_worker_groups
 from yunlu.runs.documents import read_raw_job
-from yunlu.runs.run_dir import EventKind
-from yunlu.runs.states import RunState, replay_move
+from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.core.value import Value
+    from yunlu.hardware.machine import Device
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.run_log import RunLog
     from yunlu.jobs.report_model import EvaluationRow
+    from yunlu.jobs.run_log import RunLog
+    from yunlu.runs.events import DataOpened, EnvironmentRecorded
+    from yunlu.runs.fold import RunView
     from yunlu.runs.run_store import RunStore
 
 V = TypeVar("V", bound="Value")
@@ -68,68 +64,55 @@ _SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
 
 def build_report(run: RunStore) -> Report:
     """Read a run's files into one value, whatever state it is in."""
-    recorded = read_run_log(run)
-    job = _read_job(run)
-    state, reason = _state(recorded)
-    plan = _parse(Plan, recorded.last(EventKind.PLAN))
-    metric, evaluations = read_evaluations(recorded, asked=plan.best_metric if plan else "auto")
-    shown = detailed(recorded, evaluations)
-    model = recorded.last(EventKind.MODEL) or {}
-    newest = recorded.records[-1] if recorded.records else {}
-    incidents, padding = read_incidents(recorded), read_padding(recorded.records)
-    worker_group = read_worker_groups(recorded, read_samples(run))
+    log = read_run_log(run)
+    job, view = _read_job(run), log.view
+    state, plan, model = view.state, view.plan, view.model
+    metric, evaluations = read_evaluations(log, asked=plan.best_metric if plan else "auto")
+    shown = detailed(log, evaluations)
+    newest = log.records[-1] if log.records else {}
+    incidents, padding = view.incidents, read_padding(log.records)
+    worker_group = read_worker_groups(log, read_samples(run))
     return Report(
         run_id=run.id,
         path=run.address,
         name=job.get("name") or run.id,
         task=job.get("task"),
-        model=model.get("name") or _model_name(job),
-        parameters=model.get("parameters"),
-        trainable=model.get("trainable"),
+        model=model.name if model else _model_name(job),
+        parameters=model.parameters if model else None,
+        trainable=model.trainable if model else None,
         state=state,
-        reason=reason,
-        created_at=recorded.events[0].at if recorded.events else None,
-        finished_at=_finished_at(recorded, state),
-        attempts=len(recorded.lives),
-        resumed_from=tuple(life.resumed_from for life in recorded.lives[1:]),
+        reason=view.reason,
+        created_at=view.status.created_at if view.events else None,
+        finished_at=_finished_at(log),
+        attempts=len(log.attempts),
+        resumed_from=tuple(attempt.resumed_from for attempt in log.attempts[1:]),
         step=int(newest.get("step", 0)),
         epoch=newest.get("epoch"),
         job=job,
         job_yaml=_job_yaml(job),
         plan=plan,
-        comparisons=compare(recorded, plan, complete=state is RunState.FINISHED),
+        comparisons=compare(log, plan, complete=state is RunState.FINISHED),
         headline=quote(metric, evaluations),
-        curves=_curves(recorded, evaluations),
-        time=_time_split(recorded),
+        curves=_curves(log, evaluations),
+        time=_time_split(log),
         findings=find(
-            recorded, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
+            log, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
         ),
         incidents=incidents,
         padding=padding,
-        trace=read_trace(recorded),
+        trace=view.trace,
         worker_group=worker_group,
-        communication=read_communication(recorded),
+        communication=read_communication(log),
         evaluations=evaluations,
         confusion=confusion_of(shown),
-        examples=tuple(example_of(each) for each in shown.get("examples") or ()),
-        checkpoints=_checkpoints(recorded, run),
-        warnings=tuple(str(each.get("message", "")) for each in recorded.all(EventKind.WARNING)),
-        failure=_failure(recorded) if state is RunState.FAILED else None,
-        environment=_environment(recorded.last(EventKind.ENVIRONMENT)),
-        lineage=_lineage(recorded.last(EventKind.DATA)),
-        exported=_exported(recorded.last(EventKind.EXPORT)),
+        examples=shown.examples if shown else (),
+        checkpoints=_checkpoints(view, run),
+        warnings=tuple(warning.message for warning in view.warnings),
+        failure=_failure(view) if state is RunState.FAILED else None,
+        environment=_environment(view.environment),
+        lineage=_lineage(view.data),
+        exported=view.export,
     )
-
-
-def _state(recorded: RunLog) -> tuple[RunState, str | None]:
-    state, reason = RunState.PENDING, None
-    for each in recorded.all(EventKind.STATE):
-        if each.get("state") not in set(RunState):
-            continue
-        told = RunState(each["state"])
-        if replay_move(state, told) is told:
-            state, reason = told, each.get("reason")
-    return state, reason
 
 
 def _read_job(run: RunStore) -> dict[str, Any]:
@@ -177,14 +160,14 @@ def _parse(kind: type[V], data: dict[str, Any] | None) -> V | None:
         return None
 
 
-def _finished_at(recorded: RunLog, state: RunState) -> float | None:
-    if state.is_active or not recorded.events:
+def _finished_at(log: RunLog) -> float | None:
+    if log.view.state.is_active or not log.view.events:
         return None
-    return recorded.lives[-1].ended_at if recorded.lives else recorded.events[-1].at
+    return log.attempts[-1].ended_at if log.attempts else log.view.status.updated_at
 
 
-def _curves(recorded: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
-    records = recorded.records
+def _curves(log: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
+    records = log.records
     samples = samples_of_steps(records)
     items = dict(points(records, "items"))
     tokens = true_tokens(records)
@@ -243,89 +226,73 @@ def _curve(key: str, curve: Sequence[Point]) -> Curve:
     )
 
 
-def _time_split(recorded: RunLog) -> TimeSplit | None:
-    if not recorded.records:
+def _time_split(log: RunLog) -> TimeSplit | None:
+    if not log.records:
         return None
-    steps, shares = parts_over_time(recorded)
+    steps, shares = parts_over_time(log)
     return TimeSplit(
-        totals=part_totals(recorded),
+        totals=part_totals(log),
         steps=tuple(steps),
         shares={part: tuple(values) for part, values in shares.items()},
     )
 
 
-def _checkpoints(recorded: RunLog, run: RunStore) -> tuple[SavedCheckpoint, ...]:
-    latest = {int(each.get("step", 0)): each for each in recorded.by_step(EventKind.CHECKPOINT)}
+def _checkpoints(view: RunView, run: RunStore) -> tuple[SavedCheckpoint, ...]:
+    latest = {checkpoint.step: checkpoint for checkpoint in view.checkpoints}
     return tuple(
         SavedCheckpoint(
             step=step,
-            path=str(each.get("path", "")),
-            bytes=number(each.get("bytes")),
-            seconds=number(each.get("seconds")),
-            stalled_s=number(each.get("stalled_s")),
-            metrics=numbers(each.get("metrics")),
-            kept=bool(each.get("path")) and run.has(str(each["path"])),
+            path=checkpoint.path,
+            bytes=checkpoint.bytes,
+            seconds=checkpoint.seconds,
+            stalled_s=checkpoint.stalled_s,
+            metrics=checkpoint.metrics,
+            kept=bool(checkpoint.path) and run.has(checkpoint.path),
         )
-        for step, each in sorted(latest.items())
+        for step, checkpoint in sorted(latest.items())
     )
 
 
-def _failure(recorded: RunLog) -> Failure | None:
-    error = recorded.last(EventKind.ERROR)
-    if error is None:
+def _failure(view: RunView) -> Failure | None:
+    if not view.errors:
         return None
-    first = read_fault(error) if "member" in error else first_failure(recorded.events)
+    error = view.errors[-1]
+    first = None if error.worker is not None else first_failure(view)
+    failed = first or (error if error.worker is not None else None)
     return Failure(
-        code=str(error.get("code", "")),
-        message=str(error.get("message", "")),
-        hint=error.get("hint"),
-        traceback=error.get("traceback") or (first.detail if first else None),
-        worker=name_worker(first) if first else None,
+        code=error.code,
+        message=error.message,
+        hint=error.hint,
+        traceback=error.traceback or (first.detail if first else None),
+        worker=name_worker(failed) if failed else None,
     )
 
 
-def _environment(data: dict[str, Any] | None) -> RunEnvironment | None:
-    if data is None:
+def _environment(event: EnvironmentRecorded | None) -> RunEnvironment | None:
+    if event is None:
         return None
     return RunEnvironment(
-        yunlu=data.get("yunlu"),
-        python=data.get("python"),
-        platform=data.get("platform"),
-        git_commit=data.get("git_commit"),
-        git_dirty=data.get("git_dirty"),
-        packages={str(k): str(v) for k, v in (data.get("packages") or {}).items()},
-        devices=tuple(_device(each) for each in data.get("devices") or ()),
+        yunlu=event.yunlu,
+        python=event.python,
+        platform=event.platform,
+        git_commit=event.git_commit,
+        git_dirty=event.git_dirty,
+        packages=event.packages,
+        devices=tuple(_device(device) for device in event.devices),
     )
 
 
-def _device(data: Any) -> str:
-    if not isinstance(data, dict):
-        return str(data)
-    memory = number(data.get("memory_bytes"))
-    size = f", {show_bytes(memory)}" if memory else ""
-    return f"{data.get('name') or data.get('kind')} ({data.get('kind')}{size})"
+def _device(device: Device) -> str:
+    size = f", {show_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+    return f"{device.name or device.kind} ({device.kind}{size})"
 
 
-def _lineage(data: dict[str, Any] | None) -> DataLineage | None:
+def _lineage(data: DataOpened | None) -> DataLineage | None:
     if data is None:
         return None
     return DataLineage(
-        fingerprint=data.get("fingerprint"),
-        source=data.get("source"),
-        counts={
-            split: int(count)
-            for split in ("train", "validation", "test")
-            if (count := number(data.get(split))) is not None
-        },
-        about=_without_secrets(data.get("about") or {}),
-    )
-
-
-def _exported(data: dict[str, Any] | None) -> ExportedModel | None:
-    if data is None:
-        return None
-    return ExportedModel(
-        path=str(data.get("path", "")),
-        files=tuple(str(file) for file in data.get("files") or ()),
-        from_step=data.get("from_step"),
+        fingerprint=data.fingerprint,
+        source=data.source,
+        counts={"train": data.train, "validation": data.validation, "test": data.test},
+        about=_without_secrets(data.about),
     )

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from yunlu.core.errors import StoreError, YunluError, error_of_code
 from yunlu.core.value import Value
-from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import RunRecord, error_of, log_tail, remaining_s
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import BatchChanged, CheckpointSaved, CommunicationChosen, Evaluated
 from yunlu.runs.fold import GroupGeneration, LostWorker, read_view

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.jobs.curves import thin
-from yunlu.jobs.run_log import held_up_s, number, step_s
 from yunlu.jobs.report_model import WorkerGroupHistory, WorkerStats
+from yunlu.jobs.run_log import held_up_s, number, step_s
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import Area, Document, Log
 
@@ -91,9 +91,9 @@ def gist_of(detail: str | None) -> str:
 
 def first_failure(view: RunView) -> LostWorker | None:
     """The worker whose own error came first in the last attempt: the others fail because of it."""
-    began_at = view.attempts[-1].began_at if view.attempts else 0.0
+    newest = max(len(view.attempts), 1)
     failed = (lost for lost in view.lost_workers if lost.cause == "failed")
-    return next((lost for lost in failed if lost.at >= began_at), None)
+    return next((lost for lost in failed if lost.attempt == newest), None)
 
 
 def _time_lost(

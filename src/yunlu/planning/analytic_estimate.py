@@ -157,7 +157,7 @@ def _arithmetic(
     return profile.model_copy(update=changes)
 
 
-def predict(
+def predict_from(
     guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]
 ) -> AnalyticPrediction:
     """The guess through the planner's own arithmetic, with intervals."""

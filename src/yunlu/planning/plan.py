@@ -189,5 +189,5 @@ class Plan(StepSettings):
     """Settings that were tried, in the order they were."""
     prediction: Prediction
     """From passes that were timed at start-up."""
-    foretold: AnalyticPrediction | None = None
+    estimate: AnalyticPrediction | None = None
     """From arithmetic alone; None where the operators could not be counted."""

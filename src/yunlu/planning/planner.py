@@ -168,7 +168,7 @@ def make_plan(
         choices=tuple(choices),
         trials=profile.trials,
         prediction=prediction,
-        foretold=None if guess is None else predict(guess, predict),
+        estimate=None if guess is None else predict_from(guess, predict),
     )
 
 

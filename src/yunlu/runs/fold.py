@@ -142,8 +142,9 @@ class GroupGeneration(WorkerGroupFormed):
 
 
 class LostWorker(WorkerLost):
-    """A lost worker, and the generation it belonged to."""
+    """A lost worker, and the attempt and generation it belonged to."""
 
+    attempt: int
     struck: tuple[int, int] | None
     """Attempt and generation."""
 
@@ -292,7 +293,9 @@ def _fold_group(view: RunView, event: WorkerGroupFormed) -> dict[str, Any]:
 
 def _fold_loss(view: RunView, event: WorkerLost) -> dict[str, Any]:
     group = view.worker_group
-    lost = LostWorker.model_construct(struck=group.key if group else None, **dict(event))
+    lost = LostWorker.model_construct(
+        attempt=max(len(view.attempts), 1), struck=group.key if group else None, **dict(event)
+    )
     broken_since = view.events if view.broken_since is None else view.broken_since
     return {"lost_workers": (*view.lost_workers, lost), "broken_since": broken_since}
 

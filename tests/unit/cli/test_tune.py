@@ -116,7 +116,7 @@ def test_the_answer_is_a_setting_a_command_and_what_was_foretold(tmp_path: Path)
     assert shlex.split(shown.replace("\\\n", "")) == shlex.split(train_command(view, view.best))
     answer = told(answer_block(view, now=BEGAN_AT), 400)
     assert f"run     {tmp_path / view.best.run}" in answer
-    assert "foretold" in answer
+    assert "predicted" in answer
     assert "yunlu resume" not in answer
     held = replace(view.best, trial=replace(view.best.trial, state=TrialState.HELD))
     unfinished = told(answer_block(replace(view, best=held), now=BEGAN_AT))

@@ -56,12 +56,12 @@ def finished_run(
     path = home / name
     path.mkdir(parents=True)
     run, plan = open_run(path), planned(**guessed)
-    assert plan.foretold is not None
+    assert plan.estimate is not None
     run.job.write_text(job().model_dump_json())
     run.plan.write_text(plan.model_dump_json())
     measured = Measurement(
-        memory_bytes=plan.foretold.raw["memory_bytes"],
-        step_s=slower * plan.foretold.raw["step_s"],
+        memory_bytes=plan.estimate.raw["memory_bytes"],
+        step_s=slower * plan.estimate.raw["step_s"],
         samples_per_s=10.0,
         total_s=60.0,
         dollars=None,
@@ -150,7 +150,7 @@ def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_pa
     old = finished_run(tmp_path, "old")
     lines = [json.loads(line) for line in old.events.read_text().splitlines()]
     for line in lines:
-        line["data"].pop("foretold", None)
+        line["data"].pop("estimate", None)
     old.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     other = finished_run(tmp_path, "other")
     other.events.write_text(other.events.read_text().replace('"version": 1', '"version": 0'))
@@ -248,11 +248,11 @@ def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path:
     report = build_report(run)
     step = report.comparison("step_s")
     assert report.plan is not None
-    assert report.plan.foretold is not None
-    assert step.estimated == report.plan.foretold.step_s
+    assert report.plan.estimate is not None
+    assert step.estimated == report.plan.estimate.step_s
     assert step.predicted == report.plan.prediction.step_s
-    assert step.measured == pytest.approx(1.05 * report.plan.foretold.raw["step_s"])
-    assert step.interval == report.plan.foretold.intervals["step_s"]
+    assert step.measured == pytest.approx(1.05 * report.plan.estimate.raw["step_s"])
+    assert step.interval == report.plan.estimate.intervals["step_s"]
     assert step.inside is True
     assert (
         build_report(finished_run(tmp_path, "two", slower=9.0)).comparison("step_s").inside is False
@@ -265,7 +265,7 @@ def test_a_total_with_a_start_up_that_nobody_foretold_is_not_shown_as_foretold(
     tmp_path: Path,
 ) -> None:
     probed = build_report(finished_run(tmp_path, "probed")).comparison("total_s")
-    assert probed.foretold is not None
+    assert probed.estimate is not None
     hurried = build_report(finished_run(tmp_path, "hurried", start=None))
     for quantity in ("total_s", "dollars"):
         found = hurried.comparison(quantity)

@@ -239,20 +239,20 @@ def planned(
 
 def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
     plan = planned()
-    foretold = plan.foretold
-    assert foretold is not None
+    estimate = plan.estimate
+    assert estimate is not None
     slow = make_plan(
         job(), machine(), profile(probe_s=5.0, update_s=5.0, load_s_per_sample=5.0),
-        make_estimate(profile(probe_s=5.0), WORK, probe(), Calibration(), name=foretold.work),
+        make_estimate(profile(probe_s=5.0), WORK, probe(), Calibration(), name=estimate.work),
     )  # fmt: skip
-    assert slow.foretold is not None
-    assert slow.foretold.step_s == pytest.approx(foretold.step_s)
+    assert slow.estimate is not None
+    assert slow.estimate.step_s == pytest.approx(estimate.step_s)
     assert slow.prediction.step_s > 100 * plan.prediction.step_s
     passes_s = pass_s(WORK.passed, probe(), threads=2)
-    assert passes_s < foretold.step_s < 2 * passes_s
-    for quantity, (low, high) in foretold.intervals.items():
-        assert low < getattr(foretold, quantity) < high
-    assert set(foretold.intervals) == {
+    assert passes_s < estimate.step_s < 2 * passes_s
+    for quantity, (low, high) in estimate.intervals.items():
+        assert low < getattr(estimate, quantity) < high
+    assert set(estimate.intervals) == {
         "memory_bytes",
         "step_s",
         "samples_per_s",
@@ -263,22 +263,22 @@ def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
 
 
 def test_the_totals_interval_knows_that_start_up_is_not_known() -> None:
-    foretold = planned(steps=1, evaluate="never").foretold
-    assert foretold is not None
-    low, high = foretold.intervals["total_s"]
-    assert math.log(high / foretold.total_s) > 0.8 * Z_80 * 0.3 * 3.0 / foretold.total_s
-    assert low < foretold.total_s - 3.0 * (1 - math.exp(-Z_80 * 0.3)) + 1e-9
+    estimate = planned(steps=1, evaluate="never").estimate
+    assert estimate is not None
+    low, high = estimate.intervals["total_s"]
+    assert math.log(high / estimate.total_s) > 0.8 * Z_80 * 0.3 * 3.0 / estimate.total_s
+    assert low < estimate.total_s - 3.0 * (1 - math.exp(-Z_80 * 0.3)) + 1e-9
 
 
 @pytest.mark.parametrize("why", ["a quick look", "a crew"])
 def test_where_start_up_was_not_probed_no_total_is_foretold(why: str) -> None:
     plan = planned(workers=2) if why == "a crew" else planned(start=None)
-    assert plan.foretold is not None
-    assert set(plan.foretold.intervals) == {"memory_bytes", "step_s", "samples_per_s"}
+    assert plan.estimate is not None
+    assert set(plan.estimate.intervals) == {"memory_bytes", "step_s", "samples_per_s"}
 
 
 def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
-    before = planned(workers=2).foretold
+    before = planned(workers=2).estimate
     assert before is not None
     figures = [
         RunMeasurement(
@@ -288,7 +288,7 @@ def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
         for i in range(8)
         for quantity in ("step_s", "memory_bytes")
     ]  # fmt: skip
-    after = planned(learn(Calibration(), figures), workers=2).foretold
+    after = planned(learn(Calibration(), figures), workers=2).estimate
     assert after is not None
     assert after.intervals["memory_bytes"] == before.intervals["memory_bytes"]
     (low, high), (wide_low, wide_high) = after.intervals["step_s"], before.intervals["step_s"]
@@ -297,14 +297,14 @@ def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
 
 def test_without_a_guess_nothing_is_foretold_and_old_plans_are_read() -> None:
     plan = make_plan(job(), machine(), profile())
-    assert plan.foretold is None
+    assert plan.estimate is None
     written = plan.model_dump(mode="json")
-    del written["foretold"]
-    assert Plan.model_validate(written).foretold is None
+    del written["estimate"]
+    assert Plan.model_validate(written).estimate is None
 
 
 def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_with() -> None:
-    before = planned().foretold
+    before = planned().estimate
     assert before is not None
     figures = [
         RunMeasurement(
@@ -313,7 +313,7 @@ def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_wi
         )
         for i in range(8)
     ]  # fmt: skip
-    after = planned(learn(Calibration(), figures)).foretold
+    after = planned(learn(Calibration(), figures)).estimate
     assert after is not None
     assert after.raw == before.raw
     assert after.step_s == pytest.approx(1.5 * before.step_s, rel=0.05)
@@ -325,7 +325,7 @@ def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_wi
 def test_others_on_the_machine_slow_the_run_down_and_make_it_less_sure() -> None:
     assert contention(0.0, cores=2, threads=2) == 1.0
     assert contention(5.0, cores=2, threads=1) == 3.0
-    quiet, busy = planned().foretold, planned(busy=3.0).foretold
+    quiet, busy = planned().estimate, planned(busy=3.0).estimate
     assert quiet is not None
     assert busy is not None
     assert busy.step_s == pytest.approx(3 * quiet.step_s)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.unit.planning.test_machine_profile import pace, probe
 from tests.unit.planning.test_planner import job as planned_job
 from tests.unit.planning.test_planner import profile as planned_profile
-from tests.unit.planning.test_machine_profile import pace, probe
 from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine

@@ -28,13 +28,14 @@ def fit_axis(
     *,
     unit: Unit = "number",
     log: bool = False,
+    from_zero: bool = False,
     padding: float = 0.0,
     ticks: int = 6,
     name: BilingualText | None = None,
 ) -> Axis:
     """An axis over all finite values; amounts begin at zero."""
     finite = [value for value in values if math.isfinite(value)]
-    from_zero = unit in {"bytes", "rate", "duration"} and not log
+    from_zero = (from_zero or unit in {"bytes", "rate", "duration"}) and not log
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if log:
         low, high = math.log10(low), math.log10(high)

@@ -53,10 +53,7 @@ def progress_figure(group: WorkerGroupHistory) -> LineFigure | None:
         id="progress",
         title=text("workers.progress_title"),
         x=fit_axis(line.x, unit="duration", ticks=5, name=text("workers.time")),
-        y=fit_axis([0, *line.y], unit="count", ticks=5).model_copy(
-            # Steps begin at zero: no room below.
-            update={"low": 0.0, "high": max(line.y, default=1) * (1 + _PADDING) or 1.0}
-        ),
+        y=fit_axis(line.y, unit="count", from_zero=True, padding=_PADDING, ticks=5),
         series=(line,),
         marks=tuple(_moments(group)),
         bands=tuple(

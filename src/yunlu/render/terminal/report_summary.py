@@ -196,16 +196,16 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
 
 def _comparison_table(report: Report) -> Table:
     known = [each for each in report.comparisons if each.is_known]
-    is_foretold = any(each.estimated is not None for each in known)
+    has_estimate = any(each.estimated is not None for each in known)
     table = _table("Predicted beside measured")
     table.add_column("")
-    for name in (*(("foretold", "10–90 %") if is_foretold else ()), "predicted", "measured"):
+    for name in (*(("estimated", "10–90 %") if has_estimate else ()), "predicted", "measured"):
         table.add_column(name, justify="right")
     table.add_column("ratio", justify="right")
     for each in known:
         ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
         shown = [show_quantity(each.quantity, each.predicted)]
-        if is_foretold:
+        if has_estimate:
             shown = [show_quantity(each.quantity, each.estimated), _interval(each), *shown]
         style = {True: "green", False: "yellow", None: ""}[each.inside]
         table.add_row(
@@ -214,8 +214,8 @@ def _comparison_table(report: Report) -> Table:
             Text(show_quantity(each.quantity, each.measured), style=style),
             "so far" if each.so_far and each.measured is not None else ratio,
         )
-    if is_foretold:
-        table.caption = "  foretold: by arithmetic; predicted: after timing some passes"
+    if has_estimate:
+        table.caption = "  estimated: before any pass was timed; predicted: after timing a few"
     return table
 
 

@@ -219,7 +219,7 @@ def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
         "dollars": view.spent_dollars,
     }
     table = plain_table()
-    for title in ("", "foretold", "10 to 90 %", "measured"):
+    for title in ("", "predicted", "10 to 90 %", "measured"):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
     for quantity, name in _QUANTITIES.items():
         told, measured = view.forecast.get(quantity), came[quantity]

@@ -1,4 +1,4 @@
-"""A worker's or node's line to the supervisor: found again when it is lost, started again if dead."""
+"""Control connection of a worker or node to the supervisor: reconnects, and restarts a dead supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 GIVE_UP_S = 60.0
-"""Without a supervisor for so long, a worker ends itself: no orphan stays."""
+"""A worker without a supervisor for this long exits, so that no orphan remains."""
 _CONNECT_S = 1.0
 _SEND_S = 5.0
 _QUIET_S = 30.0
@@ -30,11 +30,11 @@ _RESTART_S = 5.0
 
 
 class ControlLostError(Exception):
-    """The line is dead."""
+    """The control connection is closed."""
 
 
 class ControlClient:
-    """One connection at a time, to whoever supervises the run now."""
+    """One connection at a time to the current supervisor of the run."""
 
     def __init__(self, run: RunStore, *, quiet_s: float = _QUIET_S) -> None:
         self.run = run
@@ -43,28 +43,28 @@ class ControlClient:
         self.connection: socket.socket | None = None
         self.lost_at = time.monotonic()
         self._unpacker = Unpacker()
-        self._heard_at = 0.0
-        self._tried_at = 0.0
+        self._received_at = 0.0
+        self._connect_tried_at = 0.0
         self._restarted_at = 0.0
-        self._read_at = 0.0
+        self._state_read_at = 0.0
         self._was_over = False
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a line."""
+        """Whether the client is connected."""
         return self.connection is not None
 
     @property
     def local_host(self) -> str:
-        """The address under which the supervisor's side sees us; others can reach us there."""
+        """Local address of the connection to the supervisor; peers can reach this process there."""
         return self.connection.getsockname()[0] if self.connection else "127.0.0.1"
 
     def connect(self, hello: Value) -> bool:
-        """Try once, at most every tenth of a second. ``hello`` gets the token of the moment."""
+        """Try to connect, at most every tenth of a second; ``hello`` is sent with the current token."""
         now = time.monotonic()
-        if now - self._tried_at < _RETRY_S:
+        if now - self._connect_tried_at < _RETRY_S:
             return False
-        self._tried_at = now
+        self._connect_tried_at = now
         crew = read_crew(self.run)
         if crew is None:
             return False
@@ -76,11 +76,11 @@ class ControlClient:
         except OSError:
             return False
         self.crew, self.connection = crew, connection
-        self._unpacker, self._heard_at = Unpacker(), time.monotonic()
+        self._unpacker, self._received_at = Unpacker(), time.monotonic()
         return True
 
     def send(self, message: Value) -> None:
-        """Say something; ``ControlLostError`` where nobody can hear it."""
+        """Send a message; ``ControlLostError`` if the connection is closed."""
         if self.connection is None:
             raise ControlLostError
         try:
@@ -89,32 +89,32 @@ class ControlClient:
             raise ControlLostError from error
 
     def receive(self) -> list[Message]:
-        """What has come; called when the connection is readable."""
+        """Messages received; called when the connection is readable."""
         if self.connection is None:
             raise ControlLostError
         try:
-            data = self.connection.recv(1 << 16)
-            if not data:
+            chunk = self.connection.recv(1 << 16)
+            if not chunk:
                 raise ControlLostError
-            self._heard_at = time.monotonic()
-            return [read_message(found) for found in self._unpacker.feed(data)]
+            self._received_at = time.monotonic()
+            return [read_message(data) for data in self._unpacker.feed(chunk)]
         except (OSError, FrameError) as error:
             raise ControlLostError from error
 
     def check_quiet(self) -> None:
-        """A supervisor that says nothing for long is out of reach: look for it anew."""
-        if self.connection is not None and time.monotonic() - self._heard_at > self._quiet_s:
+        """Raise if the supervisor has sent nothing for too long."""
+        if self.connection is not None and time.monotonic() - self._received_at > self._quiet_s:
             raise ControlLostError
 
     def drop(self) -> None:
-        """The line is dead."""
+        """Close the connection."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
             self.lost_at = time.monotonic()
 
     def restart_supervisor(self, *, after_s: float) -> None:
-        """Start another one where there is none: in time, on its own machine, if the run goes on."""
+        """Start a supervisor if there is none: after a delay, on the same machine, while the run is active."""
         now = time.monotonic()
         if now - self.lost_at < after_s or now - self._restarted_at < _RESTART_S:
             return
@@ -132,16 +132,16 @@ class ControlClient:
             )
 
     def is_over(self) -> bool:
-        """Whether the run rests, or somebody asked it to: then nobody is to wake it."""
+        """Whether the run has ended or is stopping: then no supervisor is started. Read at most once a second."""
         now = time.monotonic()
-        if now - self._read_at < 1:
+        if now - self._state_read_at < 1:
             return self._was_over
-        self._read_at = now
+        self._state_read_at = now
         self._was_over = run_is_over(self.run)
         return self._was_over
 
 
 def run_is_over(run: RunStore) -> bool:
-    """Whether the last word about the run is that it rests, or is asked to."""
+    """Whether the run has ended or is stopping."""
     state = read_view(run).state
     return state is RunState.STOPPING or not state.is_active

@@ -1,4 +1,4 @@
-"""What the supervisor tells of the crew: events, figures, failures; each thing once."""
+"""Events and metrics of a worker group, written by the supervisor."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.watchdog import HealthVerdict
 
 _CAUSE_S = 0.3
-"""A connection ends a moment before the node knows how the process did."""
+"""The connection closes slightly before the node reports the exit code."""
 
 
 def count_oom_kills() -> int:
-    """Processes of our control group that the system ended for want of memory, so far."""
+    """Number of OOM kills in this process's control group so far."""
     try:
         group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
         for folder in (Path("/sys/fs/cgroup") / group.strip("/"), Path("/sys/fs/cgroup")):
             events = folder / "memory.events"
             if events.exists():
-                words = events.read_text().split()
-                return int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
+                text = events.read_text().split()
+                return int(dict(zip(text[::2], text[1::2], strict=True)).get("oom_kill", 0))
     except (OSError, ValueError):
         return 0
     return 0
@@ -42,7 +42,7 @@ def count_oom_kills() -> int:
 
 @dataclass
 class EventReporter:
-    """Writes to the run's directory."""
+    """Writes events and metrics of the run, each fault once."""
 
     run: RunStore
     _faults: dict[int, tuple[float, WorkerLost]] = field(
@@ -51,37 +51,37 @@ class EventReporter:
     _oom_kills: int = field(default_factory=count_oom_kills)
 
     def emit(self, event: Event) -> None:
-        """One event, after the faults that came before it."""
+        """Emit an event, after all pending faults."""
         self.flush_faults()
         self.run.emit(event)
 
-    def tell_fault(self, worker: WorkerRecord, what: str, detail: str) -> None:
-        """A worker is lost; told as soon as its cause is known."""
-        event = WorkerLost(cause=what, step=worker.step, detail=detail or None, **_who(worker))
+    def report_fault(self, worker: WorkerRecord, what: str, detail: str) -> None:
+        """Report a lost worker as soon as the cause is known."""
+        event = WorkerLost(cause=what, step=worker.step, detail=detail or None, **_identify(worker))
         if detail:
             self.emit(event)
         else:
             self._faults[worker.number] = (time.monotonic() + _CAUSE_S, event)
 
     def explain_exit(self, number: int, code: int) -> str:
-        """The cause of an end, in words; completes a fault that waits for it."""
-        words = _exit_words(code)
+        """Describe an exit code; completes the pending fault of that worker."""
+        text = _describe_exit(code)
         if code == -signal.SIGKILL and (kills := count_oom_kills()) > self._oom_kills:
             self._oom_kills = kills
-            words += ": the system ended it because memory ran out"
+            text += ": killed by the system, out of memory"
         if number in self._faults:
             _, event = self._faults[number]
-            self._faults[number] = (0.0, event.model_copy(update={"detail": words}))
-        return words
+            self._faults[number] = (0.0, event.model_copy(update={"detail": text}))
+        return text
 
     def flush_faults(self, now: float | None = None) -> None:
-        """Tell the faults whose cause is known, or will not be."""
+        """Emit pending faults whose cause is known, or is overdue."""
         due = [n for n, (at, _) in self._faults.items() if now is None or at <= now]
         for number in due:
             _, event = self._faults.pop(number)
             self.run.emit(event.model_copy(update={"at": time.time()}))
 
-    def tell_crew(
+    def report_group(
         self,
         generation: int,
         layout: Layout,
@@ -92,9 +92,9 @@ class EventReporter:
         redone_steps: int,
         lost_s: float | None,
     ) -> None:
-        """A new generation works."""
+        """Report a generation that completed its first step."""
         ranks = [
-            WorkerRank(**_who(worker), **layout.place_of(worker.rank)._asdict())
+            WorkerRank(**_identify(worker), **layout.place_of(worker.rank)._asdict())
             for worker in sorted(workers, key=lambda worker: worker.rank or 0)
             if worker.rank is not None
         ]
@@ -110,29 +110,29 @@ class EventReporter:
             )
         )
 
-    def tell_straggler(self, worker: WorkerRecord, verdict: HealthVerdict) -> None:
-        """A worker computes longer than the others, or does so no more."""
+    def report_straggler(self, worker: WorkerRecord, verdict: HealthVerdict) -> None:
+        """Report that a worker became, or no longer is, a straggler."""
         ratio, step = round(verdict.ratio, 2), worker.step
         is_over = verdict.what == "recovered"
-        self.emit(StragglerSeen(ratio=ratio, step=step, recovered=is_over, **_who(worker)))
+        self.emit(StragglerSeen(ratio=ratio, step=step, recovered=is_over, **_identify(worker)))
 
-    def tell_failure(self, failure: Failed, worker: WorkerRecord | None) -> None:
-        """The first failure of a worker's own, with its traceback."""
-        who = _who(worker) if worker is not None else {}
+    def report_failure(self, failure: Failed, worker: WorkerRecord | None) -> None:
+        """Report the error with which the run fails, with its traceback."""
+        who = _identify(worker) if worker is not None else {}
         if worker is not None:
             detail = failure.message
             self.emit(WorkerLost(cause="failed", step=worker.step, detail=detail, **who))
         self.emit(ErrorRaised(**failure.model_dump(exclude={"kind"}), **who))
 
-    def tell_hopeless(self, words: str, worker: WorkerRecord | None) -> None:
-        """It cannot go on, and nobody said why."""
+    def report_hopeless(self, text: str, worker: WorkerRecord | None) -> None:
+        """Report that the run cannot continue, where no worker reported an error."""
         log = f"logs/worker-{worker.number}.log" if worker is not None else "worker.log"
-        message = f"{words[:1].upper()}{words[1:]}."
-        hint = f"{self.run.location(log)} has its last words."
+        message = f"{text[:1].upper()}{text[1:]}."
+        hint = f"{self.run.location(log)} has its output."
         self.emit(ErrorRaised(code="training", message=message, hint=hint))
 
-    def write_figures(self, membership: Membership, generation: int) -> None:
-        """How long the last step of each took, about once a second."""
+    def write_metrics(self, membership: Membership, generation: int) -> None:
+        """Write the last step time of each rank, about once a second."""
         ranks = [
             {
                 "rank": worker.rank,
@@ -150,11 +150,11 @@ class EventReporter:
         if ranks:
             step = max(worker.step for worker in membership.with_status("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
-            with suppress(OSError):  # figures are not worth a run
+            with suppress(OSError):  # metrics must not fail a run
                 self.run.append(Log.RANK_METRICS, [record])
 
 
-def _who(worker: WorkerRecord) -> dict[str, Any]:
+def _identify(worker: WorkerRecord) -> dict[str, Any]:
     return {
         "rank": worker.rank,
         "worker": str(worker.number),
@@ -163,7 +163,7 @@ def _who(worker: WorkerRecord) -> dict[str, Any]:
     }
 
 
-def _exit_words(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,8 +1,8 @@
-"""The supervisor of a run with several workers: one process, one thread, no torch.
+"""Supervisor of a run with several workers: one process, one thread, no torch.
 
-``python -m yunlu.training.elastic.supervisor RUN_DIR --devices N`` is how the pool starts it. It
+``python -m yunlu.training.elastic.supervisor RUN_DIR --devices N`` is how an executor starts it. It
 starts a *node* (see ``yunlu.training.elastic``), which forks the workers. If it is killed, a worker
-starts another one with ``--adopt``, which goes on from ``crew.json``; training does not stop.
+starts another one with ``--adopt``, which continues from ``crew.json``; training does not stop.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 NODE_MODULE = "yunlu.training.worker_group_node"
-"""The program of a node, started by name: nothing here imports what trains."""
+"""Main module of a node, started by name: the supervisor itself does not import torch."""
 _LOOP_S = 0.1
 _LEAVE_S = 8.0
 _LOCK_S = 1.0
 
 
 def main() -> int:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(prog="yunlu.training.elastic.supervisor")
     parser.add_argument("run", type=Path)
     parser.add_argument("--devices", type=int, default=1)
@@ -60,15 +60,15 @@ def main() -> int:
     parser.add_argument("--node-module", default=NODE_MODULE)
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--adopt", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
         state = supervise(
-            asked.run,
-            devices=asked.devices,
-            spares=asked.spares,
-            node_module=asked.node_module,
-            plan_only=asked.plan_only,
-            adopt=asked.adopt,
+            options.run,
+            devices=options.devices,
+            spares=options.spares,
+            node_module=options.node_module,
+            plan_only=options.plan_only,
+            adopt=options.adopt,
         )
     except BlockingIOError:
         sys.stderr.write("the run already has a supervisor\n")
@@ -85,11 +85,11 @@ def supervise(
     plan_only: bool = False,
     adopt: bool = False,
 ) -> RunState:
-    """See a run through; ``BlockingIOError`` where somebody else does."""
+    """Supervise a run until it ends; ``BlockingIOError`` if it already has a supervisor."""
     directory = open_run(run)
     with _only_supervisor(directory) as claim:
         if adopt and run_is_over(directory):
-            return RunState.STOPPED  # started by somebody who had not heard of its end
+            return RunState.STOPPED  # started by a worker that did not know that the run had ended
         before = read_crew(directory) if adopt else None
         supervisor = Supervisor(
             directory,
@@ -100,13 +100,13 @@ def supervise(
             plan_only=plan_only,
         )
         state = supervisor.run()
-        if supervisor.is_changing:
-            supervisor.give_way(claim)
+        if supervisor.switches_to_async:
+            supervisor.switch_to_async(claim)
         return state
 
 
 class Supervisor:
-    """The process around the captain: lock, journal, loop, and a good end."""
+    """Process around the coordinator: lock, journal, event loop, shutdown."""
 
     def __init__(
         self,
@@ -137,35 +137,35 @@ class Supervisor:
         )
         self._listen_to_signals()
         if before is not None:
-            self._take_over(before)
+            self._adopt_journal(before)
 
     @property
-    def is_changing(self) -> bool:
-        """Whether asynchronous workers are to go on with the run."""
-        return self.coordinator.outcome is not None and self.coordinator.outcome.is_changing
+    def switches_to_async(self) -> bool:
+        """Whether the run continues with asynchronous workers."""
+        return self.coordinator.outcome is not None and self.coordinator.outcome.switches_to_async
 
-    def give_way(self, claim: HeldClaim) -> NoReturn:
-        """Become their program; the run is never without somebody who holds it."""
+    def switch_to_async(self, claim: HeldClaim) -> NoReturn:
+        """Exec their main module; the lock is inherited, so the run is never without a holder."""
         coordinator = self.coordinator
         shares = coordinator.history[coordinator.generation].world
         devices = max(coordinator.membership.nodes[LOCAL].wanted, 1)
-        words = ("--devices", str(devices), "--shares", str(shares), "--claim", claim.pass_on())
-        exec_module(ASYNC_SUPERVISOR, self.directory.address, *words)
+        arguments = ("--devices", str(devices), "--shares", str(shares), "--claim", claim.pass_on())
+        exec_module(ASYNC_SUPERVISOR, self.directory.address, *arguments)
 
     def run(self) -> RunState:
-        """Until the run ends."""
+        """Supervise until the run ends."""
         outcome = RunOutcome(state=RunState.FAILED)
         try:
             self._begin()
-            outcome = self._see_through()
-        except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
-            with suppress(OSError):  # a full disk takes no words either
+            outcome = self._loop()
+        except Exception as error:  # noqa: BLE001 (reported as an event)
+            with suppress(OSError):  # the disk may be full
                 traceback.print_exc()
             with suppress(OSError):
-                self.coordinator.reporter.tell_failure(as_failure(error), None)
+                self.coordinator.reporter.report_failure(as_failure(error), None)
         finally:
-            self._wind_up(is_failed=outcome.state is RunState.FAILED)
-        if outcome.is_changing:
+            self._shut_down(is_failed=outcome.state is RunState.FAILED)
+        if outcome.switches_to_async:
             return outcome.state
         reason = {"reason": outcome.reason} if outcome.reason else {}
         with suppress(OSError):
@@ -177,10 +177,10 @@ class Supervisor:
         self._save()
         self._record_worker()
         if is_new:
-            self._begin_life()
+            self._begin_attempt()
             self._start_node()
 
-    def _see_through(self) -> RunOutcome:
+    def _loop(self) -> RunOutcome:
         while self.coordinator.outcome is None:
             self._server.poll(
                 _LOOP_S,
@@ -194,27 +194,27 @@ class Supervisor:
                 self._node.poll()
         return self.coordinator.outcome
 
-    def _take_over(self, before: Crew) -> None:
+    def _adopt_journal(self, before: Crew) -> None:
         coordinator = self.coordinator
         coordinator.generation = before.generation
         coordinator.layouts = {
-            n: Layout.model_validate(found) for n, found in before.layouts.items()
+            n: Layout.model_validate(saved) for n, saved in before.layouts.items()
         }
         coordinator.history = {
-            n: Layout.model_validate(found) for n, found in before.history.items()
+            n: Layout.model_validate(saved) for n, saved in before.history.items()
         }
         coordinator.membership.next_worker = before.next_member
         for name, wanted in before.wanted.items():
             coordinator.membership.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
-        for found in before.members:
-            coordinator.membership.workers[found.member] = WorkerRecord(
-                number=found.member,
-                node=found.node,
-                host=found.host,
-                pid=found.pid,
-                process_started_at=found.process_started_at,
-                rank=found.rank,
-                status="busy" if found.rank is not None else "idle",
+        for saved in before.members:
+            coordinator.membership.workers[saved.member] = WorkerRecord(
+                number=saved.member,
+                node=saved.node,
+                host=saved.host,
+                pid=saved.pid,
+                process_started_at=saved.process_started_at,
+                rank=saved.rank,
+                status="busy" if saved.rank is not None else "idle",
                 since=time.monotonic(),
             )
         coordinator.begin_adoption()
@@ -235,8 +235,8 @@ class Supervisor:
                 wanted={node.name: node.wanted for node in coordinator.membership.nodes.values()},
                 spares=coordinator.spares,
                 next_member=coordinator.membership.next_worker,
-                layouts={n: found.model_dump() for n, found in coordinator.layouts.items()},
-                history={n: found.model_dump() for n, found in coordinator.history.items()},
+                layouts={n: saved.model_dump() for n, saved in coordinator.layouts.items()},
+                history={n: saved.model_dump() for n, saved in coordinator.history.items()},
                 members=tuple(
                     CrewMember(
                         member=worker.number,
@@ -247,7 +247,7 @@ class Supervisor:
                         rank=worker.rank,
                     )
                     for worker in coordinator.membership.with_status(
-                        "starting", "idle", "busy", "settled"
+                        "starting", "idle", "busy", "paused"
                     )
                     if worker.pid
                 ),
@@ -255,7 +255,7 @@ class Supervisor:
         )
 
     def _record_worker(self) -> None:
-        """Whoever asks finds the process that answers for the run now."""
+        """Record the process that is responsible for the run."""
         record = {
             "pid": os.getpid(),
             "process_started_at": self._started_at,
@@ -264,7 +264,7 @@ class Supervisor:
         }
         self.directory.write(Document.WORKER, json.dumps(record))
 
-    def _begin_life(self) -> None:
+    def _begin_attempt(self) -> None:
         self.directory.emit(
             AttemptStarted(
                 number=len(read_attempts(self.directory)) + 1,
@@ -278,15 +278,15 @@ class Supervisor:
 
     def _start_node(self) -> None:
         devices = str(self.coordinator.membership.nodes[LOCAL].wanted)
-        words = [sys.executable, "-m", self._node_module, self.directory.address]
+        arguments = [sys.executable, "-m", self._node_module, self.directory.address]
         self._node = subprocess.Popen(  # noqa: S603 (our own interpreter)
-            [*words, "--node", LOCAL, "--devices", devices],
+            [*arguments, "--node", LOCAL, "--devices", devices],
             stdin=subprocess.DEVNULL,
             env=worker_environment(threads=1),
         )
 
     def _listen_to_signals(self) -> None:
-        def note(*_: object) -> None:
+        def set_flag(*_: object) -> None:
             self._is_signalled = True
 
         wake, woken = socket.socketpair()
@@ -296,29 +296,29 @@ class Supervisor:
         self._wake = wake
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, note)
+            signal.signal(number, set_flag)
         signal.signal(signal.SIGCHLD, _ignore)
 
-    def _wind_up(self, *, is_failed: bool) -> None:
-        """Nobody stays behind."""
+    def _shut_down(self, *, is_failed: bool) -> None:
+        """End all workers and nodes."""
         coordinator = self.coordinator
         workers, nodes = coordinator.membership.workers, coordinator.membership.nodes
         for worker in workers.values():
             if is_failed:
                 self._server.send(worker.link, Halt(generation=coordinator.generation))
             self._server.send(worker.link, Leave())
-        successor = ASYNC_NODE if self.is_changing else ""
+        successor = ASYNC_NODE if self.switches_to_async else ""
         for node in nodes.values():
             self._server.send(node.link, Leave(successor=successor))
         if self._node is not None and not nodes[LOCAL].is_ready:
-            self._node.kill()  # still loading: it has no children, and does not listen
+            self._node.kill()  # still loading: no children yet, does not read messages
         deadline = time.monotonic() + _LEAVE_S
         local = [worker for worker in workers.values() if worker.node == LOCAL and worker.pid]
         while time.monotonic() < deadline:
             self._server.poll(0.02, on_message=_ignore, on_lost=_ignore)
             node_is_gone = self._node is None or self._node.poll() is not None
             linked = any(node.link and not node.link.is_closed for node in nodes.values())
-            if node_is_gone and not linked and not any(_lives(worker) for worker in local):
+            if node_is_gone and not linked and not any(_is_running(worker) for worker in local):
                 break
         for worker in local:
             kill(worker.pid, worker.process_started_at)
@@ -330,14 +330,14 @@ class Supervisor:
 
 @contextmanager
 def _only_supervisor(directory: RunStore) -> Generator[HeldClaim]:
-    """Hold the run's lock: two of us would destroy each other's work."""
+    """Hold the run's lock: a run has one supervisor."""
     with ExitStack() as stack:
         deadline = time.monotonic() + _LOCK_S
         while True:
             try:
                 claim = stack.enter_context(directory.claim(Claim.WORKER, wait=False))
                 break
-            except BlockingIOError:  # perhaps somebody only looks whether it is free
+            except BlockingIOError:  # someone may just be testing whether it is free
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
@@ -345,10 +345,10 @@ def _only_supervisor(directory: RunStore) -> Generator[HeldClaim]:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody needs to know."""
+    """Discard."""
 
 
-def _lives(worker: WorkerRecord) -> bool:
+def _is_running(worker: WorkerRecord) -> bool:
     return is_alive(worker.pid, worker.process_started_at)
 
 

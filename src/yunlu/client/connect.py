@@ -1,0 +1,15 @@
+"""Choose the client that the command line and the public calls use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yunlu.client.protocol import Client
+
+
+def default_client() -> Client:
+    """The client of this machine."""
+    from yunlu.client.local import LocalClient  # noqa: PLC0415 (help texts need no client)
+
+    return LocalClient()

@@ -34,7 +34,7 @@ class Clock:
         self._now = 0.0
 
     def __call__(self) -> float:
-        summation = self.engine.company.communicator.summation
+        summation = self.engine.communication.communicator.summation
         self._now += self._torch_s if isinstance(summation, TorchSummation) else self._ours_s
         return self._now
 
@@ -47,7 +47,7 @@ class Ways(Recorder):
         self.ways: list[bool] = []
 
     def after_step(self, step: loop.Step) -> bool:
-        summation = self.engine.company.communicator.summation
+        summation = self.engine.communication.communicator.summation
         self.ways.append(isinstance(summation, TorchSummation))
         return super().after_step(step)
 

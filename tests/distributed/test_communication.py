@@ -204,7 +204,7 @@ def _train_by_all(world: World, ways: Sequence[Any]) -> list[tuple[list[float], 
         engine = build(world, way)
         recorder = run(engine)
         found.append(
-            (recorder.losses, recorder.digests, engine.company.figures()["sent_bytes"] or 0.0)
+            (recorder.losses, recorder.digests, engine.communication.figures()["sent_bytes"] or 0.0)
         )
         engine.close()
     return found
@@ -305,7 +305,7 @@ def _pack(
 
 def _told(engine: Engine) -> dict[str, Any]:
     """What is kept, to be told to another process."""
-    return {name: value.numpy() for name, value in engine.company.state().items()}
+    return {name: value.numpy() for name, value in engine.communication.state().items()}
 
 
 def _is_time(engine: Engine, world: World, step: int) -> bool:
@@ -313,7 +313,7 @@ def _is_time(engine: Engine, world: World, step: int) -> bool:
 
 
 def _residuals(engine: Engine) -> dict[str, Tensor]:
-    kept = engine.company.state()
+    kept = engine.communication.state()
     return {name: value for name, value in kept.items() if not name.startswith("place/")}
 
 
@@ -385,27 +385,27 @@ def _apart(world: World, directory: str) -> list[dict[str, Any]]:
         engine = build(world, way, task=Points(has_norm=has_norm), ema=0.9)
         run(engine, until=13)
         loose = digest(engine)
-        engine.settle()
+        engine.synchronize()
         settled, shown = digest(engine), _digest_of(engine.best_view)
         save(engine, f"{directory}/{number}")
         rest = run(engine)
-        engine.settle()
+        engine.synchronize()
         told: dict[str, Any] = {
             "loose": loose,
             "settled": settled,
             "shown": shown,
             "losses": rest.losses,
         }
-        told |= {"end": digest(engine), "is_apart": engine.company.communicator.is_apart}
+        told |= {"end": digest(engine), "is_apart": engine.communication.communicator.is_apart}
         engine.close()
         resumed = build(world, way, task=Points(has_norm=has_norm), ema=0.9)
         load(resumed, f"{directory}/{number}")
         told |= {"read": digest(resumed), "read_shown": _digest_of(resumed.best_view)}
-        told["momentum"] = [value.tolist() for value in resumed.company.state().values()]
+        told["momentum"] = [value.tolist() for value in resumed.communication.state().values()]
         again = run(resumed)
-        resumed.settle()
+        resumed.synchronize()
         told |= {"again": again.losses, "again_end": digest(resumed)}
-        told["again_apart"] = resumed.company.communicator.is_apart
+        told["again_apart"] = resumed.communication.communicator.is_apart
         resumed.close()
         found.append(told)
     return found
@@ -437,7 +437,7 @@ def _in_sites(world: World) -> dict[str, list[Any]]:
         os.environ["YUNLU_SITE"] = sites.split()[world.rank]
         engine = build(world, {"method": "local", "every": 4, "together": "site"})
         recorder = run(engine)
-        engine.settle()
+        engine.synchronize()
         found[sites] = [recorder.losses, [*recorder.digests, digest(engine)]]
         engine.close()
     del os.environ["YUNLU_SITE"]
@@ -465,7 +465,7 @@ def _stop(world: World) -> list[tuple[int, str, int]]:
         recorder = Recorder(engine)
         recorder.ask_at = 3 if world.rank == 1 else None
         ask = loop.run(engine, recorder)
-        engine.settle()
+        engine.synchronize()
         found.append((engine.steps_done, ask, digest(engine)))
         engine.close()
     return found
@@ -530,7 +530,7 @@ class _Ways(Recorder):
         self.ways: list[Any] = []
 
     def after_step(self, step: loop.Step) -> bool:
-        self.ways.append(self.engine.company.communicator)
+        self.ways.append(self.engine.communication.communicator)
         return super().after_step(step)
 
 
@@ -565,17 +565,17 @@ def _lose(
     with pytest.raises((RuntimeError, GoneError)) as caught:
         loop.run(engine, seen)
     if isinstance(caught.value, GoneError):
-        world.cut()
+        world.disconnect()
         return None
     assert tells_of_loss(caught.value), caught.value
     engine.abandon_step()
     back, held = engine.steps_done, digest(engine)
-    world.cut()
+    world.disconnect()
     world.close()
     world = form_world(Layout(dp=2), rank, dist.FileStore(f"{directory}/2", 2), device=CPU)
     engine.rejoin(world, micro_batch=2)
     rest = run(engine)
-    engine.settle()
+    engine.synchronize()
     agreed = seen.digests[back]
     found = back, held, agreed, rest.losses, [*rest.digests[-1:], digest(engine)]
     engine.close()

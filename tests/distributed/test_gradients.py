@@ -124,7 +124,7 @@ def _break_and_go_on(rank: int, directory: str) -> tuple[bool, list[float]]:
             gradients.finish()
         else:
             weights[3].sum().backward()  # the first bucket is on its way, the others never come
-            world.cut()
+            world.disconnect()
             told.touch()
     except RuntimeError:
         has_failed = True
@@ -144,7 +144,7 @@ def _break_and_go_on(rank: int, directory: str) -> tuple[bool, list[float]]:
 def _cut_when_told(world: World, told: Path) -> None:
     while not told.exists():
         time.sleep(0.01)
-    world.cut()
+    world.disconnect()
 
 
 def _sum_of(weights: list[nn.Parameter], world: World) -> GradientAllReduce:

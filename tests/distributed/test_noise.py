@@ -135,12 +135,12 @@ def _adapt(world: World, asked: int | None, replicas: int) -> tuple[list[float],
         steps=70,
         adapt_batch={"max": 96, "rate": "linear"},
     )
-    engine.course.restore({"replicas": replicas})
-    engine.asked_batch = lambda: asked if world.is_leader else 7  # only the leader's word counts
+    engine.batch_schedule.restore({"replicas": replicas})
+    engine.requested_batch = lambda: asked if world.is_leader else 7  # only the leader's word counts
     recorder = Recorder([], [])
     loop.run(engine, recorder)
-    turns = [turn.model_dump() for turn in engine.course.turns]
-    return recorder.losses, turns, engine.course.steps
+    turns = [turn.model_dump() for turn in engine.batch_schedule.turns]
+    return recorder.losses, turns, engine.batch_schedule.steps
 
 
 def test_workers_turn_to_another_batch_together_and_train_as_one_would() -> None:

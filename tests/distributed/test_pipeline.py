@@ -295,7 +295,7 @@ def _is_cut(world: World, directory: str, stopped: int) -> str:
     while not flag.exists():
         worker.join(0.01)
         assert worker.is_alive(), outcome
-    world.cut()
+    world.disconnect()
     worker.join(LIMIT_S)
     flag.unlink()
     return "still waits" if worker.is_alive() else outcome[0]

@@ -18,7 +18,7 @@ from yunlu.jobs.run import log_tail
 from yunlu.planning.plan import Plan
 from yunlu.render.terminal.event_lines import (
     communication_line,
-    crew_line,
+    worker_group_line,
     data_line,
     evaluation_line,
     fault_line,
@@ -35,7 +35,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from yunlu.jobs.report_model import WorkerGroupChange
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.runs.run_dir import Event
     from yunlu.runs.run_store import RunStore
 
@@ -73,12 +73,12 @@ def logs(
         course = Course()
         for event, _ in store.read_events():
             course.take(event)
-            console.print(log_line(event, course.crew_before), soft_wrap=True)
+            console.print(log_line(event, course.group_before), soft_wrap=True)
     _print_tail(store, console, lines)
     return 0
 
 
-def log_line(event: Event, before: WorkerGroupChange | None = None) -> Text:
+def log_line(event: Event, before: GroupGeneration | None = None) -> Text:
     """One event on one line, for ``yunlu logs``."""
     when = time.strftime("%H:%M:%S", time.localtime(event.at))
     kind = f"{event.kind.value:<{_KIND_WIDTH}}"
@@ -90,12 +90,12 @@ def _follow(run: RunStore, console: Console) -> None:
     past = end_of(run)
     for event, _ in run.read_events():
         course.take(event)
-        console.print(log_line(event, course.crew_before), soft_wrap=True)
+        console.print(log_line(event, course.group_before), soft_wrap=True)
     for update in follow(run, since=past):
         for happening in update.items:
             course.take(happening)
             if not isinstance(happening, MetricRecord):
-                console.print(log_line(happening, course.crew_before), soft_wrap=True)
+                console.print(log_line(happening, course.group_before), soft_wrap=True)
             elif happening.at - shown_at > _STEP_EVERY_S:
                 shown_at = happening.at
                 console.print(Text(f"          {step_line(course)}", style="dim"), soft_wrap=True)
@@ -155,7 +155,7 @@ def _print_tail(run: RunStore, console: Console, lines: int) -> None:
         console.print(Text.from_ansi(line), soft_wrap=True)
 
 
-def _gist(event: Event, before: WorkerGroupChange | None) -> Text:
+def _gist(event: Event, before: GroupGeneration | None) -> Text:
     data, text = event.data, Text()
     match event.kind:
         case EventKind.STATE:
@@ -179,7 +179,7 @@ def _gist(event: Event, before: WorkerGroupChange | None) -> Text:
         ):
             text = notice_line(event)
         case EventKind.CREW:
-            text = crew_line(event, before)
+            text = worker_group_line(event, before)
         case EventKind.FAULT:
             text = fault_line(event)
             text.stylize("red" if data.get("what") != "left" else "")

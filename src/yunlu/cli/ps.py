@@ -27,7 +27,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from yunlu.jobs.report_model import WorkerGroupChange
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.jobs.run import RunRecord
 
 _FEW = 20
@@ -115,13 +115,13 @@ def _metric(record: RunRecord) -> Text:
     return Text.assemble((f"{record.metric} ", "dim"), show_number(record.metric_value))
 
 
-def _workers(record: RunRecord, crew: WorkerGroupChange | None) -> Text:
+def _workers(record: RunRecord, crew: GroupGeneration | None) -> Text:
     if crew is None:
         return Text("–" if record.state is RunState.PENDING else "1", style="dim")
     return Text.assemble(f"{len(crew.ranks)} ", (crew.layout, "dim"))
 
 
-def _crew(record: RunRecord) -> WorkerGroupChange | None:
+def _crew(record: RunRecord) -> GroupGeneration | None:
     return newest_worker_group(open_run(service.home() / record.id))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from yunlu.jobs.report_model import WorkerGroupChange
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
 
@@ -140,7 +140,7 @@ def _print_head(console: Console, run: RunStore, record: RunRecord) -> None:
         console.print(Text(f" yunlu resume {record.id} goes on", style="dim"))
 
 
-def _workers(crew: WorkerGroupChange) -> Table:
+def _workers(crew: GroupGeneration) -> Table:
     table = _small_table("rank", "worker", "host", "pid", "stage", "replica", "shard", "cut")
     for each in crew.ranks:
         place = (each.pp, each.dp, each.fsdp, each.tp)

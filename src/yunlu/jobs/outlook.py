@@ -118,7 +118,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     precisions = _AUTO_PRECISIONS if precision == "auto" else (precision,)
     question = LayoutQuery(
         work=work,
-        rigs=supply.rigs,
+        configs=supply.configs,
         rules={each: _rules(job, shape, each, batches) for each in precisions},
         least_devices=least,
         most_devices=most_devices,
@@ -379,7 +379,7 @@ def _supplied(ask: OptionQuery, job: Job, catalog: Catalog, **goal: Any) -> Opti
     """With the hardware of another goal."""
     tried = job.model_copy(update={"goal": job.goal.model_copy(update=goal)})
     supply = find_supply(tried, catalog)
-    question = replace(ask.question, rigs=supply.rigs)
+    question = replace(ask.question, configs=supply.configs)
     batches = next(iter(question.rules.values())).batches
     corrected = correct_here(question, job, batch=batches[0])
     return replace(ask, question=corrected, prices=supply.prices)

@@ -1,4 +1,4 @@
-"""Rows of a table of runs, foretold: model, work, layout and hardware in, pace and memory out."""
+"""Predictions for the rows of a table: model, work, layout and hardware in, speed and memory out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import csv
 import gzip
 import io
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunlu.core.errors import DataError
+from yunlu.core.value import Value
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.planning.predict.plausibility import COLUMNS
 from yunlu.planning.predict.rows import predict_rows
@@ -22,8 +23,31 @@ _HINT = (
 )
 
 
-def foretell_file(path: Path) -> list[dict[str, Any]]:
-    """What each row of a CSV file would give, in their order; those that say too little say so."""
+class PredictedRow(Value):
+    """Prediction for one row of a table, or the reason why there is none."""
+
+    row: int
+    """From 0."""
+    model: str = ""
+    reason: str | None = None
+    """Why nothing can be predicted."""
+    tokens_per_s_per_device: float | None = None
+    tokens_per_s_per_device_p10: float | None = None
+    tokens_per_s_per_device_p90: float | None = None
+    step_time_s: float | None = None
+    peak_memory_bytes: float | None = None
+    peak_memory_bytes_p10: float | None = None
+    peak_memory_bytes_p90: float | None = None
+    peak_mem_gb: float | None = None
+    """In the unit of the stack: nanotron divides by 2^30, the others by 10^9."""
+    fits: bool | None = None
+    stack: str | None = None
+    assumed: str | None = None
+    """What the row does not say."""
+
+
+def predict_file(path: Path) -> tuple[PredictedRow, ...]:
+    """Predict each row of a CSV file, in their order."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
@@ -48,4 +72,5 @@ def foretell_file(path: Path) -> list[dict[str, Any]]:
             f"{shown if len(shown) < 200 else shown[:200] + ' ...'}",
             hint=_HINT,
         )
-    return predict_rows(rows, open_catalog())
+    predicted = predict_rows(rows, open_catalog())
+    return tuple(PredictedRow.model_validate(row) for row in predicted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.value import Value
 from yunlu.executors.finding import is_elsewhere
 from yunlu.jobs.service import read_record
 from yunlu.runs.run_store import Area, Document
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resized:
-    """What will happen."""
+class Resized(Value):
+    """What a running run will change to."""
 
     text: str
     layout: str

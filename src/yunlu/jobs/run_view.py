@@ -82,6 +82,15 @@ class StartedRun(Value):
     """Of a launched process that is not rank 0: it has trained to the end; rank 0 shows the run."""
 
 
+class JoinTarget(Value):
+    """A run that this machine can lend devices to."""
+
+    run: str
+    dir: str
+    node: str
+    """Name of this machine in the run."""
+
+
 class RunFailure(Value):
     """Why a run failed or was lost."""
 

@@ -35,6 +35,7 @@ from yunlu.jobs.run import (
     worker_of,
 )
 from yunlu.jobs.run_creation import create_run
+from yunlu.runs.fold import read_view
 from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
 from yunlu.runs.home import find_runs, open_run, remove_stale, temporary_run
 from yunlu.runs.run_store import Area, Document
@@ -353,10 +354,8 @@ def _worker_left(run: RunStore) -> bool:
 
 def _directory_of(run: RunStore) -> Path | None:
     """Where the run was submitted: relative paths in its job start there."""
-    for event, _ in run.read_events():
-        directory = event.data.get("directory")
-        return Path(directory) if directory else None
-    return None
+    directory = read_view(run).directory
+    return Path(directory) if directory else None
 
 
 def _signal(worker: WorkerProcess, *, now: bool) -> None:

@@ -43,7 +43,7 @@ _BUSY = 1.2
 class Supply:
     """Hardware to choose from, what it costs, and what to know about it."""
 
-    rigs: tuple[HardwareConfig, ...]
+    configs: tuple[HardwareConfig, ...]
     prices: tuple[Price, ...]
     notes: tuple[str, ...]
 
@@ -64,11 +64,11 @@ def find_supply(job: Job, catalog: Catalog) -> Supply:
     offers = _offers(goal, catalog, notes)
     if not offers:
         raise _nothing(goal, is_probed=machine is not None)
-    rigs, prices = group_offers(catalog, offers, spot=goal.spot)
+    configs, prices = group_offers(catalog, offers, spot=goal.spot)
     limit = job.train.memory_gb
     if limit != "auto":
-        rigs = tuple(replace(rig, memory_bytes=min(rig.memory_bytes, limit * 1e9)) for rig in rigs)
-    return Supply(rigs=rigs, prices=prices, notes=tuple(notes))
+        configs = tuple(replace(config, memory_bytes=min(config.memory_bytes, limit * 1e9)) for config in configs)
+    return Supply(configs=configs, prices=prices, notes=tuple(notes))
 
 
 def can_train(catalog: Catalog, device: str) -> bool:
@@ -82,19 +82,19 @@ def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
     """The question with this machine as earlier runs of the same job measured it.
 
     ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
-    and batch are foretold, and the ratio is taken to hold for the others too, though less surely.
+    and batch are predicted, and the ratio is taken to hold for the others too, though less surely.
     """
-    place = next((place for place, rig in enumerate(question.rigs) if rig.is_here), None)
+    place = next((place for place, config in enumerate(question.configs) if config.is_here), None)
     if place is None:
         return question
-    rig, work = question.rigs[place], name_work(job)
+    config, work = question.configs[place], name_work(job)
     figures = [each for each in read_calibration().figures
-               if each.work == work and each.device == rig.device
+               if each.work == work and each.device == config.device
                and each.busy <= _BUSY]  # fmt: skip
     if not figures:
         return question
     precision = max(figures, key=lambda each: each.at).precision
-    point = _foretell_run(question, rig, precision, batch)
+    point = _foretell_run(question, config, precision, batch)
     if point is None:
         return question
 
@@ -108,7 +108,7 @@ def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
     foretold_s = float(step_time(point).total_s[0])
     foretold_bytes = float(predict_memory(point, question.work).total[0])
     corrected = replace(
-        rig,
+        config,
         time_factor=1.0 if step_s is None else step_s / foretold_s,
         memory_factor=1.0 if held is None else held / foretold_bytes,
         measured=MeasuredThroughput(
@@ -120,20 +120,20 @@ def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
             memory=held is not None,
         ),
     )
-    rigs = (*question.rigs[:place], corrected, *question.rigs[place + 1 :])
-    return replace(question, rigs=rigs)
+    configs = (*question.configs[:place], corrected, *question.configs[place + 1 :])
+    return replace(question, configs=configs)
 
 
-def _foretell_run(question: LayoutQuery, rig: HardwareConfig, precision: str, batch: int) -> QueryBatch | None:
-    """The run on one device of a rig, as it would be foretold; None where it could not be."""
+def _foretell_run(question: LayoutQuery, config: HardwareConfig, precision: str, batch: int) -> QueryBatch | None:
+    """The run on one device of a hardware config, as it would be predicted; None where it could not be."""
     rules = question.rules.get(precision)
-    if rules is None or precision not in rig.peak_flops:
+    if rules is None or precision not in config.peak_flops:
         return None
-    one = replace(rig, devices=1, domain=1)
+    one = replace(config, devices=1, domain=1)
     single = replace(rules, batches=(batch,), pinned=dict.fromkeys(("dp", "fsdp", "tp", "pp"), 1))
     found = search(
         replace(
-            question, rigs=(one,), rules={precision: single}, nodes=1, least_devices=1,
+            question, configs=(one,), rules={precision: single}, nodes=1, least_devices=1,
             most_devices=1,
         )
     )  # fmt: skip

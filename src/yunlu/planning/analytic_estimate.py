@@ -46,7 +46,7 @@ class AnalyticEstimate:
     work: str
     busy: float
     start_s: float | None
-    """Start-up as the probe knows it; None where it does not, and then no total is foretold."""
+    """Start-up as the probe knows it; None where it does not, and then no total is predicted."""
 
 
 def make_estimate(
@@ -181,7 +181,7 @@ def predict_from(
             price, (low, high) = result.dollars / result.total_s, intervals["total_s"]
             intervals["dollars"] = (price * low, price * high)
     return AnalyticPrediction(
-        **result.model_copy(update={"memory_bytes": memory}).model_dump(),
+        **result.model_copy(update={"memory_bytes": memory}).model_dump(exclude={"basis"}),
         intervals=intervals,
         raw={"step_s": raw.step_s, "memory_bytes": raw.memory_bytes},
         version=VERSION,

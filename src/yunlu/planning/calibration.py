@@ -56,7 +56,7 @@ _SETTLED = 1e-10
 
 
 class RunMeasurement(FiniteFigures):
-    """One quantity of one run, foretold without calibration, beside what was measured."""
+    """One quantity of one run, predicted without calibration, beside what was measured."""
 
     run: str
     """Tells it from others, without saying where it lies; a run counts once."""
@@ -75,7 +75,7 @@ class RunMeasurement(FiniteFigures):
 
     @property
     def log_ratio(self) -> float:
-        """Above zero where it took more than was foretold."""
+        """Above zero where it took more than was predicted."""
         return math.log(self.measured / self.predicted)
 
     @property
@@ -242,7 +242,7 @@ class _Beliefs:
 def _own_variance(figures: Sequence[RunMeasurement], noise: float) -> Column:
     """Of each run by itself: more while a device has few, and where others had the machine."""
     runs = Counter(figure.device for figure in figures)
-    # Nobody knows whether the load that was foretold stayed or went: the factor is in doubt as a whole.
+    # Nobody knows whether the load that was predicted stayed or went: the factor is in doubt as a whole.
     loads = [math.log(max(figure.busy, 1.0)) ** 2 for figure in figures]
     counts = np.array([runs[figure.device] for figure in figures])
     return noise**2 * (1 + _DOUBT / counts) + np.array(loads)

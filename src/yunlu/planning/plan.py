@@ -111,8 +111,10 @@ class Choice(Value):
 
 
 class Prediction(Value):
-    """What the plan foretells, before anyone pays."""
+    """Memory, time and cost that a plan predicts before anyone pays."""
 
+    basis: Literal["analytic", "measured"] = "measured"
+    """Operators that were counted, or passes that were timed at start-up."""
     memory_bytes: float
     """Of one worker."""
     step_s: float
@@ -124,8 +126,9 @@ class Prediction(Value):
 
 
 class AnalyticPrediction(Prediction):
-    """The same quantities before a pass was timed: from counted operators and the machine's probe."""
+    """Prediction before any pass is timed: from counted operators and the machine's profile."""
 
+    basis: Literal["analytic", "measured"] = "analytic"
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """Of some quantities, the 10 to 90 % interval."""
     raw: dict[str, float] = Field(default_factory=dict)
@@ -143,7 +146,7 @@ class AnalyticPrediction(Prediction):
 
 
 class Measurement(Prediction):
-    """The same quantities, as they were."""
+    """Memory, time and cost of a run as measured."""
 
 
 class Plan(StepSettings):
@@ -190,4 +193,4 @@ class Plan(StepSettings):
     prediction: Prediction
     """From passes that were timed at start-up."""
     estimate: AnalyticPrediction | None = None
-    """From arithmetic alone; None where the operators could not be counted."""
+    """Analytic prediction; None where the operators could not be counted."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
+from yunlu.planning.analytic_estimate import predict_from
 from yunlu.planning.hyperparameter_transfer import TransferScale, advise
 from yunlu.planning.large_batch import (
     batch_limits,
@@ -82,7 +83,7 @@ def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sam
 def make_plan(
     job: Job, machine: Machine, profile: Profile, guess: AnalyticEstimate | None = None
 ) -> Plan:
-    """Decide everything that is ``auto``, and foretell memory, time and cost.
+    """Decide everything that is ``auto``, and predict memory, time and cost.
 
     ``guess`` holds the figures as they were to be expected before anything was timed.
     """

@@ -10,7 +10,8 @@ from yunlu.render.i18n.texts import known_text, text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yunlu.jobs.report_model import WorkerFault, Finding
+    from yunlu.jobs.report_model import Finding
+    from yunlu.runs.fold import LostWorker
     from yunlu.render.i18n.texts import BilingualText
     from yunlu.tuning.values import Dimension, ParamValue
 
@@ -55,9 +56,9 @@ def show_finding(finding: Finding) -> BilingualText:
     return text(f"finding.{finding.key}", **finding.fields)
 
 
-def show_fault(fault: WorkerFault) -> BilingualText:
+def show_fault(fault: LostWorker) -> BilingualText:
     """What happened to a worker: ``was killed``, ``hung``, ..."""
-    return known_text("fault", fault.what)
+    return known_text("fault", fault.cause)
 
 
 def show_rate(bytes_per_s: float | None) -> str:

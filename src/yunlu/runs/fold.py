@@ -258,7 +258,7 @@ def _fold_attempt(view: RunView, event: AttemptStarted) -> dict[str, Any]:
 
 
 def _fold_state(view: RunView, event: StateChanged) -> dict[str, Any]:
-    changes: dict[str, Any] = {"directory": event.directory or view.directory}
+    changes: dict[str, Any] = {"directory": view.directory or event.directory}
     if replay_move(view.state, event.state) is event.state:
         changes["reason"] = event.reason
     if event.state is RunState.PENDING:

@@ -156,11 +156,11 @@ class BatchSchedule:
 
 def adapt_batch_size(engine: Engine) -> bool:
     """Between two steps, by all workers: whether another batch, or another rate, begins with the next."""
-    course, step, world = engine.course, engine.steps_done, engine.world
-    if not course.may_turn(step) or engine.company.communicator.is_apart:
+    course, step, world = engine.batch_schedule, engine.steps_done, engine.world
+    if not course.may_turn(step) or engine.communication.communicator.is_apart:
         return False
     engine.note_waiting()
-    asked, noise = world.hear_leader(engine.asked_batch() or 0, engine.noise.value or 0)
+    asked, noise = world.broadcast_numbers(engine.requested_batch() or 0, engine.noise.value or 0)
     engine.note_waiting(is_over=True)
     turn = course.find_turn(
         step, noise=noise or None, replicas=world.layout.replicas, asked=int(asked) or None
@@ -169,7 +169,7 @@ def adapt_batch_size(engine: Engine) -> bool:
         return False
     course.turn(turn)
     about = turn.model_dump() | {"step": step + 1, "noise_scale": noise, "steps": course.steps}
-    engine.tell(BatchChanged(**about))
+    engine.emit(BatchChanged(**about))
     return True
 
 

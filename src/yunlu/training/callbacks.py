@@ -135,13 +135,13 @@ class TrainingCallbacks:
             crew=crew,
         )
         engine.before_change = self.checkpoints.finish_copy
-        engine.asked_batch = self._read_batch
+        engine.requested_batch = self._read_batch
         self._stall_s = 0.0
         self.stopped_early = False
         self.rung = 0
         """Evaluations on the validation data over all lives."""
         self._gate = open_trial_control(run)
-        self.ruling: PruneDecision | None = None
+        self.decision: PruneDecision | None = None
         """Why a trial ended before its last step."""
 
     @property
@@ -163,9 +163,9 @@ class TrainingCallbacks:
 
     def _restore(self, reader: CheckpointReader) -> None:
         with closing(reader):
-            self.adopt(self._engine.state.read(reader))
+            self.restore(self._engine.state.read(reader))
 
-    def kept(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """What the watch has to know to go on, as JSON."""
         return {
             "best": self._best.state(),
@@ -174,7 +174,7 @@ class TrainingCallbacks:
             "rung": self.rung,
         }
 
-    def adopt(self, kept: dict[str, Any]) -> None:
+    def restore(self, kept: dict[str, Any]) -> None:
         """Go on from what another watch knew."""
         self._best.restore(kept["best"])
         self._improvement.restore(kept["improvement"])
@@ -203,23 +203,23 @@ class TrainingCallbacks:
             self._roll_back(step)
             return False
         done = engine.steps_done
-        last = done == engine.course.steps
+        last = done == engine.batch_schedule.steps
         metrics, improved = self._evaluate(last=last)
         if not last and not self.stopped_early:
-            self.ruling = self._heed_gate(is_rung=bool(metrics))
-        if self.ruling is not None:
-            self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.ruling.reason))
-            if self.ruling.kind == "prune":  # nobody will go on from here
+            self.decision = self._heed_gate(is_rung=bool(metrics))
+        if self.decision is not None:
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.decision.reason))
+            if self.decision.kind == "prune":  # nobody will go on from here
                 self.checkpoints.abandon()
                 return True
         stopping = self._stop.is_set and not last
-        if stopping and self.ruling is None:
+        if stopping and self.decision is None:
             self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
         due = is_turn or (not by_epoch and done % engine.plan.checkpoint_every == 0)
         due = due and not self._is_in_doubt()
-        ending = last or stopping or self.stopped_early or self.ruling is not None
+        ending = last or stopping or self.stopped_early or self.decision is not None
         is_shared = bool(metrics) and self._gate is not None and self._gate.saves
         is_better = improved and bool(engine.job.train.checkpoint.keep_best)
         if due or ending or is_shared or is_better:
@@ -362,7 +362,7 @@ class TrainingCallbacks:
         self.log.flush()
         state = self._engine.state
         self.checkpoints.save(
-            state.snapshot(metrics=metrics, extra=self.kept()),
+            state.snapshot(metrics=metrics, extra=self.state()),
             # Copied beside the next forward and backward passes; released gradients leave no such time.
             defer=self._engine.release is None,
             moving=state.moving(),

@@ -115,8 +115,8 @@ class ElasticWorker:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # who only says "cuda" means this one
         world = self._agent.join_world(assignment, device)
-        world.hindrance = against_serving(self._run, self._loaded.job, workers=world.layout.world)
-        world.may_part = True
+        world.async_obstacle = against_serving(self._run, self._loaded.job, workers=world.layout.world)
+        world.can_exclude_workers = True
         self._settle_in(assignment, world)
         self._train()
 
@@ -165,10 +165,10 @@ class ElasticWorker:
         assert engine is not None
         assert watch is not None
         ask = ""
-        if not watch.stopped_early and engine.steps_done < engine.course.steps:
+        if not watch.stopped_early and engine.steps_done < engine.batch_schedule.steps:
             with memory_capped(self._cap_bytes(engine)):
                 ask = loop.run(engine, watch)
-                engine.settle()
+                engine.synchronize()
         watch.log.flush()
         if ask == "pause":
             self._wait_for_save(watch)
@@ -177,7 +177,7 @@ class ElasticWorker:
         is_left = ask == "serve" and engine.steps_done > 0
         if is_left or (ask == "stop" and watch.is_to_be_saved()):
             watch.save_and_wait()
-        if ask in {"stop", "serve"} or watch.ruling is not None:
+        if ask in {"stop", "serve"} or watch.decision is not None:
             watch.checkpoints.wait()
             self._meet_again()
             self._agent.report_done("async" if ask == "serve" else "stopped", engine.steps_done)
@@ -269,7 +269,7 @@ class ElasticWorker:
     def _holds(self, step: int | None) -> bool:
         """Whether the engine has the state of this step, and all its parts are of it."""
         engine = self._engine
-        if engine is None or not self._is_whole or engine.is_torn:
+        if engine is None or not self._is_whole or engine.is_inconsistent:
             return False
         return engine.steps_done == step
 
@@ -279,7 +279,7 @@ class ElasticWorker:
         if not restore.sources:
             return [], None
         if engine is not None and watch is not None and self._holds(restore.step):
-            numbers = engine.state.numbers() | {"extra": watch.kept()}
+            numbers = engine.state.numbers() | {"extra": watch.state()}
             return [*join_groups(engine.state.pieces()), *self._given], numbers
         for copy in self._copies():
             if copy.step == restore.step:
@@ -303,7 +303,7 @@ class ElasticWorker:
         told = broadcast_json(numbers, source=knows.index(True))
         if not is_here:
             engine.state.install(wanted, told, step=step)
-            watch.adopt(told["extra"])
+            watch.restore(told["extra"])
 
     def _take_gifts(self, assignment: Assignment) -> None:
         """Those who leave give all they have of the state to one who stays."""
@@ -370,7 +370,7 @@ class ElasticWorker:
             forget_after=self._forget_after,
         )
         if self._watch is not None:
-            watch.adopt(self._watch.kept())
+            watch.restore(self._watch.state())
         return watch
 
     def _fit_plan(self, layout: Layout) -> Plan:
@@ -393,14 +393,14 @@ class ElasticWorker:
         if self._keeper is not None and self._keeper.is_needed and self._watch is not None:
             if step_s:
                 self._keeper.note(step_s)
-            self._keeper.keep(self._watch.kept())
+            self._keeper.keep(self._watch.state())
 
 
 def _alike(engine: Engine, layout: Layout) -> bool:
     """Whether an engine can go on in a layout as it is: whole weights and whole moments."""
     before = engine.world.layout
     is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
-    return not (is_cut or engine.arranged.is_cut or layout.zero1 or before.zero1)
+    return not (is_cut or engine.wrapped.is_partitioned or layout.zero1 or before.zero1)
 
 
 def _device(assignment: Assignment, plan: Plan) -> torch.device:

@@ -74,13 +74,13 @@ class Engine:
         job: Job,
         plan: Plan,
         parts: TrainingInputs,
-        tell: Callable[..., Any],
+        emit: Callable[..., Any],
         *,
         world: World | None = None,
         optimizer_of: Callable[..., tuple[Any, Any]] = make_optimizer,
     ) -> None:
-        """``tell`` takes what happens inside a step: the run's log of events."""
-        self.tell = tell
+        """``emit`` takes what happens inside a step: the run's log of events."""
+        self.emit = emit
         self.job, self.plan, self.task, self.splits = job, plan, parts.task, parts.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
         self.world = world or World(layout=Layout(), rank=0, device=self.device)
@@ -93,13 +93,13 @@ class Engine:
         # Packed samples waste nothing, whatever their order.
         self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
         samples, replicas = len(parts.splits.train), self.world.layout.replicas
-        self.course = BatchSchedule(job, plan, self.lengths, samples=samples, replicas=replicas)
-        self.company = EngineCommunication(job, plan, self.model, self.course, tell)
-        self.company.join(self.world, self.steps_done)
-        self.arranged = wrap_model(self.model, self.world, self.company.communicator)
-        self.weights = self.arranged.leaves
-        self._start = StepRestorePoint(*self.arranged.parts)
-        self.optimizer, self.release = optimizer_of(job, plan, self.model, self.arranged.optimized)
+        self.batch_schedule = BatchSchedule(job, plan, self.lengths, samples=samples, replicas=replicas)
+        self.communication = EngineCommunication(job, plan, self.model, self.batch_schedule, emit)
+        self.communication.join(self.world, self.steps_done)
+        self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
+        self.weights = self.wrapped.leaves
+        self._start = StepRestorePoint(*self.wrapped.parts)
+        self.optimizer, self.release = optimizer_of(job, plan, self.model, self.wrapped.optimized)
         self.average = make_average(self.model, train.ema) if train.ema else None
         self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
@@ -111,13 +111,13 @@ class Engine:
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
         self._in_step = self.keeps_ledger = False
-        self.is_torn = False
+        self.is_inconsistent = False
         """Weights and what the optimiser remembers are of two different steps."""
         self.before_change: Callable[[], None] = _nothing
         """Called before weights change: somebody may still be copying them."""
         self.note_waiting: Callable[..., None] = _nothing
         """Called before this worker waits for others, and after (``is_over``)."""
-        self.asked_batch: Callable[[], int | None] = _nothing
+        self.requested_batch: Callable[[], int | None] = _nothing
         """The batch that somebody asks for while the run goes on."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
@@ -132,7 +132,7 @@ class Engine:
             self.order,
             micro_batch=self.micro_batch,
             first_step=self.steps_done,
-            steps=self.course.steps,
+            steps=self.batch_schedule.steps,
             workers=self.plan.workers,
             lengths=self.lengths,
             share=BatchShard(self.world.replica, self.world.layout.replicas),
@@ -142,39 +142,39 @@ class Engine:
     def agree(self, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
         """What the step holds over all workers, and whether one of them asks for an end."""
         self.note_waiting()
-        agreed, is_new = self.company.agree(micros, ask, self.steps_done)
+        agreed, is_new = self.communication.agree(micros, ask, self.steps_done)
         if is_new:
             self._rearrange()
         self.note_waiting(is_over=True)
         return agreed
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Hold what all hold: before evaluating, saving and leaving; by all, after the same step."""
         self.note_waiting()
-        if self.company.communicator.settle():
+        if self.communication.communicator.settle():
             average_buffers(self.world, self.model, self.average)
         self.note_waiting(is_over=True)
 
     def begin(self) -> None:
         """Everything is in place: go on from here."""
-        self.company.begin(self.steps_done)
-        if self.company.has_own_moments:
+        self.communication.begin(self.steps_done)
+        if self.communication.has_own_moments:
             # Each remembers other gradients: from now on their updates must be the same.
             self.optimizer.state.clear()
-            self.company.has_own_moments = False
-        hold_moments(self.optimizer, held=self.company.communicator.holds_moments)
+            self.communication.has_own_moments = False
+        hold_moments(self.optimizer, held=self.communication.communicator.holds_moments)
 
     def _rearrange(self) -> None:
-        self.arranged.close()
-        self.arranged = wrap_model(self.model, self.world, self.company.communicator)
-        hold_moments(self.optimizer, held=self.company.communicator.holds_moments)
+        self.wrapped.close()
+        self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
+        hold_moments(self.optimizer, held=self.communication.communicator.holds_moments)
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
         """Forward and backward over the micro-batches; the mean loss over the true count of items.
 
         None where memory ran out: what was done is undone, and micro-batches are smaller now.
         """
-        if items == 0 and self.company.communicator.is_apart:
+        if items == 0 and self.communication.communicator.is_apart:
             items = 1  # fewer samples than workers: this one adds nothing
         if items == 0:
             raise DataError(
@@ -190,8 +190,8 @@ class Engine:
         self._start.mark()
         self._in_step = True
         try:
-            with self.arranged.running():
-                return self.arranged.accumulate(
+            with self.wrapped.step_context():
+                return self.wrapped.accumulate(
                     micros, self._loss_of, self._watched(micros), forward=self.precision.forward
                 )
         except Exception as error:
@@ -205,8 +205,8 @@ class Engine:
         return loss / self._items if micro.counts else loss * 0.0
 
     def _watched(self, micros: Sequence[Batch]) -> Callable[[Tensor], None]:
-        self.arranged.is_watched = self.noise.is_due(self.steps_done)
-        alone = micros if self.company.steps_alone else ()
+        self.wrapped.is_watched = self.noise.is_due(self.steps_done)
+        alone = micros if self.communication.steps_alone else ()
         return self.noise.begin(self.steps_done, alone, self.precision)
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,28 +214,28 @@ class Engine:
         if self.release is not None:
             return loss, self.release.norm
         self.note_waiting()
-        self.arranged.finish()
+        self.wrapped.finish()
         self.precision.unscale(self.optimizer)
         if self.job.train.l1:
             for weight in self.weights:
                 if weight.grad is not None:
                     weight.grad.add_(weight.detach().sign(), alpha=self.job.train.l1)
-        if self.company.steps_alone:
-            loss, norm = self.company.share_loss(loss), measure_norm(self._gradients())
+        if self.communication.steps_alone:
+            loss, norm = self.communication.share_loss(loss), measure_norm(self._gradients())
             self.note_waiting(is_over=True)
             return loss, norm
         share = loss.double() / self.world.layout.tp
-        ours = (share, measure_square(self.weights, self.arranged.copies), *self.arranged.looked())
+        ours = (share, measure_square(self.weights, self.wrapped.copies), *self.wrapped.gradient_squares())
         sums = self.world.sum_over_all(torch.stack(ours))
         self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
-        self.company.note_exchange(self.arranged.exchange_s)
+        self.communication.note_exchange(self.wrapped.exchange_s)
         self.note_waiting(is_over=True)
         return sums[0].float(), sums[1].sqrt().float()
 
     def _measure(self) -> Tensor:
-        if self.company.steps_alone:
+        if self.communication.steps_alone:
             return measure_norm(self._gradients())
-        ours = measure_square(self.weights, self.arranged.copies)
+        ours = measure_square(self.weights, self.wrapped.copies)
         return self.world.sum_over_all(ours).sqrt().float()
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, StepVerdict]:
@@ -249,7 +249,7 @@ class Engine:
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
-        if verdict.action == "rollback" and self.company.communicator.is_apart:
+        if verdict.action == "rollback" and self.communication.communicator.is_apart:
             verdict = StepVerdict("skip", verdict.reason)  # only all together can go back
         return loss_value, norm_value, verdict
 
@@ -264,26 +264,26 @@ class Engine:
     def update(self, norm: Tensor) -> bool:
         """Bound the gradient and change the weights; whether that was done, or overflow forbade."""
         if self.release is None:
-            self.noise.observe(self.steps_done, self.company.batch_of(self.steps_done))
+            self.noise.observe(self.steps_done, self.communication.batch_of(self.steps_done))
             self.clipper.clip(self._gradients(), norm, self._measure)
         self.before_change()
-        self.is_torn = self.world.layout.zero1
+        self.is_inconsistent = self.world.layout.zero1
         is_applied = self.precision.step(self.optimizer)
-        self.arranged.publish()
-        self.is_torn = False
+        self.wrapped.publish()
+        self.is_inconsistent = False
         if not is_applied:
             self._start.bring_back_buffers()
         elif self.average is not None:
             self.average.update_parameters(self.model)
-        self._exchange(self.company.after_update)
+        self._exchange(self.communication.after_update)
         self._end_step()
         return is_applied
 
-    def leave_out(self) -> bool:
+    def discard_step(self) -> bool:
         """End a bad step with weights and running averages as they were."""
         self.precision.skip()
         self._start.bring_back_buffers()
-        self._exchange(self.company.after_left_out)
+        self._exchange(self.communication.after_left_out)
         if self.release is not None:
             self.release.step()  # its weights have moved; a rollback follows
         self._end_step()
@@ -294,8 +294,8 @@ class Engine:
         if self.release is not None:
             self.release.close()
         self.precision.detach()
-        self.arranged.close()
-        self.company.close()
+        self.wrapped.close()
+        self.communication.close()
         apply_recompute(self.model, "none")
         set_compiled_call(self.model, None)
 
@@ -306,8 +306,8 @@ class Engine:
             self.precision.skip()
         self._in_step = False
         self.optimizer.zero_grad(set_to_none=True)
-        self.arranged.drop_gradients()
-        agreed = self.company.communicator.abandon()
+        self.wrapped.drop_gradients()
+        agreed = self.communication.communicator.abandon()
         self.steps_done = self.steps_done if agreed is None else agreed
 
     def rejoin(self, world: World, *, micro_batch: int) -> None:
@@ -318,18 +318,18 @@ class Engine:
         if world.layout != self.world.layout:
             self.micro_batch = micro_batch
         self.world = world
-        self.company.join_next(world, self.steps_done)
+        self.communication.join_next(world, self.steps_done)
         self._rearrange()
 
     def _exchange(self, end_step: Callable[[int], None]) -> None:
-        is_apart = self.company.communicator.is_apart  # weights may be exchanged
+        is_apart = self.communication.communicator.is_apart  # weights may be exchanged
         if is_apart:
             self.note_waiting()
         end_step(self.steps_done + 1)
         if is_apart:
             self.note_waiting(is_over=True)
 
-    def pass_over(self) -> None:
+    def skip_step(self) -> None:
         """End a step that was bad before a rollback, without looking at its samples again."""
         self._set_rate()
         self._end_step()
@@ -339,19 +339,19 @@ class Engine:
 
     def _end_step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.arranged.drop_gradients()
+        self.wrapped.drop_gradients()
         self._in_step = False
         self.steps_done += 1
 
     @property
     def order(self) -> RunOrder:
         """Which samples each step takes."""
-        return self.course.order
+        return self.batch_schedule.order
 
     @property
     def best_view(self) -> nn.Module:
         """The weights to evaluate and export: the moving average where there is one."""
-        return self.arranged.view if self.average is None else self.average.module
+        return self.wrapped.view if self.average is None else self.average.module
 
     def health(self) -> dict[str, float]:
         """Figures of the step just done that only some runs have, by their names in the log."""
@@ -359,8 +359,8 @@ class Engine:
             **self.noise.figures(),
             "loss_scale": self.precision.scale,
             "low_share": self.precision.low_share,
-            "exchange_s": self.arranged.exchange_s or None,
-            **self.company.figures(),
+            "exchange_s": self.wrapped.exchange_s or None,
+            **self.communication.figures(),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -370,7 +370,7 @@ class Engine:
         return self.optimizer.param_groups[0]["lr"]
 
     def _set_rate(self) -> None:
-        lr = self.plan.lr * self.course.rate_at(self.steps_done) * self.plateau.scale
+        lr = self.plan.lr * self.batch_schedule.rate_at(self.steps_done) * self.plateau.scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -387,7 +387,7 @@ class Engine:
         self._start.bring_back()
         free_memory()
         self.micro_batch = size
-        self.tell(
+        self.emit(
             MemoryExhausted(
                 step=self.steps_done + 1,
                 micro_batch=self.micro_batch,

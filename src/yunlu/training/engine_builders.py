@@ -46,7 +46,7 @@ def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> Wr
 def average_buffers(world: World, model: nn.Module, average: AveragedModel | None) -> None:
     """Make the same on all workers what only follows their own weights: counts and running averages."""
     moving = [] if average is None else average.module.state_dict().values()
-    world.level([*model.buffers(), *moving])
+    world.average([*model.buffers(), *moving])
 
 
 def seed_step(seed: int, step: int, replica: int, device: torch.device) -> None:

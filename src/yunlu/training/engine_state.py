@@ -41,17 +41,17 @@ class EngineState:
     def __init__(self, engine: Engine, whole_aliases: Mapping[str, str]) -> None:
         self._engine = engine
         self.aliases = dict(whole_aliases)
-        parts = engine.arranged.parts
+        parts = engine.wrapped.parts
         self.model = weights_of(parts, aliases=whole_aliases)
         self._leaves = parameter_shards(
-            parts, engine.arranged.weights, engine.arranged.leaves, aliases=whole_aliases
+            parts, engine.wrapped.weights, engine.wrapped.leaves, aliases=whole_aliases
         )
 
     def moving(self) -> set[str]:
         """Names of what forward passes change, as a checkpoint has them: running averages."""
         trained = {
             self.aliases.get(name, name)
-            for part in self._engine.arranged.parts
+            for part in self._engine.wrapped.parts
             for name, _ in part.named_parameters()
         }
         return {f"model/{name}" for name in self.model if name not in trained}
@@ -76,7 +76,7 @@ class EngineState:
             "clipping": engine.clipper.state(),
             "guard": engine.guard.state(),
             "noise": engine.noise.numbers(),
-            "course": engine.course.state(),
+            "course": engine.batch_schedule.state(),
             "plateau": engine.plateau.state(),
             "micro_batch": engine.micro_batch,
             "layout": _describe_layout(engine),
@@ -99,7 +99,7 @@ class EngineState:
     def install(self, filled: Groups, numbers: dict[str, Any], *, step: int) -> None:
         """Go on from tensors that were filled, after ``step`` steps."""
         engine = self._engine
-        engine.arranged.let_go()
+        engine.wrapped.release_gathered()
         self._check_data(numbers)
         install_optimizer(engine.optimizer, self._leaves, filled["optimizer"], numbers["optimizer"])
         self._adopt(numbers, step=step)
@@ -113,9 +113,9 @@ class EngineState:
             # Among others the numbers of a step are its own: see ``seed_step``.
             tensors["random"], state["random"] = states.copy_random()
         pair, about = engine.noise.pair()
-        if pair and not engine.arranged.is_cut:
+        if pair and not engine.wrapped.is_partitioned:
             tensors["noise"], state["noise_pair"] = pair, about
-        kept = engine.company.state()
+        kept = engine.communication.state()
         if kept:
             rank = engine.world.rank
             tensors["communication"] = {f"{rank}:{name}": value for name, value in kept.items()}
@@ -137,19 +137,19 @@ class EngineState:
             engine.optimizer, self._leaves, reader.group("optimizer"), state["optimizer"]
         )
         self._adopt(state, step=reader.step)
-        if "noise_pair" in state and not engine.arranged.is_cut:
+        if "noise_pair" in state and not engine.wrapped.is_partitioned:
             first = _load(reader.group("noise"))["first"]
             engine.noise.adopt_pair(first, state["noise_pair"])
         if state.get("communicating"):
             kept = _load(reader.group("communication"))
-            engine.company.communicator.restore(_by_worker(kept, state["communicating"]))
+            engine.communication.communicator.restore(_by_worker(kept, state["communicating"]))
         if "random" in state and engine.world.layout.is_single:
             states.restore_random(_load(reader.group("random")), state["random"])
         return state["extra"]
 
     def read_weights(self, reader: CheckpointReader) -> None:
         """Only the weights, and their average."""
-        self._engine.arranged.let_go()
+        self._engine.wrapped.release_gathered()
         fill_pieces(self.model.values(), reader.group("model"))
         average = self._engine.average
         if average is not None:
@@ -164,7 +164,7 @@ class EngineState:
         engine.guard.restore(numbers["guard"])
         # Checkpoints of earlier versions have neither.
         engine.noise.adopt(numbers.get("noise", {}))
-        engine.course.restore(numbers.get("course", {}))
+        engine.batch_schedule.restore(numbers.get("course", {}))
         engine.plateau.restore(numbers["plateau"])
         if numbers.get("layout") == _describe_layout(engine):
             # More may not have fitted; of another layout's workers that says nothing.

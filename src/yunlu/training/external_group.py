@@ -82,7 +82,7 @@ class ExternalWorkerGroup:
         gone = [agent for rank, agent in enumerate(self.ranks) if rank in aside]
         self.ranks = [agent for agent in self.ranks if agent not in gone]
         self._generation += 1
-        before, kept = self.engine.world, self.watch.kept()
+        before, kept = self.engine.world, self.watch.state()
         self.watch.checkpoints.wait()
         before.close()
         muster = self.muster
@@ -95,13 +95,13 @@ class ExternalWorkerGroup:
             host=before.host,
         )
         # To become asynchronous takes all who were launched, and who stands aside would not hear of it.
-        world.hindrance, world.may_part = "a worker stands aside", before.may_part
+        world.async_obstacle, world.can_exclude_workers = "a worker stands aside", before.can_exclude_workers
         engine, nodes = self.engine, len({muster.hosts[agent] for agent in self.ranks})
         cores = engine.plan.threads * len(self.ranks)
         plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)
         engine.rejoin(world, micro_batch=plan.micro_batch)
         self.watch = self._make_watch()
-        self.watch.adopt(kept)
+        self.watch.restore(kept)
         who = ", ".join(str(agent) for agent in gone)
         self.begin(f"worker {who} {'steps' if len(gone) == 1 else 'step'} aside")
 

@@ -180,8 +180,8 @@ def _take_part(
     store = PrefixStore("world", muster.store)
     host = muster.address or "127.0.0.1"
     world = form_world(layout, muster.place.rank, store, device=device, host=host)
-    world.hindrance = against_serving(run, job, workers=layout.world)
-    world.may_part = not layout.zero1  # else each holds a part of the optimiser's state
+    world.async_obstacle = against_serving(run, job, workers=layout.world)
+    world.can_exclude_workers = not layout.zero1  # else each holds a part of the optimiser's state
     try:
         engine = _build(run, job, plan, parts, world)
         return _train(run, engine, muster, stop, life=life, machine=machine, pattern=pattern)
@@ -265,20 +265,20 @@ def _train(
         _begin(crew, trackers)
         ask = _run(crew, machine)
         while ask == "pause":
-            if engine.company.is_aside:
+            if engine.communication.is_aside:
                 return _stand_aside(crew, trackers, stop)
-            crew.go_on_without(engine.company.aside)
+            crew.go_on_without(engine.communication.aside)
             watch = crew.watch
             ask = _run(crew, machine)
         if ask == "stop":
             is_to_be_saved = watch.is_to_be_saved()
-            if watch.ruling is None:
+            if watch.decision is None:
                 change_state(run, RunState.STOPPING, reason="asked to stop")
             if is_to_be_saved:
                 watch.save_and_wait()
         if ask == "serve":
             return _leave_to_servers(engine, watch, trackers)
-        if ask == "stop" or watch.ruling is not None:
+        if ask == "stop" or watch.decision is not None:
             watch.checkpoints.wait()
             state = RunState.STOPPED
         else:
@@ -316,11 +316,11 @@ def _meet_again() -> None:
 def _run(crew: ExternalWorkerGroup, machine: Machine) -> str:
     """Train until the end, or until all stand before the same step because one asked."""
     engine, watch, ask = crew.engine, crew.watch, ""
-    if not watch.stopped_early and engine.steps_done < engine.course.steps:
+    if not watch.stopped_early and engine.steps_done < engine.batch_schedule.steps:
         here = crew.muster.workers_here
         with memory_capped(cap_of_worker(engine.job, machine, engine.device, workers=here)):
             ask = loop.run(engine, watch)
-            engine.settle()
+            engine.synchronize()
     watch.log.flush()
     return ask
 

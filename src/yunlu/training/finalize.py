@@ -51,7 +51,7 @@ def finalize(
 
 def _assemble_model(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
     """The whole model, on the leader; others have none to export."""
-    if not engine.arranged.is_cut:
+    if not engine.wrapped.is_partitioned:
         return engine.best_view if engine.world.is_leader else None
     from yunlu.training.parallel.gather import gather_model  # noqa: PLC0415 - only among others
 

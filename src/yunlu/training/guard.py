@@ -67,7 +67,7 @@ class Guard:
         """Steps whose samples are left out when they come again."""
         return frozenset(self._bad)
 
-    def passes_over(self, step: int) -> bool:
+    def is_skipped(self, step: int) -> bool:
         """Whether a step was bad before: its samples are not looked at again."""
         return step in self._bad
 

@@ -54,7 +54,7 @@ class LoopCallbacks(Protocol):
 
 def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
     """Train until the plan's last step or until the watch says stop; or until a worker asked."""
-    for part in engine.arranged.parts:
+    for part in engine.wrapped.parts:
         part.train()
     engine.begin()
     adapt_batch_size(engine)
@@ -87,16 +87,16 @@ def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
 
 
 def _take(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
-    if engine.guard.passes_over(engine.steps_done):
-        engine.pass_over()
+    if engine.guard.is_skipped(engine.steps_done):
+        engine.skip_step()
         return Step(math.nan, math.nan, StepVerdict("skip", "passed over"), is_applied=False)
     began_at = perf_counter()
     accumulated = engine.accumulate(micros, items)
     if accumulated is None:
         return None
-    engine.company.note_computing(perf_counter() - began_at)
+    engine.communication.note_computing(perf_counter() - began_at)
     total, gradient_norm = engine.norm(accumulated)
     loss, norm, verdict = engine.judge(total, gradient_norm)
     is_good = verdict.action == "good"
-    is_applied = engine.update(gradient_norm) if is_good else engine.leave_out()
+    is_applied = engine.update(gradient_norm) if is_good else engine.discard_step()
     return Step(loss, norm, verdict, is_applied)

@@ -125,7 +125,7 @@ def _live(
                 loop.run(engine, watch)
         watch.log.flush()
         watch.checkpoints.wait()
-        if engine.steps_done < engine.course.steps and not watch.stopped_early:
+        if engine.steps_done < engine.batch_schedule.steps and not watch.stopped_early:
             state = RunState.STOPPED
         else:
             summary = finalize(directory, engine, watch, environment, machine)
@@ -136,7 +136,7 @@ def _live(
         watch.checkpoints.close()
         engine.close()
         trackers.finish(state=state, summary=summary)
-    about = {} if watch.ruling is None else {"reason": watch.ruling.reason}
+    about = {} if watch.decision is None else {"reason": watch.decision.reason}
     return change_state(directory, state, **about)
 
 

@@ -219,7 +219,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
     def before_step(self) -> StepRequest:
         """Ask the others for what the supervisor asked of us."""
         self._agent.check()
-        if self._engine.company.is_aside:
+        if self._engine.communication.is_aside:
             self._agent.request_exclusion()
         if self._agent.wants_stop or self._is_ruled_out():
             return "stop"
@@ -248,11 +248,11 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         if self._gate is None:
             return True
         ruling = self._gate.peek(self.rung) if self._engine.world.is_leader else None
-        self.ruling = _pass_on(ruling)
-        if self.ruling is None:
+        self.decision = _pass_on(ruling)
+        if self.decision is None:
             return True
-        self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.ruling.reason))
-        return self.ruling.kind == "hold"
+        self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.decision.reason))
+        return self.decision.kind == "hold"
 
     def _is_ruled_out(self) -> bool:
         """Between evaluations the leader asks the others to stop; at one all hear it, see below."""
@@ -264,7 +264,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         if self._gate is None or not is_rung:
             return None
         ruling = None
-        self._engine.settle()
+        self._engine.synchronize()
         if self._engine.world.is_leader:
             self._agent.report_progress(phase="evaluate")
             ruling = self._gate.ask(self.rung, is_wanted=self._is_wanted)
@@ -281,7 +281,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
     def score(self, split: str, *, step: int | None = None) -> Score:
         """The first replica evaluates; all learn what it found."""
         before, self._phase = self._phase, "evaluate"
-        self._engine.settle()
+        self._engine.synchronize()
         self._agent.report_progress(phase="evaluate")
         found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
         started_at = perf_counter()
@@ -301,14 +301,14 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         )
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self._engine.settle()
+        self._engine.synchronize()
         self._agent.report_progress(phase="checkpoint")
         super()._save(metrics)
         self._agent.report_progress(phase=self._phase)
 
     def _is_in_doubt(self) -> bool:
         is_in_doubt, engine = super()._is_in_doubt(), self._engine
-        if engine.company.communicator.is_apart:
+        if engine.communication.communicator.is_apart:
             # Each judges steps of its own, and all save or nobody does.
             return bool(engine.world.sum_over_all(torch.tensor([int(is_in_doubt)])))
         return is_in_doubt

@@ -376,8 +376,8 @@ def test_here_is_a_cloud_and_filters_meet(probed: str) -> None:
     with pytest.raises(PlanError, match="nothing with gpu H100, cloud here"):
         foresee(make_job(goal={"gpu": ["H100"], "cloud": ["here"]}))
     both = {"gpu": ["A100-80GB", probed], "cloud": ["here", "aws"]}
-    rigs = make_ask(make_job(goal=both), open_catalog())[0].question.rigs
-    assert {rig.device for rig in rigs} == {"A100-80GB", probed}
+    configs = make_ask(make_job(goal=both), open_catalog())[0].question.configs
+    assert {config.device for config in configs} == {"A100-80GB", probed}
     with pytest.raises(CatalogError, match="us-"):
         foresee(make_job(goal={"cloud": ["here"], "region": ["us-"]}))
 
@@ -424,8 +424,8 @@ def test_an_own_machine_is_planned_once_and_is_not_this_one(
     teach(make_job(), probed, step_s=1e-6)
     asked = make_job(goal={"cloud": ["own", "aws"], "gpu": ["A100-80GB"]})
     ask, _ = make_ask(asked, open_catalog())
-    assert {rig.most_nodes for rig in ask.question.rigs} == {1, 1 << 20}
-    assert all(rig.measured is None for rig in ask.question.rigs)
+    assert {config.most_nodes for config in ask.question.configs} == {1, 1 << 20}
+    assert all(config.measured is None for config in ask.question.configs)
     options = foresee(make_job(goal={"cloud": ["own"]}), top=9)
     assert {option.hardware.nodes for option in options} == {1}
     with pytest.raises(PlanError, match="nodes: 2 does not go"):

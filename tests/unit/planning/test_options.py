@@ -232,12 +232,12 @@ def test_what_is_free_and_takes_for_ever_is_not_shown_for_being_cheap() -> None:
     here = Offer(HERE, "this machine", "T4", 1, dollars_per_hour=0.0)
     ask = make_ask(offers=(OFFERS[0], here))
     others = tuple(replace(T4, device=name) for name in ("T5", "T6"))
-    rigs = (A100, replace(T4, peak_flops={"fp32": 1e9}), *others)
+    configs = (A100, replace(T4, peak_flops={"fp32": 1e9}), *others)
     prices = [
-        Price(place, OFFERS[2]._replace(device=rig.device), spot=False)
-        for place, rig in enumerate(others, start=2)
+        Price(place, OFFERS[2]._replace(device=config.device), spot=False)
+        for place, config in enumerate(others, start=2)
     ]
-    slow = replace(ask, question=replace(ask.question, rigs=rigs), prices=(*ask.prices, *prices))
+    slow = replace(ask, question=replace(ask.question, configs=configs), prices=(*ask.prices, *prices))
     assert dollars(choose(slow, top=3).best) > 0
     assert HERE not in {option.hardware.cloud for option in choose(slow, top=3)}
     cost = choose(replace(slow, objective="cost"), top=3)
@@ -357,8 +357,8 @@ def test_an_impossible_change_names_the_field_and_the_choices(
 
 def test_an_odd_machine_is_had_once() -> None:
     ask = make_ask(offers=(OFFERS[0]._replace(devices=3),), objective="time")
-    rigs = (replace(A100, devices=3, domain=3), T4)
-    best = choose(replace(ask, question=replace(ask.question, rigs=rigs))).best
+    configs = (replace(A100, devices=3, domain=3), T4)
+    best = choose(replace(ask, question=replace(ask.question, configs=configs))).best
     with pytest.raises(PlanError, match="nodes: 2 does not go") as caught:
         best.replace(nodes=2)
     assert caught.value.hint == "nodes may be 1"
@@ -367,7 +367,7 @@ def test_an_odd_machine_is_had_once() -> None:
 def test_a_change_that_does_not_fit_memory_is_refused_by_its_name() -> None:
     tight = replace(A100, memory_bytes=3.2e9)
     ask = make_ask(offers=OFFERS[:2])
-    ask = replace(ask, question=replace(ask.question, rigs=(tight, T4)))
+    ask = replace(ask, question=replace(ask.question, configs=(tight, T4)))
     options = choose(ask)
     with pytest.raises(PlanError) as caught:
         options.replace(
@@ -389,11 +389,11 @@ def test_a_change_that_does_not_fit_memory_is_refused_by_its_name() -> None:
 @given(st.floats(1.000001, 1.2))
 def test_what_does_not_fit_is_never_said_to_need_just_its_memory(excess: float) -> None:
     ask = make_ask()
-    asked = replace(ask.question, rigs=(A100,), rules={"bf16": TIGHTEST}, nodes=1)
+    asked = replace(ask.question, configs=(A100,), rules={"bf16": TIGHTEST}, nodes=1)
     high = float(predict_memory(search(asked).points, asked.work).high[0])
-    rig = replace(A100, memory_bytes=high / USABLE / excess)
+    config = replace(A100, memory_bytes=high / USABLE / excess)
     with pytest.raises(PlanError, match="times its memory") as caught:
-        choose(replace(ask, question=replace(asked, rigs=(rig,)), prices=ask.prices[:1]))
+        choose(replace(ask, question=replace(asked, configs=(config,)), prices=ask.prices[:1]))
     times = re.search(r"([0-9.]+) times", caught.value.message)
     assert times is not None
     assert excess - 1e-6 <= float(times[1]) <= excess + 0.0101
@@ -402,9 +402,9 @@ def test_what_does_not_fit_is_never_said_to_need_just_its_memory(excess: float) 
 
 def test_nothing_that_fits_is_an_error_that_says_what_to_change() -> None:
     ask = make_ask()
-    tiny = tuple(replace(rig, memory_bytes=1e6) for rig in ask.question.rigs)
+    tiny = tuple(replace(config, memory_bytes=1e6) for config in ask.question.configs)
     with pytest.raises(PlanError, match="fits none of the hardware") as caught:
-        choose(replace(ask, question=replace(ask.question, rigs=tiny)))
+        choose(replace(ask, question=replace(ask.question, configs=tiny)))
     assert "--max-devices" in (caught.value.hint or "")
     none = replace(ask.question, rules={"bf16": rules(batches=(1,), pinned={"dp": 3})})
     with pytest.raises(PlanError, match="No layout fits what the job says"):
@@ -421,10 +421,10 @@ def test_nothing_that_fits_is_an_error_that_says_what_to_change() -> None:
 )
 def test_devices_that_cannot_be_had_are_named(devices: int, said: str) -> None:
     ask = make_ask(offers=OFFERS[:1])
-    few = replace(ask.question, rigs=(A100,), most_devices=1)
+    few = replace(ask.question, configs=(A100,), most_devices=1)
     with pytest.raises(PlanError, match=r"goal\.max_devices: 1 devices are fewer"):
         choose(replace(ask, question=few))
-    asked = replace(ask.question, rigs=(A100,), least_devices=devices, most_devices=devices)
+    asked = replace(ask.question, configs=(A100,), least_devices=devices, most_devices=devices)
     with pytest.raises(PlanError) as caught:
         choose(replace(ask, question=asked))
     assert caught.value.message.startswith(said)

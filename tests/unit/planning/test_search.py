@@ -70,11 +70,11 @@ def rules(**changes: object) -> LayoutRules:
 def question(**changes: object) -> LayoutQuery:
     bound = rules(barred=frozenset({"fsdp", "tp", "pp"}), zero1=(False,))
     allowed = {"bf16": rules(), "fp16": bound, "tf32": rules(), "fp32": rules()}
-    plain = LayoutQuery(work=work(), rigs=(A100, T4), rules=allowed, most_devices=8)
+    plain = LayoutQuery(work=work(), configs=(A100, T4), rules=allowed, most_devices=8)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def one_point(rig: HardwareConfig, precision: str, devices: int, **layout: float) -> QueryBatch:
+def one_point(config: HardwareConfig, precision: str, devices: int, **layout: float) -> QueryBatch:
     return make_queries(
         1,
         **columns_of(SHAPE, SEQ),
@@ -84,25 +84,25 @@ def one_point(rig: HardwareConfig, precision: str, devices: int, **layout: float
         ep=1,
         stack=1,
         precision=PRECISIONS.index(precision),
-        peak_flops=rig.peak_flops[precision],
-        memory_bytes=rig.memory_bytes,
-        memory_bytes_per_s=rig.memory_bytes_per_s,
-        link_bytes_per_s=rig.link_bytes_per_s,
-        node_devices=rig.domain,
-        network_bytes_per_s=rig.network_bytes_per_s,
-        reachable=rig.reachable,
+        peak_flops=config.peak_flops[precision],
+        memory_bytes=config.memory_bytes,
+        memory_bytes_per_s=config.memory_bytes_per_s,
+        link_bytes_per_s=config.link_bytes_per_s,
+        node_devices=config.domain,
+        network_bytes_per_s=config.network_bytes_per_s,
+        reachable=config.reachable,
         **layout,
     )
 
 
-def best_by_loop(asked: LayoutQuery, rig: HardwareConfig, nodes: int) -> float:
+def best_by_loop(asked: LayoutQuery, config: HardwareConfig, nodes: int) -> float:
     """The least time of any layout that fits, each foretold on its own."""
-    devices, least = nodes * rig.devices, np.inf
+    devices, least = nodes * config.devices, np.inf
     for precision, rule in asked.rules.items():
-        if precision not in rig.peak_flops:
+        if precision not in config.peak_flops:
             continue
         for tp, pp, fsdp in itertools.product(divisors(devices), repeat=3):
-            if devices % (tp * pp * fsdp) or tp not in rule.tensor_ways or rig.domain % tp:
+            if devices % (tp * pp * fsdp) or tp not in rule.tensor_ways or config.domain % tp:
                 continue
             dp = devices // (tp * pp * fsdp)
             cut = {"fsdp": fsdp, "tp": tp, "pp": pp}
@@ -119,12 +119,12 @@ def best_by_loop(asked: LayoutQuery, rig: HardwareConfig, nodes: int) -> float:
                 if virtual > 1 and 16 // (dp * fsdp * micro) < pp:
                     continue
                 point = one_point(
-                    rig, precision, devices, dp=dp, **cut, zero=zero, virtual=virtual, batch=16,
+                    config, precision, devices, dp=dp, **cut, zero=zero, virtual=virtual, batch=16,
                     micro_batch=micro, recompute=recompute, sequence=float(tp > 1),
                 )  # fmt: skip
                 if (
                     predict_memory(point, asked.work).high[0]
-                    > asked.memory_share * rig.memory_bytes
+                    > asked.memory_share * config.memory_bytes
                 ):
                     continue
                 run_s = run_seconds(asked.work, point, step_time(point).total_s)
@@ -148,13 +148,13 @@ def test_the_search_finds_what_a_plain_loop_finds() -> None:
     found = search(asked)
     run_s = run_seconds(asked.work, found.points, step_time(found.points).total_s)
     told = {
-        (int(rig), int(nodes)): float(seconds)
-        for rig, nodes, seconds in zip(found.rig, found.nodes, run_s, strict=True)
+        (int(config), int(nodes)): float(seconds)
+        for config, nodes, seconds in zip(found.config, found.nodes, run_s, strict=True)
     }
-    for place, rig in enumerate(asked.rigs):
+    for place, config in enumerate(asked.configs):
         # Three machines cannot share sixteen samples evenly: there the search looks at fewer layouts.
-        for nodes in [each for each in node_counts(rig, asked) if each % 3]:
-            least = best_by_loop(asked, rig, nodes)
+        for nodes in [each for each in node_counts(config, asked) if each % 3]:
+            least = best_by_loop(asked, config, nodes)
             assert told.get((place, nodes), np.inf) == pytest.approx(least, rel=1e-12)
     assert len(told) >= 4
 
@@ -206,16 +206,16 @@ def test_a_micro_batch_that_is_said_divides_every_share() -> None:
 
 def test_where_nothing_fits_the_nearest_is_told() -> None:
     tiny = replace(A100, memory_bytes=1e6)
-    found = search(question(rigs=(tiny,)))
+    found = search(question(configs=(tiny,)))
     assert not len(found)
     assert found.tightest is not None
-    rig, devices, excess = found.tightest
-    assert (rig, devices) == (0, 8)
+    config, devices, excess = found.tightest
+    assert (config, devices) == (0, 8)
     assert excess > 1
 
 
 def test_a_device_is_not_asked_for_a_precision_it_has_not() -> None:
-    found = search(question(rigs=(T4,)))
+    found = search(question(configs=(T4,)))
     names = {PRECISIONS[int(code)] for code in found.points.precision}
     assert names <= {"fp16", "fp32"}
     assert np.all(found.points.dp[found.points.precision == PRECISIONS.index("fp16")] >= 1)
@@ -236,8 +236,8 @@ def test_a_number_of_devices_that_is_said_is_met_by_whole_machines(
     devices: int, nodes: list[int]
 ) -> None:
     many = tuple(replace(A100, network_bytes_per_s=1e9 * count) for count in range(1, 61))
-    for rigs in ((A100,), many):
-        asked = question(rigs=rigs, least_devices=devices, most_devices=devices)
+    for configs in ((A100,), many):
+        asked = question(configs=configs, least_devices=devices, most_devices=devices)
         assert node_counts(A100, asked) == nodes
         assert node_counts(replace(A100, most_nodes=1), asked) == []
     odd = replace(A100, devices=3, domain=3)

@@ -131,7 +131,6 @@ def test_jobs_that_are_equally_fast_have_one_signature():
     ],
 )
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
-    _skip_unless_wired()
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     service.submit(make_job())
@@ -140,7 +139,6 @@ def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
 
 
 def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path, capsys):
-    _skip_unless_wired()
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     journal = Journal(own_home)
@@ -152,7 +150,6 @@ def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path,
 
 
 def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
-    _skip_unless_wired()
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
     assert main(["submit", str(job), "--name", "mine", "--priority", "2"]) == 0
@@ -175,7 +172,6 @@ def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
 
 
 def test_run_that_cannot_be_read_does_not_hide_the_queue(own_home, capsys):
-    _skip_unless_wired()
     torn, whole = enqueue(make_job(name="torn")), enqueue(make_job(name="whole"))
     (torn.path / "queue.json").write_text("{")
     assert main(["pool", "--json"]) == 0
@@ -185,7 +181,6 @@ def test_run_that_cannot_be_read_does_not_hide_the_queue(own_home, capsys):
 
 
 def test_runs_that_go_on_without_a_service_are_shown_as_they_are(own_home, capsys):
-    _skip_unless_wired()
     run = enqueue(make_job())
     run.emit(StateChanged(state="planning"))
     assert main(["pool", "--json"]) == 0
@@ -202,7 +197,6 @@ def test_finished_run_cannot_be_withdrawn(own_home):
 
 
 def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monkeypatch):
-    _skip_unless_wired()
     came: list[PoolSettings] = []
 
     def bring_up(home, settings):
@@ -224,7 +218,6 @@ def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monk
 
 
 def test_verbs_answer_in_json(own_home, capsys):
-    _skip_unless_wired()
     run = enqueue(make_job())
     for words, expected in (
         (["priority", "last", "4"], {"priority": 4}),
@@ -254,10 +247,3 @@ def test_verbs_start_at_once_and_the_service_needs_no_database(tmp_path, modules
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert told.stdout.strip() == "[]"
-
-
-def _skip_unless_wired():
-    from yunlu.cli.main import VERBS
-
-    if "submit" not in {verb for verbs in VERBS.values() for verb in verbs}:
-        pytest.skip("the verbs are not in the command yet")

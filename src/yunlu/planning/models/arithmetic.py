@@ -130,7 +130,7 @@ def visible(seq: float, *, causal: bool, window: int = 0) -> float:
 
 
 def columns_of(shape: ModelShape, seq: int) -> dict[str, float]:
-    """The model's columns of ``foretell.points.Points``."""
+    """The model's columns of ``predict.query_batch.QueryBatch``."""
     experts = shape.experts
     measured = {"activation_bytes": shape.measured_activation_bytes}
     return {

@@ -1,1 +1,1 @@
-"""Memory and time of a training step, foretold for many layouts at once, with an error bar. Pure."""
+"""Memory and time of a training step, predicted for many layouts at once, with an error bar. Pure."""

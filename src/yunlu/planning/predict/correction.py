@@ -55,7 +55,7 @@ Correction = dict[int, Forest]
 
 
 def feature_table(points: QueryBatch, time: StepTime) -> Table:
-    """What the trees look at: logarithms of sizes, and shares of the foretold time."""
+    """What the trees look at: logarithms of sizes, and shares of the predicted time."""
     p, total = points, time.total_s
     inside = p.node_devices / (p.tp * p.pp * p.replicas)
     return np.column_stack(
@@ -93,7 +93,7 @@ def is_wide(points: QueryBatch) -> Column:
 
 
 def correct(points: QueryBatch, time: StepTime, correction: Correction | None = None) -> Column:
-    """By what to multiply the foretold seconds of each point."""
+    """By what to multiply the predicted seconds of each point."""
     forests = shipped_correction() if correction is None else correction
     factor = np.ones(len(points))
     for stack, forest in forests.items():

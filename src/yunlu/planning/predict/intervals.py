@@ -1,4 +1,4 @@
-"""How sure a foretold figure is: where 8 of 10 measurements lie about it. Pure.
+"""How sure a predicted figure is: where 8 of 10 measurements lie about it. Pure.
 
 Factors are quantiles of log errors on rows whose model (and, for unknown stacks, whose whole source)
 no constant had seen: split conformal prediction (Vovk et al. 2005; Lei et al. 2018), by stack, drawn
@@ -34,7 +34,7 @@ _NORMAL_90 = 1.2816
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Logs of measured over foretold: the 10 % and 90 % quantiles by stack, and what was seen."""
+    """Logs of measured over predicted: the 10 % and 90 % quantiles by stack, and what was seen."""
 
     low: Column
     high: Column
@@ -46,7 +46,7 @@ class Spread:
 
 
 def spread_factors(points: QueryBatch, spread: Spread | None = None) -> tuple[Column, Column]:
-    """By what to multiply a foretold throughput for its 10 % and its 90 % quantile."""
+    """By what to multiply a predicted throughput for its 10 % and its 90 % quantile."""
     spread = shipped_spread() if spread is None else spread
     stack = points.stack.astype(np.intp)
     beyond = np.log2(np.maximum(points.devices / spread.devices[stack], 1.0))
@@ -65,7 +65,7 @@ def make_spread(
     cold: tuple[float, float],
     unknown: tuple[float, float] | None = None,
 ) -> Spread:
-    """From out-of-sample log errors (measured over foretold) of points, and the cold quantiles.
+    """From out-of-sample log errors (measured over predicted) of points, and the cold quantiles.
 
     ``unknown`` are those of stacks of which no row was seen; the cold ones unless given.
     """

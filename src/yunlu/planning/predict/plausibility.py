@@ -19,7 +19,7 @@ _NOTHING = {"", "-", "nan", "na", "n/a", "none", "null"}
 """How tables write that a field is empty."""
 COLUMNS = ("model", "params", *_MODEL, "tied", "moe", *_WORK, "gpu_type", "precision", *_LAYOUT,
            "sharding", "act_ckpt")  # fmt: skip
-"""All that is read to foretell a row, beside its source and its notes."""
+"""All that is read to predict a row, beside its source and its notes."""
 
 
 def check_figures(row: Row) -> None:

@@ -1,4 +1,4 @@
-"""Rows of published measurements (or of a user's own table) as points to foretell. Pure."""
+"""Rows of published measurements (or of a user's own table) as points to predict. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRow:
-    """The rows that can be foretold, as points, and why the others cannot."""
+    """The rows that can be predicted, as points, and why the others cannot."""
 
     points: QueryBatch
     index: np.ndarray[Any, np.dtype[np.int64]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.planning.search.hardware_configs import Price
 
 MOST_LOST = 0.9
-"""Of an hour, to interruptions: beyond, nothing is foretold any more."""
+"""Of an hour, to interruptions: beyond, nothing is predicted any more."""
 
 
 def start_seconds(price: Price, *, here_s: float = START_HERE_S) -> float:

@@ -60,7 +60,9 @@ def describe_layout(option: PlanOption) -> str:
 def show_interval(interval: Interval, show: object) -> str:
     """``3.1 h (2.6 h to 3.8 h)``."""
     show_value = show if callable(show) else str
-    return f"{show_value(interval.value)} ({show_value(interval.low)} to {show_value(interval.high)})"
+    return (
+        f"{show_value(interval.value)} ({show_value(interval.low)} to {show_value(interval.high)})"
+    )
 
 
 def main_wait(option: PlanOption) -> str:

@@ -1,4 +1,4 @@
-"""Offers by the hardware behind them: what is the same is foretold once. Pure."""
+"""Offers by the hardware behind them: what is the same is predicted once. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Price(NamedTuple):
-    """One offer of a rig, on demand or spot."""
+    """One offer of a hardware config, on demand or spot."""
 
-    rig: int
+    config: int
     offer: Offer
     spot: bool
 
@@ -31,48 +31,48 @@ class Price(NamedTuple):
 def group_offers(
     catalog: Catalog, offers: Iterable[Offer], *, spot: bool
 ) -> tuple[tuple[HardwareConfig, ...], tuple[Price, ...]]:
-    """The distinct rigs of some offers, and every price of each; of an instance, the lowest.
+    """The distinct hardware configs of some offers, and every price of each; of an instance, the lowest.
 
-    What another rig of the same devices beats in network and price both is left out: it cannot win.
+    What another hardware config of the same devices beats in network and price both is left out: it cannot win.
     """
     places: dict[tuple[str, int, float | None, int | None, bool], int] = {}
-    rigs: list[HardwareConfig] = []
+    configs: list[HardwareConfig] = []
     prices: dict[tuple[str, str, int, bool], Price] = {}
     for offer in offers:
         network, most = offer.network_bytes_per_s, offer.most_nodes
         kind = (offer.device, offer.devices, network, most, offer.cloud == HERE)
         if kind not in places:
-            places[kind] = len(rigs)
-            rigs.append(_rig(catalog, offer))
+            places[kind] = len(configs)
+            configs.append(_rig(catalog, offer))
         for is_spot in (False, True) if spot and offer.spot_dollars_per_hour else (False,):
             price = Price(places[kind], offer, is_spot)
-            key = (offer.cloud, offer.instance, price.rig, is_spot)
+            key = (offer.cloud, offer.instance, price.config, is_spot)
             if key not in prices or _rank(price) < _rank(prices[key]):
                 prices[key] = price
-    return _undominated(rigs, list(prices.values()))
+    return _undominated(configs, list(prices.values()))
 
 
 def _undominated(
-    rigs: list[HardwareConfig], prices: list[Price]
+    configs: list[HardwareConfig], prices: list[Price]
 ) -> tuple[tuple[HardwareConfig, ...], tuple[Price, ...]]:
-    lowest = [[math.inf, math.inf] for _ in rigs]
+    lowest = [[math.inf, math.inf] for _ in configs]
     for price in prices:
-        ranks = lowest[price.rig]
+        ranks = lowest[price.config]
         ranks[price.spot] = min(ranks[price.spot], _rank(price))
-    order = sorted(range(len(rigs)), key=lambda index: -rigs[index].network_bytes_per_s)
+    order = sorted(range(len(configs)), key=lambda index: -configs[index].network_bytes_per_s)
     best: dict[tuple[str, int, int, int, bool], list[float]] = {}
     retained: list[int] = []
     for index in order:
-        rig = rigs[index]
-        rivals = best.get(rig.kind)
+        config = configs[index]
+        rivals = best.get(config.kind)
         if rivals is None or any(a < b for a, b in zip(lowest[index], rivals, strict=True)):
             retained.append(index)
             rivals = rivals or [math.inf, math.inf]
-            best[rig.kind] = [min(a, b) for a, b in zip(lowest[index], rivals, strict=True)]
+            best[config.kind] = [min(a, b) for a, b in zip(lowest[index], rivals, strict=True)]
     new = {index: count for count, index in enumerate(sorted(retained))}
     return (
-        tuple(rigs[index] for index in new),
-        tuple(price._replace(rig=new[price.rig]) for price in prices if price.rig in new),
+        tuple(configs[index] for index in new),
+        tuple(price._replace(config=new[price.config]) for price in prices if price.config in new),
     )
 
 

@@ -19,23 +19,27 @@ if TYPE_CHECKING:
     from yunlu.planning.search.layout_search import HardwareConfig
 
 
-def time_factors(points: QueryBatch, rigs: Sequence[HardwareConfig]) -> tuple[Column, Column]:
-    """Of a step's time, of each point on its rig; of what was measured, only two runs' difference."""
+def time_factors(points: QueryBatch, configs: Sequence[HardwareConfig]) -> tuple[Column, Column]:
+    """Of a step's time, of each point on its hardware config; of what was measured, only two runs' difference."""
     slow, fast = spread_factors(points)
     noise = math.exp(Z_80 * NOISE["step_s"])
     is_timed = _is_same(
-        points, rigs, [rig.measured is not None and rig.measured.time for rig in rigs]
+        points,
+        configs,
+        [config.measured is not None and config.measured.time for config in configs],
     )
     return np.where(is_timed, 1.0 / noise, 1.0 / fast), np.where(is_timed, noise, 1.0 / slow)
 
 
 def memory_factors(
-    points: QueryBatch, memory: PeakMemory, rigs: Sequence[HardwareConfig]
+    points: QueryBatch, memory: PeakMemory, configs: Sequence[HardwareConfig]
 ) -> tuple[Column, Column]:
     """Of peak memory; likewise."""
     noise = math.exp(Z_80 * NOISE["memory_bytes"])
     is_held = _is_same(
-        points, rigs, [rig.measured is not None and rig.measured.memory for rig in rigs]
+        points,
+        configs,
+        [config.measured is not None and config.measured.memory for config in configs],
     )
     return (
         np.where(is_held, 1.0 / noise, memory.low_factor),
@@ -43,10 +47,10 @@ def memory_factors(
     )
 
 
-def _is_same(points: QueryBatch, rigs: Sequence[HardwareConfig], is_known: list[bool]) -> Column:
+def _is_same(points: QueryBatch, configs: Sequence[HardwareConfig], is_known: list[bool]) -> Column:
     """Whether a point is what was measured: on one device, in the same precision and batches."""
     is_same = (points.devices == 1) & np.array(is_known, dtype=bool)
-    runs = [rig.measured for rig in rigs]
+    runs = [config.measured for config in configs]
     code = np.array([-1 if run is None else PRECISIONS.index(run.precision) for run in runs])
     is_same &= points.precision == code
     for name in ("batch", "micro_batch", "recompute"):

@@ -1,6 +1,6 @@
 """The fastest layout that fits, for each kind of hardware and each number of nodes. Pure.
 
-Exhaustive: every layout, micro-batch, recomputation and precision of every rig is foretold, in NumPy
+Exhaustive: every layout, micro-batch, recomputation and precision of every hardware config is predicted, in NumPy
 columns. On given hardware the fastest is also the cheapest, so one layout of each is enough.
 """
 
@@ -31,13 +31,13 @@ EVALUATED = 1 / 3
 """Of what training on a sample takes: only the forward pass, of three."""
 STEP_PARTS = ("compute", "tp", "pp_bubble", "dp", "optimizer", "input", "other")
 _AT_ONCE = 1 << 15
-_FEW_RIGS = 48
+_FEW_CONFIGS = 48
 _WIDTHS = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1}
 _BLOCK_COLUMNS = (
     *("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "node_devices"),
     *("network_bytes_per_s", "reachable", "devices", "precision", "peak_flops"),
 )
-_RIG_COLUMNS = (
+_CONFIG_COLUMNS = (
     *("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "node_devices"),
     *("network_bytes_per_s", "reachable", "memory_factor"),
 )
@@ -57,7 +57,7 @@ class MeasuredThroughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """Hardware that is foretold once, whoever offers it and at whatever price."""
+    """Hardware that is predicted once, whoever offers it and at whatever price."""
 
     device: str
     devices: int
@@ -75,7 +75,7 @@ class HardwareConfig:
     is_here: bool = False
     """Whether it is this machine."""
     time_factor: float = 1.0
-    """What runs on this very hardware took, by what was foretold for them."""
+    """What runs on this very hardware took, by what was predicted for them."""
     memory_factor: float = 1.0
     measured: MeasuredThroughput | None = None
     """The runs that these factors come from."""
@@ -122,7 +122,7 @@ class LayoutQuery:
     """What is searched: the work, the hardware, and what a layout may be in each precision."""
 
     work: TrainingWork
-    rigs: tuple[HardwareConfig, ...]
+    configs: tuple[HardwareConfig, ...]
     rules: Mapping[str, LayoutRules] = field(default_factory=dict[str, LayoutRules])
     """By precision; one that is not here is not used."""
     most_devices: int
@@ -134,24 +134,24 @@ class LayoutQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSearchResult:
-    """The best layout of each rig and number of nodes, as columns."""
+    """The best layout of each hardware config and number of nodes, as columns."""
 
     points: QueryBatch
-    rig: Indices
+    config: Indices
     nodes: Indices
     looked_at: int
     tightest: tuple[int, int, float] | None
-    """Where nothing fits: the rig and devices that come nearest, and how many times its memory it takes."""
+    """Where nothing fits: the hardware config and devices that come nearest, and how many times its memory it takes."""
 
     def __len__(self) -> int:
-        return len(self.rig)
+        return len(self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """Runs of points that share hardware, precision and number of nodes; one entry for each."""
 
-    rig: Indices
+    config: Indices
     nodes: Indices
     start: Indices
     """Where its layouts begin in the table of all grids."""
@@ -175,7 +175,7 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
             index = int(np.argmin(excess))
             if tightest is None or excess[index] < tightest[2]:
                 devices = int(points.devices[index])
-                tightest = (int(blocks.rig[block[index]]), devices, float(excess[index]))
+                tightest = (int(blocks.config[block[index]]), devices, float(excess[index]))
         # What fits without computing again is not computed again; in a grid, the less stands first.
         fitting[1:] &= ~(fitting[:-1] & (np.diff(points.recompute) > 0))
         block, row = block[fitting], row[fitting]
@@ -184,14 +184,14 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
     looked_at = int(blocks.size.sum())
     if not winners:
         empty = np.empty(0, dtype=np.int64)
-        return LayoutSearchResult(points=_points(question.work, blocks, table, empty, empty), rig=empty,
+        return LayoutSearchResult(points=_points(question.work, blocks, table, empty, empty), config=empty,
                      nodes=empty, looked_at=looked_at, tightest=tightest)  # fmt: skip
     block, row, run_s = (np.concatenate(part) for part in zip(*winners, strict=True))
     retained = _best_precision(blocks, block, run_s)
     block, row = block[retained], row[retained]
     return LayoutSearchResult(
         points=_points(question.work, blocks, table, block, row),
-        rig=blocks.rig[block],
+        config=blocks.config[block],
         nodes=blocks.nodes[block],
         looked_at=looked_at,
         tightest=None,
@@ -207,9 +207,11 @@ def run_seconds(work: TrainingWork, points: QueryBatch, step_s: Column) -> Colum
 def predict_steps(question: LayoutQuery, found: LayoutSearchResult) -> dict[str, Column]:
     """Seconds of a step by what takes them, of each find."""
     time = step_time(found.points)
-    factor = np.array([rig.time_factor for rig in question.rigs])[found.rig]
-    is_timed = np.array([rig.measured is not None and rig.measured.time for rig in question.rigs])
-    factor = factor * np.where(is_timed[found.rig], 1.0, correct(found.points, time))
+    factor = np.array([config.time_factor for config in question.configs])[found.config]
+    is_timed = np.array(
+        [config.measured is not None and config.measured.time for config in question.configs]
+    )
+    factor = factor * np.where(is_timed[found.config], 1.0, correct(found.points, time))
     return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
 
 
@@ -220,22 +222,22 @@ def predict_memory(points: QueryBatch, work: TrainingWork) -> PeakMemory:
     return peak_memory(points.with_columns(zero=zero), state=work.state)
 
 
-def node_counts(rig: HardwareConfig, question: LayoutQuery) -> list[int]:
+def node_counts(config: HardwareConfig, question: LayoutQuery) -> list[int]:
     """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ...
 
     Where the devices are said, the machines that come to just so many.
     """
-    most = min(question.most_devices // rig.devices, rig.node_limit)
+    most = min(question.most_devices // config.devices, config.node_limit)
     given = question.nodes
     if given is None and question.least_devices == question.most_devices:
-        given, rest = divmod(question.most_devices, rig.devices)
+        given, rest = divmod(question.most_devices, config.devices)
         given = 0 if rest else given
     if given is not None:
         return [given] if 1 <= given <= most else []
     twos = {1 << power for power in range(most.bit_length())}
-    is_fine = len(question.rigs) <= _FEW_RIGS
+    is_fine = len(question.configs) <= _FEW_CONFIGS
     counts = twos | {3 * two for two in twos if 3 * two <= most and is_fine}
-    return sorted(count for count in counts if count * rig.devices >= question.least_devices)
+    return sorted(count for count in counts if count * config.devices >= question.least_devices)
 
 
 def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
@@ -243,11 +245,11 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
     tables: list[dict[str, Column]] = []
     total = 0
     entries: list[tuple[int, int, int, int, int, float]] = []
-    for index, rig in enumerate(question.rigs):
-        for precision in _precisions(question, rig):
-            for nodes in node_counts(rig, question):
-                devices = nodes * rig.devices
-                key = (devices, min(rig.domain, devices), precision)
+    for index, config in enumerate(question.configs):
+        for precision in _precisions(question, config):
+            for nodes in node_counts(config, question):
+                devices = nodes * config.devices
+                key = (devices, min(config.domain, devices), precision)
                 if key not in grids:
                     grid = enumerate_layouts(devices, key[1], question.rules[precision])
                     grids[key] = (total, len(grid["dp"]))
@@ -256,28 +258,30 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
                 start, size = grids[key]
                 if size:
                     code = PRECISIONS.index(precision)
-                    entries.append((index, nodes, start, size, code, rig.peak_flops[precision]))
+                    entries.append((index, nodes, start, size, code, config.peak_flops[precision]))
     table = {
         name: np.concatenate([grid[name] for grid in tables]) if tables else np.empty(0)
         for name in LAYOUT_COLUMNS
     }
     array = np.array(entries, dtype=np.float64).reshape(-1, 6)
     whole = array[:, :4].astype(np.int64)
-    columns = _block_columns(question.rigs, whole, array)
+    columns = _block_columns(question.configs, whole, array)
     return _Blocks(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], columns), table
 
 
-def _precisions(question: LayoutQuery, rig: HardwareConfig) -> list[str]:
+def _precisions(question: LayoutQuery, config: HardwareConfig) -> list[str]:
     """Those allowed here, without any that another beats in speed, memory and layouts."""
-    allowed = [item for item in PRECISIONS if item in question.rules and item in rig.peak_flops]
+    allowed = [item for item in PRECISIONS if item in question.rules and item in config.peak_flops]
     return [
-        item for item in allowed if not any(_beats(question, rig, other, item) for other in allowed)
+        item
+        for item in allowed
+        if not any(_beats(question, config, other, item) for other in allowed)
     ]
 
 
-def _beats(question: LayoutQuery, rig: HardwareConfig, precision: str, other: str) -> bool:
+def _beats(question: LayoutQuery, config: HardwareConfig, precision: str, other: str) -> bool:
     """As fast or faster, narrower or safer; and may have every layout that the other may."""
-    if rig.peak_flops[precision] < rig.peak_flops[other]:
+    if config.peak_flops[precision] < config.peak_flops[other]:
         return False
     if (precision, other) == ("bf16", "fp16"):  # needs no loss scale, hence excludes less
         return True
@@ -285,13 +289,15 @@ def _beats(question: LayoutQuery, rig: HardwareConfig, precision: str, other: st
     return narrower and question.rules[precision] == question.rules[other]
 
 
-def _block_columns(rigs: Sequence[HardwareConfig], whole: Any, array: Any) -> dict[str, Column]:
-    def of_rig(name: str) -> Column:
+def _block_columns(configs: Sequence[HardwareConfig], whole: Any, array: Any) -> dict[str, Column]:
+    def of_config(name: str) -> Column:
         source = "domain" if name == "node_devices" else name
-        return np.array([getattr(rig, source) for rig in rigs], dtype=np.float64)[whole[:, 0]]
+        return np.array([getattr(config, source) for config in configs], dtype=np.float64)[
+            whole[:, 0]
+        ]
 
-    columns = {name: of_rig(name) for name in _RIG_COLUMNS}
-    per_node = np.array([rig.devices for rig in rigs], dtype=np.float64)[whole[:, 0]]
+    columns = {name: of_config(name) for name in _CONFIG_COLUMNS}
+    per_node = np.array([config.devices for config in configs], dtype=np.float64)[whole[:, 0]]
     return {**columns, "devices": per_node * whole[:, 1], "precision": array[:, 4],
             "peak_flops": array[:, 5]}  # fmt: skip
 
@@ -352,9 +358,9 @@ def _fastest(
 
 
 def _best_precision(blocks: _Blocks, block: Indices, run_s: Column) -> Indices:
-    """One of each rig and number of nodes."""
-    order = np.lexsort((run_s, blocks.nodes[block], blocks.rig[block]))
-    pairs = np.stack([blocks.rig[block], blocks.nodes[block]])[:, order]
+    """One of each hardware config and number of nodes."""
+    order = np.lexsort((run_s, blocks.nodes[block], blocks.config[block]))
+    pairs = np.stack([blocks.config[block], blocks.nodes[block]])[:, order]
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)
     return order[is_first]

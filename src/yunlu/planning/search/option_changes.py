@@ -42,13 +42,13 @@ def narrow(
 ) -> tuple[LayoutQuery, Price]:
     """The question with what the option has and what is said; refuses what cannot be."""
     _check_kinds(changes)
-    rig = question.rigs[price.rig]
+    config = question.configs[price.config]
     precision = _choose("precision", changes.get("precision", option.precision),
-                        question.rules.keys() & rig.peak_flops.keys())  # fmt: skip
+                        question.rules.keys() & config.peak_flops.keys())  # fmt: skip
     recompute = _choose("recompute", changes.get("recompute", option.recompute), RECOMPUTE)
     nodes = changes.get("nodes", option.hardware.nodes)
-    if nodes > rig.node_limit:
-        valid = "1" if rig.node_limit == 1 else f"1 to {rig.node_limit}"
+    if nodes > config.node_limit:
+        valid = "1" if config.node_limit == 1 else f"1 to {config.node_limit}"
         raise _refuse("nodes", nodes, valid)
     if changes.get("zero1") and "fsdp" not in changes:
         changes = {**changes, "fsdp": 1}  # shards share out what zero1 would, and more
@@ -62,22 +62,22 @@ def narrow(
         micro_batch=changes.get("micro_batch"),
         zero1=_zero1(usual, layout, changes),
     )
-    devices = nodes * rig.devices
-    rules = _settle(rig, devices, rules, changes, option)
+    devices = nodes * config.devices
+    rules = _settle(config, devices, rules, changes, option)
     other = _priced(prices, price, spot=changes.get("spot", price.spot))
     narrowed = replace(
         question,
-        rigs=(rig,),
+        configs=(config,),
         rules={precision: rules},
         nodes=nodes,
         most_devices=max(devices, question.most_devices),
         least_devices=1,
     )
-    return narrowed, other._replace(rig=0)
+    return narrowed, other._replace(config=0)
 
 
 def _settle(
-    rig: HardwareConfig,
+    config: HardwareConfig,
     devices: int,
     rules: LayoutRules,
     changes: Mapping[str, Any],
@@ -86,7 +86,7 @@ def _settle(
     """The rules with which there is a layout, as near to the option's own as can be."""
 
     def lay(tried: LayoutRules) -> dict[str, Column]:
-        return enumerate_layouts(devices, min(rig.domain, devices), tried)
+        return enumerate_layouts(devices, min(config.domain, devices), tried)
 
     for tried in _loosened(rules, changes, option):
         if _is_wanted(lay(tried), changes).any():
@@ -179,7 +179,7 @@ def _priced(prices: Sequence[Price], price: Price, *, spot: bool) -> Price:
     if spot == price.spot:
         return price
     alike = [one_price for one_price in prices
-             if one_price.rig == price.rig and one_price.offer.key == price.offer.key]  # fmt: skip
+             if one_price.config == price.config and one_price.offer.key == price.offer.key]  # fmt: skip
     result = next((item for item in alike if item.spot == spot), None)
     if result is None and price.offer.price(spot=spot) is None:
         raise PlanError(

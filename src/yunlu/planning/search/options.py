@@ -106,13 +106,13 @@ class PlanOption(Value):
     _again: Callable[[dict[str, Any]], PlanOption] | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
-        # Whether one can be foretold again is nothing to tell two apart by.
+        # Whether one can be predicted again is nothing to tell two apart by.
         return isinstance(other, PlanOption) and self.__dict__ == other.__dict__
 
     __hash__ = Value.__hash__
 
     def replace(self, **changes: Any) -> PlanOption:
-        """The same hardware with another layout or work, foretold and checked afresh.
+        """The same hardware with another layout or work, predicted and checked afresh.
 
         Args:
             changes: ``dp``, ``fsdp``, ``tp``, ``pp``, ``zero1``, ``batch``, ``micro_batch``,
@@ -149,7 +149,7 @@ class PlanOption(Value):
         return self.model_dump_json(indent=2)
 
     def with_recall(self, again: Callable[[dict[str, Any]], PlanOption]) -> PlanOption:
-        """The same, able to be foretold again."""
+        """The same, able to be predicted again."""
         copy = self.model_copy()
         copy._again = again
         return copy

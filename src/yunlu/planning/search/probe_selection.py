@@ -1,7 +1,7 @@
 """Which layout to try next: what short runs of some tell about the others. Pure.
 
-Each candidate has a foretold speed and a chance to run at all. A probe that is faster or slower than
-foretold says the same of layouts like it (a Gaussian process over the log errors, Rasmussen and
+Each candidate has a predicted speed and a chance to run at all. A probe that is faster or slower than
+predicted says the same of layouts like it (a Gaussian process over the log errors, Rasmussen and
 Williams 2006), and one that fails says that those which need as much memory will fail too. The next
 to try is the one that is expected to improve most on the best so far (Jones et al. 1998).
 """
@@ -33,14 +33,14 @@ ODD_FAILURE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What is foretold of each candidate, before any is tried."""
+    """What is predicted of each candidate, before any is tried."""
 
     speed: Column
     """If it runs, in any unit; measurements are in the same."""
     spread: Column
     """Of the log error of ``speed``."""
     room: Column
-    """Log of usable memory over the foretold peak: above 0 it should fit."""
+    """Log of usable memory over the predicted peak: above 0 it should fit."""
     room_spread: Column
     """Of the log error of the peak."""
     runs: Column
@@ -54,7 +54,7 @@ def next_probe(
 
     Args:
         points: The candidates.
-        predictions: What is foretold of them.
+        predictions: What is predicted of them.
         tried: Those tried so far, in any order.
         measured: The speed of each of these; 0 where it failed.
     """
@@ -96,7 +96,7 @@ def chance_to_run(
     points: QueryBatch, predictions: Predictions, tried: Sequence[int], measured: Sequence[float]
 ) -> Column:
     """How likely each candidate runs, after the probes."""
-    # The error of the foretold peaks is taken as common to all: a grid of it, weighed by what was seen.
+    # The error of the predicted peaks is taken as common to all: a grid of it, weighed by what was seen.
     steps = np.linspace(-3.0, 3.0, 61)
     weight = np.exp(-0.5 * steps**2)
     for index, speed in zip(tried, measured, strict=True):

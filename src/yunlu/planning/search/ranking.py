@@ -65,7 +65,7 @@ class OptionQuery:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Every find at every price of its rig, as columns."""
+    """Every find at every price of its hardware config, as columns."""
 
     find: np.ndarray[Any, np.dtype[np.int64]]
     price: np.ndarray[Any, np.dtype[np.int64]]
@@ -139,9 +139,9 @@ def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Colu
     step_s = np.sum(list(steps.values()), axis=0)
     run_s = run_seconds(ask.question.work, found.points, step_s)
     by_rig: dict[int, Any] = {
-        int(rig): np.flatnonzero(found.rig == rig) for rig in np.unique(found.rig)
+        int(config): np.flatnonzero(found.config == config) for config in np.unique(found.config)
     }
-    finds = [by_rig.get(price.rig, np.empty(0, dtype=np.int64)) for price in ask.prices]
+    finds = [by_rig.get(price.config, np.empty(0, dtype=np.int64)) for price in ask.prices]
     find = np.concatenate(finds)
     index = np.repeat(np.arange(len(finds)), [len(one_find) for one_find in finds])
     item = [price.dollars_per_hour for price in ask.prices]
@@ -192,13 +192,15 @@ def _pick(
             index = int(np.argmin(figure))
             wanted += [int(order[index])] if figure[index] < _BETTER * figure[0] else []
     picks = list(dict.fromkeys(wanted))
-    rigs = ask.question.rigs
+    configs = ask.question.configs
     for keyed_by_count in (False, True):
-        seen = {_kind(rigs, found, candidates, pick, with_count=keyed_by_count) for pick in picks}
+        seen = {
+            _kind(configs, found, candidates, pick, with_count=keyed_by_count) for pick in picks
+        }
         for item in order.tolist():
             if len(picks) >= top:
                 break
-            kind = _kind(rigs, found, candidates, item, with_count=keyed_by_count)
+            kind = _kind(configs, found, candidates, item, with_count=keyed_by_count)
             if kind not in seen:
                 seen.add(kind)
                 picks.append(item)
@@ -207,7 +209,7 @@ def _pick(
 
 
 def _kind(
-    rigs: Sequence[Any],
+    configs: Sequence[Any],
     found: LayoutSearchResult,
     candidates: Candidates,
     place: int,
@@ -215,9 +217,9 @@ def _kind(
     with_count: bool,
 ) -> tuple[Any, ...]:
     find = candidates.find[place]
-    rig = rigs[int(found.rig[find])]
-    count = int(found.nodes[find]) * rig.devices
-    return (rig.device, count) if with_count else (rig.device,)
+    config = configs[int(found.config[find])]
+    count = int(found.nodes[find]) * config.devices
+    return (config.device, count) if with_count else (config.device,)
 
 
 def _make_options(
@@ -227,15 +229,15 @@ def _make_options(
     finds = candidates.find[chosen]
     points = result.points.take(finds)
     memory = predict_memory(points, ask.question.work)
-    rigs = [ask.question.rigs[int(rig)] for rig in result.rig[finds]]
-    memory_low, memory_high = memory_factors(points, memory, rigs)
-    low, high = time_factors(points, rigs)
+    configs = [ask.question.configs[int(config)] for config in result.config[finds]]
+    memory_low, memory_high = memory_factors(points, memory, configs)
+    low, high = time_factors(points, configs)
     options: list[PlanOption] = []
     for index, candidate in enumerate(chosen):
         find = int(finds[index])
         price = ask.prices[candidates.price[candidate]]
         parts = {name: float(column[find]) for name, column in steps.items()}
-        factor = rigs[index].memory_factor
+        factor = configs[index].memory_factor
         held = {name: factor * float(getattr(memory, name)[index]) for name in MEMORY_PARTS}
         option = _make_option(
             ask, price, nodes=int(result.nodes[find]), held=held, parts=parts,
@@ -307,18 +309,18 @@ def _interval(value: float, factors: tuple[float, float]) -> Interval:
 
 
 def _hardware(ask: OptionQuery, price: Price, nodes: int) -> Hardware:
-    rig, offer = ask.question.rigs[price.rig], price.offer
+    config, offer = ask.question.configs[price.config], price.offer
     dollars = price.dollars_per_hour
     return Hardware(
         cloud=offer.cloud,
         instance=offer.instance,
         region=offer.region,
         nodes=nodes,
-        device=rig.device,
-        devices_per_node=rig.devices,
+        device=config.device,
+        devices_per_node=config.devices,
         spot=price.spot,
         dollars_per_hour=None if dollars is None else dollars * nodes,
-        memory_bytes=rig.memory_bytes,
+        memory_bytes=config.memory_bytes,
     )
 
 
@@ -348,6 +350,6 @@ def _recall(
         best = int(np.argmin(weighed.candidates.total_s))
         made = _make_options(changed, weighed, [best])[0]
         # What was kept this time may be changed the next.
-        return made.with_recall(_recall(ask, other._replace(rig=price.rig), made))
+        return made.with_recall(_recall(ask, other._replace(config=price.config), made))
 
     return again

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 def refuse_all(question: LayoutQuery, found: LayoutSearchResult) -> PlanError:
     """No layout of any hardware holds the model, or none can be made at all."""
     if found.tightest is not None:
-        rig, devices, excess = found.tightest
+        config, devices, excess = found.tightest
         columns = question.work.columns
         is_adapted = columns["trainable"] < columns["parameters"]
         less = "take a smaller model" if is_adapted else "train an adapter (model.adapter: lora)"
         return PlanError(
             f"The model fits none of the hardware: the nearest, {devices} x "
-            f"{question.rigs[rig].device}, would need {_tell(excess, question)}.",
+            f"{question.configs[config].device}, would need {_tell(excess, question)}.",
             hint="allow more devices (--max-devices) or larger ones (--gpu), shorten "
             f"data.max_length, or {less}",
         )
     if question.least_devices == question.most_devices > 1:
         return _refuse_devices(question)
     most = question.most_devices
-    least = min((rig.devices for rig in question.rigs), default=0)
+    least = min((config.devices for config in question.configs), default=0)
     if least > most:
         return PlanError(
             f"goal.max_devices: {most} devices are fewer than any of these machines has ({least}).",
@@ -51,9 +51,9 @@ def refuse_change(
     given = _name_changes(changes)
     if found.tightest is None:
         return refuse_layout(changes, devices=question.most_devices)
-    rig, devices, excess = found.tightest
+    config, devices, excess = found.tightest
     return PlanError(
-        f"{given}: {devices} x {question.rigs[rig].device} would need {_tell(excess, question)}.",
+        f"{given}: {devices} x {question.configs[config].device} would need {_tell(excess, question)}.",
         hint="a smaller micro_batch, recompute='full', or more fsdp, tp or nodes need less",
     )
 
@@ -80,13 +80,13 @@ def _name_changes(changes: Mapping[str, Any]) -> str:
 
 def _refuse_devices(question: LayoutQuery) -> PlanError:
     devices = question.most_devices
-    if any(node_counts(rig, question) for rig in question.rigs):
+    if any(node_counts(config, question) for config in question.configs):
         return PlanError(
             f"No layout fits what the job says: none of {devices} devices goes with its layout, "
             "batch and precision.",
             hint="say other devices (or auto), layout: auto or a larger train.batch, or widen --gpu",
         )
-    sizes = sorted({rig.devices for rig in question.rigs})
+    sizes = sorted({config.devices for config in question.configs})
     return PlanError(
         f"devices: {devices} devices are no whole number of these machines, which have "
         f"{join_words([str(size) for size in sizes])}.",

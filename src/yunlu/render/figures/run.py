@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.communication import Expectation
-    from yunlu.jobs.report_model import Comparison, ConfusionMatrix, Curve, Report, TracedSteps
+    from yunlu.jobs.report_model import Comparison, ConfusionMatrix, Curve, Report
+    from yunlu.runs.events import TraceWritten
     from yunlu.render.figures.values import LineStyle, Unit
     from yunlu.render.i18n.texts import BilingualText
 
@@ -112,7 +113,7 @@ def time_totals(report: Report) -> BarFigure | None:
     return _single_bar("time-totals", text("time.totals"), segments) if segments else None
 
 
-def phase_totals(traced: TracedSteps) -> BarFigure | None:
+def phase_totals(traced: TraceWritten) -> BarFigure | None:
     """Seconds of the traced steps by phase; None where there are none."""
     segments = tuple(
         BarSegment(

@@ -27,7 +27,9 @@ from yunlu.render.i18n.texts import known_text, same, text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.jobs.report_model import RankPosition, WorkerGroupChange, WorkerGroupHistory
+    from yunlu.jobs.report_model import WorkerGroupHistory
+    from yunlu.runs.events import WorkerRank
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.render.i18n.texts import BilingualText
 
 _MOST_MARKS = 200
@@ -123,12 +125,12 @@ def worker_bars(group: WorkerGroupHistory) -> BarFigure:
     )
 
 
-def layout_figure(group: WorkerGroupHistory, change: WorkerGroupChange) -> LayoutFigure:
+def layout_figure(group: WorkerGroupHistory, change: GroupGeneration) -> LayoutFigure:
     """The ranks of one generation at their positions in the layout."""
     sizes = {
         axis: max((getattr(rank, axis) for rank in change.ranks), default=0) + 1 for axis in AXES
     }
-    lost = {fault.rank: fault.what for fault in group.faults if fault.struck == change.key}
+    lost = {fault.rank: fault.cause for fault in group.faults if fault.struck == change.key}
     at_position = {(rank.dp, rank.pp, rank.fsdp, rank.tp): rank for rank in change.ranks}
     cells = tuple(
         tuple(
@@ -181,7 +183,7 @@ def _colour_meaning(*, stages: int, parts: int) -> BilingualText:
 
 
 def _tile(
-    rank: RankPosition | None, sizes: dict[str, int], lost: dict[int | None, str]
+    rank: WorkerRank | None, sizes: dict[str, int], lost: dict[int | None, str]
 ) -> RankTile | None:
     if rank is None:
         return None
@@ -220,7 +222,7 @@ def _moments(group: WorkerGroupHistory) -> Iterator[EventMarks]:
             yield EventMarks(kind=kind, name=text(f"mark.{kind}"), x=tuple(elapsed[:_MOST_MARKS]))
 
 
-def _unforced(group: WorkerGroupHistory) -> Iterator[WorkerGroupChange]:
+def _unforced(group: WorkerGroupHistory) -> Iterator[GroupGeneration]:
     for before, change in pairwise(group.changes):
         if not any(before.at <= fault.at <= change.at for fault in group.faults):
             yield change

@@ -2,162 +2,167 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.worker_groups import (
-    gist_of,
-    name_worker,
-    read_change,
-    read_fault,
-    read_straggler,
-)
-from yunlu.planning.plan import Plan
+from yunlu.jobs.worker_groups import gist_of, name_worker
 from yunlu.render.format import show_fault
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
-from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.events import (
+    BatchChanged,
+    CommunicationChosen,
+    DataOpened,
+    ErrorRaised,
+    Evaluated,
+    MemoryExhausted,
+    ModelBuilt,
+    PlanMade,
+    PrecisionChanged,
+    RolledBack,
+    StateChanged,
+    StepSkipped,
+    StragglerSeen,
+    TraceWritten,
+    WarningRaised,
+    WorkerGroupFormed,
+    WorkerLost,
+)
+from yunlu.runs.fold import Incident
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from rich.console import RenderableType
 
-    from yunlu.jobs.report_model import WorkerGroupChange
-    from yunlu.planning.plan import AutotuneTrial, Prediction
+    from yunlu.planning.plan import AutotuneTrial, Plan, Prediction
     from yunlu.render.terminal.run_display import Course
+    from yunlu.runs.events import Event
+    from yunlu.runs.fold import GroupGeneration
 
 _LABEL = 12
 _NOTICES = {
-    EventKind.SKIP: "skipped",
-    EventKind.ROLLBACK: "rolled back",
-    EventKind.OUT_OF_MEMORY: "memory",
-    EventKind.PRECISION: "precision",
-    EventKind.TRACE: "trace",
-    EventKind.BATCH: "batch",
+    "skip": "skipped",
+    "rollback": "rolled back",
+    "out_of_memory": "memory",
+    "precision": "precision",
+    "trace": "trace",
+    "batch": "batch",
 }
+Notice = Incident | TraceWritten | BatchChanged
+GroupEvent = WorkerGroupFormed | WorkerLost | StragglerSeen | CommunicationChosen
 
 
 def describe(event: Event, course: Course) -> RenderableType | None:
     """What an event leaves on the page; None where it leaves nothing."""
-    data, row = event.data, None
-    match event.kind:
-        case EventKind.PLAN:
-            return plan_block(Plan.model_validate(data))
-        case EventKind.DATA:
-            row = event_row("data", data_line(data))
-        case EventKind.MODEL:
-            count = show_count(data.get("parameters") or 0)
-            row = event_row("model", Text(f"{data.get('name')}, {count} parameters"))
-        case EventKind.EVALUATION:
-            row = event_row(str(data.get("split")), evaluation_line(data, course), style=ACCENT)
-        case EventKind.WARNING:
-            row = event_row("warning", Text(str(data.get("message"))), style="yellow")
-        case EventKind.SKIP if data.get("reason") == "overflow":
+    row = None
+    match event:
+        case PlanMade():
+            row = plan_block(event.plan)
+        case DataOpened():
+            row = event_row("data", data_line(event))
+        case ModelBuilt():
+            count = show_count(event.parameters)
+            row = event_row("model", Text(f"{event.name}, {count} parameters"))
+        case Evaluated():
+            row = event_row(event.split, evaluation_line(event, course), style=ACCENT)
+        case WarningRaised():
+            row = event_row("warning", Text(event.message), style="yellow")
+        case StepSkipped(reason="overflow"):
             pass  # how a loss scale is found: counted among the figures
-        case EventKind.SKIP | EventKind.ROLLBACK | EventKind.OUT_OF_MEMORY:
+        case StepSkipped() | RolledBack() | MemoryExhausted():
             row = event_row(_NOTICES[event.kind], notice_line(event), style="yellow")
-        case EventKind.PRECISION | EventKind.TRACE | EventKind.BATCH:
+        case PrecisionChanged() | TraceWritten() | BatchChanged():
             row = event_row(_NOTICES[event.kind], notice_line(event))
-        case EventKind.CREW | EventKind.FAULT | EventKind.STRAGGLER | EventKind.COMMUNICATION:
-            row = _crew_row(event, course)
-        case EventKind.ERROR:
+        case WorkerGroupFormed() | WorkerLost() | StragglerSeen() | CommunicationChosen():
+            row = _group_row(event, course)
+        case ErrorRaised():
             row = _trace_rows(event)
-        case EventKind.STATE if data.get("resumed_from_step") is not None:
+        case StateChanged() if event.resumed_from_step is not None:
             row = event_row(
-                "resumed", Text(f"from the checkpoint of step {data['resumed_from_step']}")
+                "resumed", Text(f"from the checkpoint of step {event.resumed_from_step}")
             )
         case _:
             pass
     return row
 
 
-def notice_line(event: Event) -> Text:
+def notice_line(event: Notice) -> Text:
     """What the engine did about trouble, or wrote besides the model, in one line."""
-    data, step = event.data, f"step {event.data.get('step')}: "
-    match event.kind:
-        case EventKind.SKIP:
-            figures = ", ".join(f"{key} {_number(data.get(key))}" for key in ("loss", "norm"))
-            text = f"{step}update left out, {data.get('reason')} ({figures})"
-        case EventKind.ROLLBACK:
-            text = f"{step}back to step {data.get('to_step')}, then on past the bad samples"
-        case EventKind.OUT_OF_MEMORY:
-            text = f"{step}memory ran out, micro-batch is now {data.get('micro_batch')}"
-        case EventKind.PRECISION:
-            text = f"{step}{data.get('module')} to {data.get('to')} precision, {data.get('reason')}"
-        case EventKind.BATCH:
-            steps, rate = data.get("steps"), float(data.get("rate") or 1.0)
-            text = f"{step}batches of {data.get('batch')} from here on, learning rate × {rate:.3g}"
-            text += f"; {steps} steps in all" if steps else ""
-        case _:
-            text = f"{data.get('steps')} steps traced: {data.get('path') or 'no file'}"
-    return Text(text)
+    match event:
+        case StepSkipped():
+            figures = f"loss {show_number(event.loss)}, norm {show_number(event.norm)}"
+            text = f"update left out, {event.reason} ({figures})"
+        case RolledBack():
+            text = f"back to step {event.to_step}, then on past the bad samples"
+        case MemoryExhausted():
+            text = f"memory ran out, micro-batch is now {event.micro_batch}"
+        case PrecisionChanged():
+            text = f"{event.module} to {event.to} precision, {event.reason}"
+        case BatchChanged():
+            text = f"batches of {event.batch} from here on, learning rate × {event.rate:.3g}"
+            text += f"; {event.steps} steps in all" if event.steps else ""
+        case TraceWritten():
+            return Text(f"{event.steps} steps traced: {event.path or 'no file'}")
+    return Text(f"step {event.step}: {text}")
 
 
-def crew_line(event: Event, before: WorkerGroupChange | None) -> Text:
+def worker_group_line(event: WorkerGroupFormed, before: GroupGeneration | None) -> Text:
     """The layout from now on; after a change also what it cost."""
-    change = read_change(event.data)
-    if change is None:
-        return Text("")
-    workers = f"{len(change.ranks)} worker" + ("s" if len(change.ranks) != 1 else "")
+    workers = f"{len(event.ranks)} worker" + ("s" if len(event.ranks) != 1 else "")
     if before is None:
-        hosts = len({each.host for each in change.ranks})
-        return _joined([change.layout, workers, *([f"{hosts} hosts"] if hosts > 1 else [])])
-    text = Text(f"{before.layout} → ") if before.layout != change.layout else Text("still ")
-    text.append(change.layout, style="bold").append(f", {workers}, from step {change.from_step}")
-    costs = [f"{show_duration(change.lost_s)} lost"] if change.lost_s is not None else []
-    costs += [f"{change.redone_steps} steps again"] if change.redone_steps else []
+        hosts = len({rank.host for rank in event.ranks})
+        return _joined([event.layout, workers, *([f"{hosts} hosts"] if hosts > 1 else [])])
+    text = Text(f"{before.layout} → ") if before.layout != event.layout else Text("still ")
+    text.append(event.layout, style="bold").append(f", {workers}, from step {event.from_step}")
+    costs = [f"{show_duration(event.lost_s)} lost"] if event.lost_s is not None else []
+    costs += [f"{event.redone_steps} steps again"] if event.redone_steps else []
     text.append(f"; {', '.join([*costs, 'no sample lost'])}")
-    return text.append(f"  {change.reason}", style="dim") if change.reason else text
+    return text.append(f"  {event.reason}", style="dim") if event.reason else text
 
 
-def fault_line(event: Event) -> Text:
+def fault_line(event: WorkerLost) -> Text:
     """Who was lost, when, and how."""
-    fault = read_fault(event.data)
-    when = f" at step {fault.step}" if fault.step is not None else ""
-    why = f": {gist}" if (gist := gist_of(fault.detail)) else ""
-    return Text(f"{name_worker(fault)} {show_fault(fault).en}{when}{why}")
+    when = f" at step {event.step}" if event.step is not None else ""
+    why = f": {gist}" if (gist := gist_of(event.detail)) else ""
+    return Text(f"{name_worker(event)} {show_fault(event).en}{when}{why}")
 
 
-def straggler_line(event: Event) -> Text:
+def straggler_line(event: StragglerSeen) -> Text:
     """Who is slow, and how much; or is so no more."""
-    slow = read_straggler(event.data)
-    if slow is None:
-        return Text("")
-    when = f"step {slow.step}: " if slow.step is not None else ""
-    if event.data.get("over"):
-        return Text(f"{when}{name_worker(slow)} keeps up again")
-    return Text(f"{when}the others wait for {name_worker(slow)}, {slow.ratio:.1f} × slower")
+    when = f"step {event.step}: " if event.step is not None else ""
+    if event.recovered:
+        return Text(f"{when}{name_worker(event)} keeps up again")
+    return Text(f"{when}the others wait for {name_worker(event)}, {event.ratio:.1f} × slower")
 
 
-def communication_line(event: Event) -> Text:
-    """How the workers exchange what they learn from now on, and why."""
-    data, step = event.data, event.data.get("step")
-    name = str(data.get("chosen") or "")
-    text = Text(f"step {step}: " if step else "").append(name, style="bold")
-    reason = str(data.get("reason") or "").removeprefix(f"{name}: ")
+def communication_line(event: CommunicationChosen) -> Text:
+    """How the workers exchange gradients from now on, and why."""
+    text = Text(f"step {event.step}: " if event.step else "").append(event.chosen, style="bold")
+    reason = event.reason.removeprefix(f"{event.chosen}: ")
     return text.append(f"  {reason}", style="dim") if reason else text
 
 
-def _crew_row(event: Event, course: Course) -> RenderableType:
-    if event.kind is EventKind.CREW:
-        return event_row("workers", crew_line(event, course.crew_before))
-    if event.kind is EventKind.STRAGGLER:
-        return event_row("slow", straggler_line(event), style="yellow")
-    if event.kind is EventKind.COMMUNICATION:
-        return event_row("exchange", communication_line(event))
-    gone = event.data.get("what") == "left"
-    label, style = ("left", "yellow") if gone else ("lost", "bold red")
-    return event_row(label, fault_line(event), style=style)
+def _group_row(event: GroupEvent, course: Course) -> RenderableType:
+    match event:
+        case WorkerGroupFormed():
+            return event_row("workers", worker_group_line(event, course.group_before))
+        case StragglerSeen():
+            return event_row("slow", straggler_line(event), style="yellow")
+        case CommunicationChosen():
+            return event_row("exchange", communication_line(event))
+        case WorkerLost():
+            label, style = ("left", "yellow") if event.cause == "left" else ("lost", "bold red")
+            return event_row(label, fault_line(event), style=style)
 
 
-def _trace_rows(event: Event) -> RenderableType | None:
+def _trace_rows(event: ErrorRaised) -> RenderableType | None:
     """Of several workers, where the one that failed did: its error alone would not say whose it is."""
-    trace = str(event.data.get("traceback") or "").rstrip()
-    if "member" not in event.data or not trace:
+    trace = (event.traceback or "").rstrip()
+    if event.worker is None or not trace:
         return None
     return Group(*(event_row("", Text(line, style="dim")) for line in trace.splitlines()))
 
@@ -208,26 +213,22 @@ def prediction_line(predicted: Prediction) -> Text:
     )
 
 
-def evaluation_line(data: Mapping[str, Any], course: Course) -> Text:
+def evaluation_line(evaluation: Evaluated, course: Course) -> Text:
     """Where it was taken, and every figure."""
-    step, width = int(data.get("step") or 0), len(str(course.steps))
+    step, width = evaluation.step, len(str(course.steps))
     epoch = course.epochs_at(step)
     text = Text(f"step {step:>{width}}" + (f"  epoch {epoch:<4.3g}" if epoch else "") + "  ")
-    named = {**(data.get("metrics") or {}), "loss": data.get("loss")}
-    found = {key: show_number(float(value)) for key, value in named.items() if value is not None}
-    return text.append_text(figures_text((key, f"{value:<7}") for key, value in found.items()))
+    figures = {**evaluation.metrics, "loss": evaluation.loss}
+    return text.append_text(
+        figures_text((key, f"{show_number(value):<7}") for key, value in figures.items())
+    )
 
 
-def _number(value: Any) -> str:
-    return "–" if value is None else show_number(float(value))
-
-
-def data_line(data: Mapping[str, Any]) -> Text:
+def data_line(data: DataOpened) -> Text:
     """How many samples each part has, and where they come from."""
-    counts = [
-        f"{data[part]:,} {part}" for part in ("train", "validation", "test") if data.get(part)
-    ]
-    return _joined(counts).append(f"  {data.get('source')}", style="dim")
+    counts = {"train": data.train, "validation": data.validation, "test": data.test}
+    shown = [f"{count:,} {split}" for split, count in counts.items() if count]
+    return _joined(shown).append(f"  {data.source}", style="dim")
 
 
 def event_row(label: str, content: Text, *, style: str = "dim") -> RenderableType:

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.jobs.communication import Communication
-    from yunlu.jobs.report_model import (
-        Comparison,
-        ConfusionMatrix,
-        WorkerGroupHistory,
-        WorkerGroupChange,
-        EvaluationRow,
-        Report,
-        TracedSteps,
-    )
+    from yunlu.jobs.report_model import Comparison, ConfusionMatrix, WorkerGroupHistory, EvaluationRow, Report
+    from yunlu.runs.events import TraceWritten
+    from yunlu.runs.fold import GroupGeneration
 
 _COLOURS = {
     RunState.FINISHED: "green",
@@ -309,7 +303,7 @@ def _member_table(worker_group: WorkerGroupHistory) -> Table:
     return table
 
 
-def _layout_table(change: WorkerGroupChange) -> Group:
+def _layout_table(change: GroupGeneration) -> Group:
     """Stages from left to right, replicas downwards; in a cell, a line for each shard."""
     table = _table("Which rank holds what")
     table.add_column("")
@@ -336,7 +330,7 @@ def _layout_table(change: WorkerGroupChange) -> Group:
     return Group(table, Text(f"  {notes}", "dim")) if notes else Group(table)
 
 
-def _trace_table(traced: TracedSteps) -> Group:
+def _trace_table(traced: TraceWritten) -> Group:
     """By phase in a line, by operator in a table. The profiler slows steps: shares are what counts."""
     phases = Text("  phases  ")
     for each in traced.phases:

@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.jobs.worker_groups import read_change
 from yunlu.jobs.follow import FollowedItem, MetricRecord
 from yunlu.render.terminal.event_lines import describe, event_row, figures_text
 from yunlu.render.terminal.page import ACCENT, indented, to_json
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import ProgressReported, StateChanged, StepSkipped, event_fields
+from yunlu.runs.fold import RunView, apply
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from yunlu.jobs.report_model import WorkerGroupChange
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.runs.run_store import RunStore
 
 _LINE_EVERY_S = 5.0
@@ -53,33 +53,47 @@ class Course:
     """What a display remembers of a run: its plan, its newest step, its pace."""
 
     def __init__(self) -> None:
-        self.plan: dict[str, Any] = {}
+        self.view = RunView()
         self.record: dict[str, Any] = {}
-        self.saved_step: int | None = None
-        self.skipped = 0
-        self.worker_group: WorkerGroupChange | None = None
-        self.crew_before: WorkerGroupChange | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
 
     def take(self, item: FollowedItem) -> None:
-        """Remember what matters later."""
+        """Take in one event or metric record."""
         if isinstance(item, MetricRecord):
             self._take_record(item.record)
-        elif item.kind is EventKind.PLAN:
-            self.plan = item.data
-        elif item.kind is EventKind.CHECKPOINT:
-            self.saved_step = item.data.get("step")
-        elif item.kind is EventKind.SKIP:
-            self.skipped += 1
-        elif item.kind is EventKind.CREW:
-            self.crew_before, self.worker_group = self.worker_group, read_change(item.data) or self.worker_group
-        elif item.kind is EventKind.LIFE:
-            self.worker_group = None
+        else:
+            self.view = apply(self.view, item)
 
     @property
     def steps(self) -> int:
         """Steps planned; 0 while there is no plan."""
-        return self.plan.get("steps") or 0
+        return self.view.plan.steps if self.view.plan else 0
+
+    @property
+    def saved_step(self) -> int | None:
+        """Of the newest checkpoint."""
+        return self.view.saved[-1][1].step if self.view.saved else None
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were left out."""
+        return sum(isinstance(incident, StepSkipped) for incident in self.view.incidents)
+
+    @property
+    def worker_group(self) -> GroupGeneration | None:
+        """The newest generation of this attempt."""
+        groups = self._groups()
+        return groups[-1] if groups else None
+
+    @property
+    def group_before(self) -> GroupGeneration | None:
+        """The generation before the newest one, in this attempt."""
+        groups = self._groups()
+        return groups[-2] if len(groups) > 1 else None
+
+    def _groups(self) -> list[GroupGeneration]:
+        attempt = max(len(self.view.attempts), 1)
+        return [group for group in self.view.worker_groups if group.attempt == attempt]
 
     @property
     def samples_per_s(self) -> float | None:
@@ -101,7 +115,7 @@ class Course:
         """``step 420/1000  epoch 4.2/10``."""
         text = f"step {self.record['step']}"
         text += f"/{self.steps}" if self.steps else ""
-        planned = self.plan.get("epochs") or self.epochs_at(self.steps)
+        planned = (self.view.plan and self.view.plan.epochs) or self.epochs_at(self.steps)
         epochs = f"/{planned:.4g}" if planned else ""
         return f"{text}  epoch {float(self.record.get('epoch') or 0):.1f}{epochs}"
 
@@ -129,11 +143,11 @@ class Course:
         """Epochs that a step completes."""
         if self.record and self.record["step"] == step:
             return self.record.get("epoch")
-        each = self.plan.get("steps_per_epoch")
-        return step / each if each and step else None
+        steps = self.view.plan.steps_per_epoch if self.view.plan else None
+        return step / steps if steps and step else None
 
     def _take_record(self, record: dict[str, Any]) -> None:
-        if self.record and record["step"] <= self.record["step"]:  # a later life did it again
+        if self.record and record["step"] <= self.record["step"]:  # a later attempt made it again
             self._recent.clear()
         self.record = record
         self._recent.append((record["at"], record["step"], record.get("samples") or 0))
@@ -160,11 +174,11 @@ class LiveDisplay:
         if isinstance(item, MetricRecord):
             self._phase = None
             return
-        if item.kind is EventKind.PROGRESS:
-            self._phase = item.data.get("phase")
-        elif item.kind is EventKind.STATE:
-            state = item.data.get("state")
-            self._phase = "stopping: saving a checkpoint" if state == RunState.STOPPING else None
+        if isinstance(item, ProgressReported):
+            self._phase = item.phase
+        elif isinstance(item, StateChanged):
+            is_stopping = item.state is RunState.STOPPING
+            self._phase = "stopping: saving a checkpoint" if is_stopping else None
         block = describe(item, self._course)
         if block is not None:
             self._console.print(block)
@@ -225,8 +239,8 @@ class PlainDisplay:
                 self._shown_at = item.at
                 self._print(event_row("train", Text(step_line(course))))
             return
-        if item.kind is EventKind.PROGRESS:
-            self._print(event_row("", Text(f"{item.data.get('phase')} ...")))
+        if isinstance(item, ProgressReported):
+            self._print(event_row("", Text(f"{item.phase} ...")))
         block = describe(item, course)
         if block is not None:
             self._print(block)
@@ -259,8 +273,8 @@ class JsonDisplay:
         if isinstance(item, MetricRecord):
             line = {"event": "metrics", "run": self._run_id, **item.record}
         else:
-            line = {"event": item.kind.value, "run": self._run_id, "at": item.at}
-            line |= item.data
+            line = {"event": item.kind, "run": self._run_id, "at": item.at}
+            line |= event_fields(item)
         self._out.write(to_json(line) + "\n")
         self._out.flush()
 

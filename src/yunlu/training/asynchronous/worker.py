@@ -122,15 +122,15 @@ class ServedEngine(Engine):
             self.optimizer.leave_out()
         return is_applied
 
-    def leave_out(self) -> bool:
+    def discard_step(self) -> bool:
         """End a bad ticket without its gradient."""
         self.optimizer.leave_out()
-        return super().leave_out()
+        return super().discard_step()
 
-    def pass_over(self) -> None:
+    def skip_step(self) -> None:
         """End a ticket of a step that was bad before."""
         self.optimizer.leave_out()
-        super().pass_over()
+        super().skip_step()
 
 
 class _TicketCallbacks:

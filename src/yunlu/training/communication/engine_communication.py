@@ -100,7 +100,7 @@ class EngineCommunication:
             givers = [rank for rank in ranks if told[rank]["was_apart"] and told[rank]["keeps"]]
             if givers:
                 source = max(givers, key=lambda rank: (told[rank]["step"], -rank))
-                self.communicator.restore([self.world.pass_on(kept, source)])
+                self.communicator.restore([self.world.broadcast_tensors(kept, source)])
         elif kept and not was_apart:
             self.communicator.restore([kept] * world.layout.world)
 

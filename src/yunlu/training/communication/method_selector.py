@@ -216,7 +216,7 @@ class MethodSelector:
             guarantee=spec.kept,
             pinned=_pinned(spec),
             available=_available(world),
-            hindrances={"asynchronous": world.hindrance},
+            hindrances={"asynchronous": world.async_obstacle},
         )
         decision = choose(figures, question)
         self._find_aside(world, decision, figures, steps_done=steps_done)
@@ -230,7 +230,7 @@ class MethodSelector:
         """Look for those who had better leave; where the job names the way, everybody takes it."""
         self.aside, self._aside_words = (), ""
         is_free = self._job.communication.method == "auto"
-        if not (world.may_part and is_free) or decision.setting.method == "asynchronous":
+        if not (world.can_exclude_workers and is_free) or decision.setting.method == "asynchronous":
             return
         found = find_stragglers_to_exclude(
             decision, figures, steps_left=self._plan.steps - steps_done
@@ -325,7 +325,7 @@ def _available(world: World) -> tuple[str, ...]:
         for name, method in METHODS.items()
         if method.kind == "synchronous"
         or (method.kind == "local" and not world.layout.zero1)
-        or (method.kind == "asynchronous" and not world.hindrance)
+        or (method.kind == "asynchronous" and not world.async_obstacle)
     )
 
 

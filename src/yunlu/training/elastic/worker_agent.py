@@ -420,7 +420,7 @@ class WorkerAgent:
         sockets = [self._wake, self._woken, self._client.connection]
         keep = [sock.fileno() for sock in sockets if sock is not None]
         if self._world is not None:
-            self._world.cut(keep=keep)
+            self._world.disconnect(keep=keep)
         if self._sockets_before is not None:
             shut_since(self._sockets_before, keep=keep)
 

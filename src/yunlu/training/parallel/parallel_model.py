@@ -43,11 +43,11 @@ class ParallelModel:
         """``summation`` adds up the gradients of replicas; torch's own where none is given."""
         layout = world.layout
         self.world, self._summation, self._bucket_bytes = world, summation, bucket_bytes
-        self._is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
+        self._is_partitioned = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
         self._whole = model
         self._stages: dict[int, nn.Module] = {0: model}
         self._shared: dict[str, list[int]] = {}
-        if self._is_cut:
+        if self._is_partitioned:
             # Slow to import, and replicas need none of it: a node that joins them is there sooner.
             from yunlu.training.parallel import parallelize  # noqa: PLC0415
 
@@ -73,16 +73,16 @@ class ParallelModel:
         self._connect()
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Whether a worker holds less than the whole model."""
-        return self._is_cut
+        return self._is_partitioned
 
     @property
     def view(self) -> nn.Module:
         """The model to evaluate: all workers of a replica call it with the same inputs."""
         return self.parts[0] if self._pipeline is None else self._pipeline.view
 
-    def running(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         """Around forward and backward of a step."""
         if not self.world.layout.vocabulary:
             return nullcontext()
@@ -132,7 +132,7 @@ class ParallelModel:
             gradient = weight.grad
             leaf.grad = None if gradient is None else local_of(gradient)
 
-    def looked(self) -> tuple[Tensor, ...]:
+    def gradient_squares(self) -> tuple[Tensor, ...]:
         """See ``Arranged``: where whole gradients of replicas are added up, and exactly."""
         if not all(sums.is_exact for sums in self._sums.values()) or not self._sums:
             return ()
@@ -148,7 +148,7 @@ class ParallelModel:
         """What adding up gradients took in the last step, hidden or not."""
         return sum(sums.exchange_s for sums in self._sums.values())
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """Before weights are replaced: keep none that were gathered from others.
 
         After an evaluation FSDP2 still has the outermost ones, and would use them again.

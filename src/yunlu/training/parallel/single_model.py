@@ -30,7 +30,7 @@ class WrappedModel(Protocol):
     """Whether to look at what each replica brings to the step to come: see ``looked``."""
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Whether a worker holds less than the whole model."""
         ...
 
@@ -39,7 +39,7 @@ class WrappedModel(Protocol):
         """The model to evaluate: all workers of a replica call it with the same inputs."""
         ...
 
-    def running(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         """Around forward and backward of a step."""
         ...
 
@@ -61,7 +61,7 @@ class WrappedModel(Protocol):
         """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
         ...
 
-    def looked(self) -> tuple[Tensor, ...]:
+    def gradient_squares(self) -> tuple[Tensor, ...]:
         """Three numbers to be summed over all workers, or none where replicas cannot be compared.
 
         After ``finish``: the square of what this worker brought to the gradients, our share of the
@@ -74,7 +74,7 @@ class WrappedModel(Protocol):
         """What adding up gradients took in the last step, hidden or not."""
         ...
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """Before weights are replaced: keep none that were gathered from others."""
         ...
 
@@ -103,11 +103,11 @@ class SingleModel:
         self.leaves: list[Tensor] = list(self.weights)
         self.optimized = self.leaves
         self.copies = [1] * len(self.weights)
-        self.is_cut = self.is_watched = False
+        self.is_partitioned = self.is_watched = False
         self.exchange_s = 0.0
         self.view = model
 
-    def running(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         """Nothing to be set around a step."""
         return _NOTHING
 
@@ -132,11 +132,11 @@ class SingleModel:
     def finish(self) -> None:
         """The gradients are what they are."""
 
-    def looked(self) -> tuple[Tensor, ...]:
+    def gradient_squares(self) -> tuple[Tensor, ...]:
         """There are no others."""
         return ()
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """Nothing was gathered."""
 
     def publish(self) -> None:

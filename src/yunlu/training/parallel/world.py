@@ -45,13 +45,13 @@ class World:
     mesh: DeviceMesh | None = None
     """Over the axes that split anything, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
-    """The connections to the others; ``cut`` ends them."""
-    is_cut: bool = False
+    """The connections to the others; ``disconnect`` ends them."""
+    is_disconnected: bool = False
     host: str = "127.0.0.1"
     """Where the others reach this worker."""
-    hindrance: str = "nobody here can start servers"
+    async_obstacle: str = "nobody here can start servers"
     """Why its workers cannot become asynchronous ones; empty where they can."""
-    may_part: bool = False
+    can_exclude_workers: bool = False
     """Whether a worker can step aside, and the others go on without it."""
     _store: Any = None
     _wires: list[Transport] = field(default_factory=list[Any])
@@ -116,13 +116,13 @@ class World:
             return self.sum_over_all
         return partial(dist.all_reduce, group=group)
 
-    def hear_leader(self, *numbers: float) -> list[float]:
+    def broadcast_numbers(self, *numbers: float) -> list[float]:
         """The leader's numbers, for all; everyone gives as many."""
         told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self.sum_over_all(told if self.is_leader else torch.zeros_like(told)).tolist()
 
     @torch.no_grad()
-    def level(self, tensors: Sequence[Tensor]) -> None:
+    def average(self, tensors: Sequence[Tensor]) -> None:
         """Leave the mean over all workers in each of these; of whole numbers, what the leader has."""
         real = [each for each in tensors if each.is_floating_point()]
         whole = [each for each in tensors if not each.is_floating_point()]
@@ -142,7 +142,7 @@ class World:
         """What each worker tells, which is JSON, by rank."""
         return [value] if self.layout.is_single else gather_json(value)
 
-    def pass_on(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """The tensors of one worker, for all."""
         ours = tensors if self.rank == source else {}
         held = [shard_of(name, tensor) for name, tensor in ours.items()]
@@ -166,7 +166,7 @@ class World:
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError:  # the time is over, or something went wrong: the last wait tells
-                self._check_uncut()
+                self._check_connected()
         work.wait()
 
     def open_wire(
@@ -188,25 +188,25 @@ class World:
             name=f"wire-{len(self._wires)}-{ranks[0]}",
             within_s=_MEET_S,
             patience_s=NEVER_S,
-            check=check or self._check_uncut,
+            check=check or self._check_connected,
         )
         self._wires.append(wire)
-        if self.is_cut:
+        if self.is_disconnected:
             wire.abort()
         return wire
 
-    def _check_uncut(self) -> None:
-        if self.is_cut:
+    def _check_connected(self) -> None:
+        if self.is_disconnected:
             raise dist.DistNetworkError("The connections were cut.")
 
-    def cut(self, *, keep: Collection[int] = ()) -> None:
+    def disconnect(self, *, keep: Collection[int] = ()) -> None:
         """End the connections to the others: whoever waits for them gets an error at once.
 
         Called by another thread. gloo has no way to give up a collective that waits for a stopped
         or unreachable worker; its sockets do. ``keep``: descriptors of connections that are not
         the groups', made by that thread while they were formed.
         """
-        self.is_cut = True
+        self.is_disconnected = True
         for wire in list(self._wires):
             wire.abort()
         for each in self.sockets:
@@ -219,7 +219,7 @@ class World:
             self._quick.close()
         self._quick = None
         if dist.is_initialized():
-            if self.is_cut:
+            if self.is_disconnected:
                 _keep_for_a_while(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
         self.mesh = None

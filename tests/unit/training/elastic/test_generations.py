@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.layout import Layout, RankCoordinates
-from yunlu.training.elastic.generations import WorkerReport, cut_of, part_at, plan_generation
+from yunlu.training.elastic.generations import WorkerReport, split_of, part_at, plan_generation
 from yunlu.training.elastic.messages import HeldState
 
 
@@ -73,7 +73,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
         worker_reports, layouts={1: layout}, current=1, target=3, replan=lambda n: Layout(fsdp=n)
     )
     assert found is not None
-    assert (found.restore.kind, found.restore.step) == ("copies", 10)
+    assert (found.restore.kind, found.restore.step) == ("replicas", 10)
     assert found.source_layout == layout
     assert {giver.held_state.place.fsdp for giver in found.restore.sources} == {0, 1, 2}
 
@@ -119,7 +119,7 @@ def test_copies_of_two_generations_with_the_same_cut_are_one_state() -> None:
         worker_reports, layouts={1: wide, 2: narrow}, current=2, target=2, replan=lambda _: narrow
     )
     assert found is not None
-    assert (found.restore.kind, found.restore.step) == ("copies", 4)
+    assert (found.restore.kind, found.restore.step) == ("replicas", 4)
 
 
 def test_under_zero1_each_replica_is_a_part_of_its_own() -> None:
@@ -192,7 +192,7 @@ def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layo
     # What is given is held by the giver, all of one step, and the whole state.
     by_member = {report.worker: report for report in worker_reports}
     meeting = [*found.workers, *found.departing]
-    parts = cut_of(layout).parts()
+    parts = split_of(layout).parts()
     for giver in found.restore.sources:
         report = by_member[meeting[giver.handoff_rank]]
         assert giver.held_state.step == found.restore.step

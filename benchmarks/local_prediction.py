@@ -35,6 +35,7 @@ from yunlu.planning.calibration import Calibration, RunMeasurement, learn
 from yunlu.planning.plan import Plan
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.spec.load import load_job
 from yunlu.training import loop, profile, worker
@@ -108,7 +109,7 @@ def _measure(
     job = load_job(EXAMPLES / f"{name}.yaml")
     train = {"steps": asked.steps, "epochs": None, "evaluate": "never", "threads": asked.threads}
     job = job.model_copy(update={"train": job.train.model_copy(update=train)})
-    run.job.write_text(job.model_dump_json())
+    (run.path / Document.JOB).write_text(job.model_dump_json())
     program = [sys.executable, __file__, "--child", str(run.path), "--clock", clock]
     started_at = time.perf_counter()
     done = subprocess.run(  # noqa: S603 - ourselves

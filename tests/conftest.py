@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.waiting import wait_until
+from yunlu.runs.run_store import Document
 
 # No test asserts on time; in CI the same examples are drawn each time.
 settings.register_profile("yunlu", deadline=None, derandomize="CI" in os.environ)
@@ -114,7 +115,7 @@ def make_run(tmp_path: Path) -> Callable[..., Any]:
                 "trackers": list(trackers),
             }
         )
-        run.job.write_text(job.model_dump_json())
+        (run.path / Document.JOB).write_text(job.model_dump_json())
         return run
 
     return make

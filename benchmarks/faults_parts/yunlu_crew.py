@@ -59,7 +59,7 @@ class Yunlu(Crew):
 
     def start_node(self, node: int) -> None:
         """Another machine that sees the run's directory lends one device."""
-        crew = json.loads((self._run / "crew.json").read_bytes())
+        crew = json.loads((self._run / "worker_group.json").read_bytes())
         token = self.directory / "token"
         token.write_text(crew["token"])
         words = ["join", f"{crew['host']}:{crew['port']}", "--token-file", str(token)]
@@ -178,7 +178,7 @@ class RunJournal(Journal):
     def _read_crew(self) -> list[Worker]:
         assert self.run is not None
         try:
-            crew = json.loads((self.run / "crew.json").read_bytes())
+            crew = json.loads((self.run / "worker_group.json").read_bytes())
         except (OSError, ValueError):  # not there yet
             return []
         return [

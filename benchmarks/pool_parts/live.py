@@ -10,6 +10,7 @@ from benchmarks.pool_parts.queue import BATCH, make_job
 from yunlu.core.files import read_lines
 from yunlu.jobs import service
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import PoolSettings
@@ -133,7 +134,7 @@ def _count_lost(run: RunStore, events: list[Event], steps: int) -> int:
     epoch = [BATCH] * full + [rest] * (rest > 0)
     taken: dict[int, int] = {}
     again = 0
-    for line, _ in read_lines(run.ledger):
+    for line, _ in read_lines(run.path / Log.LEDGER):
         again += line["samples"] if line["step"] in taken else 0
         taken[line["step"]] = line["samples"]
     due = {step: epoch[(step - 1) % len(epoch)] for step in range(1, steps + 1)}

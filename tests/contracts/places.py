@@ -17,7 +17,7 @@ from yunlu.executors.executor import Executor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
 from yunlu.runs.worker_group import read_crew
 from yunlu.spec.load import load_job
 from yunlu.training.data.sample_order import StepOrder, digest_of
@@ -85,7 +85,11 @@ def await_(run: RunStore, until: Callable[[], bool], what: str) -> None:
     """Until something is so; with the run's own logs where it never is."""
 
     def explain() -> str:
-        files = [run.log, *sorted(run.logs.glob("*.log")), run.path / "executor.jsonl"]
+        files = [
+            run.path / WORKER_LOG,
+            *sorted((run.path / Area.LOGS).glob("*.log")),
+            run.path / Log.LEASE_EVENTS,
+        ]
         logs = (f"--- {file.name}\n{file.read_text()[-2500:]}" for file in files if file.exists())
         return "\n".join([str(told(run, EventKind.STATE)), *logs])
 
@@ -113,7 +117,7 @@ def await_workers(run: RunStore, count: int) -> None:
 
 def check_samples(run: RunStore) -> None:
     """Each step up to the last took exactly its samples, each of them once."""
-    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     committed = {record["step"]: record for record in records}
     assert sorted(committed) == [*range(1, max(committed) + 1)]
     samples = told(run, EventKind.DATA)[0]["train"]

@@ -29,11 +29,10 @@ from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import ExecutorError, LeaseState, Scaling
 from yunlu.executors.finding import executor_of, open_executor
-from yunlu.executors.record import RECORD
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import service
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -98,7 +97,7 @@ def run(place: Place, tmp_path: Path) -> Iterator[RunStore]:
     try:
         yield made
     finally:
-        if (made.path / RECORD).exists():
+        if (made.path / Document.LEASES).exists():
             place.executor.stop(made, now=True)
         kill_processes(made)
 
@@ -139,7 +138,7 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
     assert executor.status(run).held == place.small
     assert service.stop(run, now=True).state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
-    assert executor.logs(run)[0] == run.log
+    assert executor.logs(run)[0] == run.path / WORKER_LOG
     happenings = [happening for happening, _ in executor.events(run)]
     assert {"asked", "running", "gone"} <= {happening.what for happening in happenings}
 
@@ -204,7 +203,7 @@ def test_a_run_comes_to_its_end(place: Place, tmp_path: Path) -> None:
         await_(run, lambda: service.read_record(run).state == "finished", "its end")
         await_(run, lambda: not place.executor.status(run).is_alive, "no lease is left")
         check_samples(run)
-        assert (run.model / "model.safetensors").exists()
+        assert (run.path / Area.MODEL / "model.safetensors").exists()
     finally:
         place.executor.stop(run, now=True)
         kill_processes(run)

@@ -16,7 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import JobError, MissingPartError
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, RunStore
 from yunlu.spec.job import Job
 from yunlu.training.trackers.contract import Curves, TrackerContract
 from yunlu.training.trackers.mlflow import MlflowTracker
@@ -83,7 +83,7 @@ class TestTensorBoard(TrackerContract):
 
 
 def _accumulate(run: RunStore) -> Any:
-    events = EventAccumulator(str(run.tensorboard))
+    events = EventAccumulator(str(run.path / Area.TENSORBOARD))
     events.Reload()
     return events
 
@@ -128,7 +128,7 @@ class TestWandb(TrackerContract):
         """From the transaction logs of every life, which must all belong to one W&B run."""
         wandb.teardown()  # as at the exit of a process: W&B's service has then written everything
         curves: Curves = {}
-        logs = sorted(run.path.glob("wandb/offline-run-*/*.wandb"))
+        logs = sorted(run.path.glob("trackers/wandb/offline-run-*/*.wandb"))
         assert len({log.name for log in logs}) == 1
         for log in logs:
             for record in _wandb_records(log.read_bytes()):

@@ -19,7 +19,7 @@ from yunlu.core.errors import StoreError
 from yunlu.jobs.resize import resize
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
 from yunlu.runs.worker_group import Crew, read_crew
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -127,7 +127,9 @@ def crew_of(run: RunStore) -> Crew:
 
 def wait(run: RunStore, until: Callable[[], bool], what: str) -> None:
     def explain() -> str:
-        log = run.log.read_text()[-3000:] if run.log.exists() else ""
+        log = (
+            (run.path / WORKER_LOG).read_text()[-3000:] if (run.path / WORKER_LOG).exists() else ""
+        )
         return f"at step {max(losses(run), default=0)}\n{log}"
 
     def check() -> None:
@@ -195,7 +197,7 @@ def check_run(run: RunStore, alone: dict[int, float], *, steps: int = STEPS) -> 
     about = events(run, EventKind.DATA)[0]
     order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
-    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     committed = {record["step"]: int(record["digest"], 16) for record in records}
     assert committed == expected
     assert {record["step"]: record["samples"] for record in records} == {
@@ -236,7 +238,7 @@ def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the
     resize(run, devices=2)
     wait_for_end(run)
     check_run(run, alone)
-    assert (run.model / "model.safetensors").exists()
+    assert (run.path / Area.MODEL / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

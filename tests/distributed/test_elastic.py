@@ -19,6 +19,7 @@ from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.errors import StoreError
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import WORKER_LOG, Area, Document
 from yunlu.runs.worker_group import Crew, ask, read_crew
 
 pytestmark = pytest.mark.distributed
@@ -36,10 +37,10 @@ class Voyage:
     def start(self, *, devices: int, spares: int = 1, bind: str = "127.0.0.1", **job: Any) -> None:
         self.run.path.mkdir()
         told = {"axis": "dp", "steps": 2000, "step_s": 0.02, **job}
-        self.run.job.write_text(json.dumps(told))
+        (self.run.path / Document.JOB).write_text(json.dumps(told))
         words = [sys.executable, "-m", "yunlu.training.elastic.supervisor", str(self.run.path)]
         words += ["--devices", str(devices), "--spares", str(spares)]
-        with self.run.log.open("ab") as log:
+        with (self.run.path / WORKER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 [*words, "--node-module", "tests.distributed.toy_crew"],
                 stdout=log,
@@ -117,8 +118,15 @@ class Voyage:
         return found
 
     def tell(self) -> str:
-        logs = sorted(self.run.logs.glob("*.log")) if self.run.logs.exists() else []
-        texts = [f"== {log.name}\n{log.read_text()[-3000:]}" for log in [self.run.log, *logs]]
+        logs = (
+            sorted((self.run.path / Area.LOGS).glob("*.log"))
+            if (self.run.path / Area.LOGS).exists()
+            else []
+        )
+        texts = [
+            f"== {log.name}\n{log.read_text()[-3000:]}"
+            for log in [self.run.path / WORKER_LOG, *logs]
+        ]
         events = "\n".join(str(event)[:600] for event, _ in self.run.read_events())
         return f"{events}\n" + "\n".join(texts)
 
@@ -236,7 +244,7 @@ def _is_heard(crew: Crew) -> bool:
 def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage) -> None:
     voyage.start(devices=2)
     voyage.wait_generation(1)
-    assert voyage.run.crew.stat().st_mode & 0o777 == 0o600
+    assert (voyage.run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
     stranger = voyage.crew().model_copy(update={"token": "guessed"})
     with pytest.raises(StoreError, match="wrong token"):
         ask(stranger, {"kind": "resize", "devices": 1})

@@ -19,7 +19,7 @@ import pytest
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -218,7 +218,7 @@ def check_ledger(run: RunStore) -> None:
     """Each step took exactly its samples."""
     order = StepOrder(samples=events(run, EventKind.DATA)[0]["train"], batch=BATCH, seed=0)
     steps = order.steps_from(0)
-    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert {record["step"]: int(record["digest"], 16) for record in records} == {
         step: digest_of(next(steps)) for step in range(1, STEPS + 1)
     }
@@ -246,7 +246,7 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
     assert events(run, EventKind.STATE)[6]["resumed_from_step"] == 10
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
-    assert (run.model / "model.safetensors").exists()
+    assert (run.path / Area.MODEL / "model.safetensors").exists()
     wait_until(lambda: not bench.left(), "everyone gone")
 
 
@@ -313,7 +313,7 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     assert states(run)[-1] == "failed"
     assert "rank 1 cannot count" in shown
     assert (out, err) == ("", "")  # one of them speaks
-    assert "ArithmeticError" in (run.logs / "worker-1.log").read_text()
+    assert "ArithmeticError" in (run.path / Area.LOGS / "worker-1.log").read_text()
     wait_until(lambda: not bench.left(), "everyone gone")
 
 

@@ -29,7 +29,7 @@ from tests.distributed.test_crews import (
 from yunlu.jobs.resize import resize
 from yunlu.planning.layout import Layout
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Log, RunStore
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.data.sample_order import digest_of, permute
@@ -136,7 +136,9 @@ def _adapt(world: World, asked: int | None, replicas: int) -> tuple[list[float],
         adapt_batch={"max": 96, "rate": "linear"},
     )
     engine.batch_schedule.restore({"replicas": replicas})
-    engine.requested_batch = lambda: asked if world.is_leader else 7  # only the leader's word counts
+    engine.requested_batch = lambda: (
+        asked if world.is_leader else 7
+    )  # only the leader's word counts
     recorder = Recorder([], [])
     loop.run(engine, recorder)
     turns = [turn.model_dump() for turn in engine.batch_schedule.turns]
@@ -195,7 +197,7 @@ def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
 
 def read_sizes(run: RunStore) -> dict[int, int]:
     """How many samples each step took; they are those that follow the ones of the step before."""
-    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     ledger = {record["step"]: record for record in records}
     samples, done = events(run, EventKind.DATA)[0]["train"], 0
     for step in sorted(ledger):

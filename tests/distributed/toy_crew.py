@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import StateChanged
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 from yunlu.training.elastic.messages import Assignment
 from yunlu.training.elastic.node import run_node
 from yunlu.training.elastic.worker_agent import WorkerAgent
@@ -24,7 +24,7 @@ ENOUGH = "enough"
 
 
 def prepare(run: RunStore) -> dict[str, Any]:
-    job = json.loads(run.job.read_text())
+    job = json.loads((run.path / Document.JOB).read_text())
     if job.get("fail") == "prepare":
         raise ValueError("the data are not there")
     return job

@@ -33,7 +33,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew
 
 BATCH = 8
@@ -44,7 +44,7 @@ class LightCrew:
 
     def __init__(self, run: RunStore, devices: int) -> None:
         self.run, self.target, self.generation = run, devices, 0
-        self.job = json.loads(run.job.read_bytes())["model"]["args"]
+        self.job = json.loads((run.path / Document.JOB).read_bytes())["model"]["args"]
         self.is_asked = False
         self.started_at = psutil.Process().create_time()
         self.token = secrets.token_hex(8)
@@ -71,7 +71,7 @@ class LightCrew:
         steps = int(self.job.get("steps", 100))
         run.emit(sample(PlanMade, batch=BATCH, micro_batch=BATCH, steps=steps))
         run.emit(StateChanged(state="running"))
-        last = read_last(run.ledger)
+        last = read_last(run.path / Log.LEDGER)
         step = last["step"] if last else 0
         while step < steps:
             if self.is_asked:
@@ -95,10 +95,10 @@ class LightCrew:
         while (left_s := until - time.monotonic()) > 0:
             self.listen(left_s)
         step += 1
-        append_lines(self.run.ledger, [{"step": step, "samples": BATCH}])
+        append_lines(self.run.path / Log.LEDGER, [{"step": step, "samples": BATCH}])
         record = {"step": step, "samples": step * BATCH, "at": time.time(), "life": life,
                   "compute_s": span_s, "generation": self.generation, "loss": 1.0}  # fmt: skip
-        append_lines(self.run.metrics, [record])
+        append_lines(self.run.path / Log.METRICS, [record])
         return step
 
     workers = 0

@@ -14,14 +14,14 @@ import psutil
 from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
-from yunlu.executors.record import RECORD, read_record
+from yunlu.executors.record import read_record
 from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import service
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.notes import NOTES, read_notes
+from yunlu.scheduler.notes import read_notes
 from yunlu.scheduler.queue import Asked, enqueue, withdraw
 from yunlu.spec.load import load_job
 
@@ -103,8 +103,13 @@ class Drill:
         texts = [str(self.view()), *(str(line)[:400] for line in journal.read_decisions())]
         texts.append(journal.log.read_text()[-3000:] if journal.log.exists() else "")
         for run in self.runs:
-            files = [run.path / NOTES, run.path / RECORD, run.path / "executor.jsonl", run.log]
-            files += sorted(run.logs.glob("*.log"))
+            files = [
+                run.path / Document.ALLOCATION,
+                run.path / Document.LEASES,
+                run.path / Log.LEASE_EVENTS,
+                run.path / WORKER_LOG,
+            ]
+            files += sorted((run.path / Area.LOGS).glob("*.log"))
             texts += [f"=== {run.id} {state(run)}", *map(str, told(run, EventKind.STATE))]
             texts += [f"--- {f.name}\n{f.read_text()[-1500:]}" for f in files if f.exists()]
         return "\n".join(texts)
@@ -112,7 +117,7 @@ class Drill:
     def close(self, executor: Executor) -> None:
         control.bring_down(self.home)
         for run in self.runs:
-            if (run.path / RECORD).exists():
+            if (run.path / Document.LEASES).exists():
                 with suppress(Exception):
                     executor.stop(run, now=True)
             kill_processes(run)

@@ -22,7 +22,7 @@ from yunlu.jobs import service
 from yunlu.jobs.resize import resize
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 from yunlu.runs.worker_group import read_crew
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -134,7 +134,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     assert loss["step"] == STEPS
     assert loss["loss"] < alone + MARGIN
     assert not (run.path / "servers").exists()
-    assert (run.model / "model.safetensors").exists()
+    assert (run.path / Area.MODEL / "model.safetensors").exists()
     assert service.read_record(run).state == "finished"
 
 
@@ -213,7 +213,7 @@ def _find_node(run: RunStore) -> list[psutil.Process]:
 
 
 def _done(run: RunStore) -> list[dict[str, Any]]:
-    return [line for line, _ in read_lines(run.servers / "shard-0" / "done.jsonl")]
+    return [line for line, _ in read_lines(run.path / Area.SERVERS / "shard-0" / "done.jsonl")]
 
 
 def count_done(run: RunStore, worker: str) -> int:
@@ -237,23 +237,25 @@ def check_staleness(run: RunStore, *, most: int) -> None:
 
 def _train_alone(run: RunStore) -> float:
     """The same job on one worker, as synchronous training would do it."""
-    job = json.loads(run.job.read_text())
+    job = json.loads((run.path / Document.JOB).read_text())
     job["communication"], job["devices"] = {}, 1
     job["data"]["train"] = str(Path(told(run, EventKind.STATE)[0]["directory"]) / "text.txt")
     alone = open_run(run.path.parent.parent / "alone")
     alone.path.mkdir()
-    alone.job.write_text(json.dumps(job))
+    (alone.path / Document.JOB).write_text(json.dumps(job))
     command = [sys.executable, "-m", "yunlu.training.worker", str(alone.path)]
     subprocess.run(command, check=True, capture_output=True)
     return told(alone, EventKind.EVALUATION)[-1]["loss"]
 
 
 def check_ledger(run: RunStore, steps: int = STEPS) -> None:
-    lines = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     samples = told(run, EventKind.DATA)[-1]["train"]
     order = StepOrder(
-        samples=samples, batch=BATCH, seed=json.loads(run.job.read_text())["train"]["seed"]
+        samples=samples,
+        batch=BATCH,
+        seed=json.loads((run.path / Document.JOB).read_text())["train"]["seed"],
     )
     for line, rows in zip(lines, order.steps_from(0), strict=False):
         assert (line["samples"], line["digest"]) == (len(rows), f"{digest_of(rows):016x}")
@@ -295,7 +297,11 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def wait_for_step(run: RunStore, step: int) -> None:
-    wait_until(run, lambda: (read_last(run.metrics) or {"step": 0})["step"] >= step, f"step {step}")
+    wait_until(
+        run,
+        lambda: (read_last(run.path / Log.METRICS) or {"step": 0})["step"] >= step,
+        f"step {step}",
+    )
 
 
 def wait_until(run: RunStore, until: Callable[[], bool], what: str) -> None:
@@ -304,5 +310,9 @@ def wait_until(run: RunStore, until: Callable[[], bool], what: str) -> None:
         assert not errors, errors
 
     waiting.wait_until(
-        until, what, meanwhile=check, explain=lambda: run.log.read_text()[-3000:], pause_s=0.05
+        until,
+        what,
+        meanwhile=check,
+        explain=lambda: (run.path / WORKER_LOG).read_text()[-3000:],
+        pause_s=0.05,
     )

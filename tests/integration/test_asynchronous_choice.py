@@ -15,6 +15,7 @@ from yunlu.jobs import service
 from yunlu.jobs.report_builder import build_report
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Area
 from yunlu.runs.worker_group import read_crew
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -93,7 +94,7 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     assert step is not None
     assert step.predicted is not None
     assert step.measured is not None
-    assert (run.model / "model.safetensors").exists()
+    assert (run.path / Area.MODEL / "model.safetensors").exists()
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from tests.distributed.test_crews import (
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -61,7 +61,7 @@ def check_run(run: RunStore, *, steps: int = STEPS) -> None:
     about = events(run, EventKind.DATA)[0]
     order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
-    records = [json.loads(line) for line in run.ledger.read_text().splitlines()]
+    records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert {record["step"]: int(record["digest"], 16) for record in records} == expected
     curve = losses(run)
     assert curve[steps] < curve[1]
@@ -112,8 +112,8 @@ def check_exported(run: RunStore) -> None:
               if event["split"] == "validation"}  # fmt: skip
     best = min(scores, key=lambda step: scores[step])
     assert events(run, EventKind.EXPORT)[-1]["from_step"] == best
-    saved = load(read(run.checkpoints / f"step-{best:010d}"), "model")
-    exported = load_file(run.model / "model.safetensors")
+    saved = load(read(run.path / Area.CHECKPOINTS / f"step-{best:010d}"), "model")
+    exported = load_file(run.path / Area.MODEL / "model.safetensors")
     assert exported
     for name, value in exported.items():
         assert torch.equal(value, saved[name]), name

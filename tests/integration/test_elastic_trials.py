@@ -14,7 +14,7 @@ from yunlu.core.files import read_lines, write_atomically
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import Journal, PoolSettings
@@ -38,7 +38,9 @@ def make_trial(places: Places) -> RunStore:
         }
     )
     run = places.submit(job)
-    write_atomically(run.trial, json.dumps({"study": "test", "number": 0, "params": {}}))
+    write_atomically(
+        run.path / Document.TRIAL, json.dumps({"study": "test", "number": 0, "params": {}})
+    )
     return run
 
 
@@ -86,7 +88,7 @@ def check_samples(run: RunStore) -> None:
     count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
-    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.ledger)]
+    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.path / Log.LEDGER)]
     assert taken
     assert taken == [(step, epoch[(step - 1) % len(epoch)]) for step, _ in taken]
     first = taken[0][0]
@@ -115,7 +117,7 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
         wait(lambda: places.resize(run, 2), run)
         wait(lambda: sizes_of(run)[-1] == 2, run)
         wait(has_trained(run), run)
-        write_atomically(run.verdict, json.dumps({"prune": "test"}))
+        write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
         wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
         wait(lambda: places.held(run) == 0, run)
     assert sizes_of(run) == [2, 1, 2]
@@ -138,15 +140,15 @@ def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> No
             wait(lambda: sizes_of(run)[-1] == 2, run)
             wait(has_trained(run), run)
             places.let_go(run, for_good=False)
-            write_atomically(run.verdict, json.dumps({"hold": "test"}))
+            write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"hold": "test"}))
             wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
             wait(lambda: places.held(run) == 0, run)
-            write_atomically(run.verdict, "{}")
+            write_atomically(run.path / Document.TRIAL_CONTROL, "{}")
             places.start(run, 2)
             wait(has_trained(run), run)
             assert sizes_of(run)[-1] == places.held(run) == 2
             places.let_go(run, for_good=True)
-            write_atomically(run.verdict, json.dumps({"prune": "test"}))
+            write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
             wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
             wait(lambda: places.held(run) == 0, run)
     finally:

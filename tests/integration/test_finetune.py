@@ -18,7 +18,7 @@ from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, RunStore
 from yunlu.training.data.synthetic_text import generate_reviews
 
 pytest.importorskip("peft")
@@ -65,7 +65,7 @@ def told(run: RunStore) -> list[str]:
 
 
 def weights_of(run: RunStore) -> dict[str, torch.Tensor]:
-    return load_file(run.model / "model.safetensors")
+    return load_file(run.path / Area.MODEL / "model.safetensors")
 
 
 @pytest.mark.long
@@ -107,13 +107,22 @@ def _check_lora(home: Path, records: list[dict[str, Any]]) -> None:
             continue
         is_matrix = name in adapted and weight.ndim == 2
         assert torch.equal(weight, after[name]) != is_matrix, name
-    files = {path.name: path.stat().st_size for path in (lora.model / "adapter").iterdir()}
-    assert files["adapter_model.safetensors"] < (lora.model / "model.safetensors").stat().st_size
-    card = (lora.model / "README.md").read_text()
+    files = {
+        path.name: path.stat().st_size for path in (lora.path / Area.MODEL / "adapter").iterdir()
+    }
+    assert (
+        files["adapter_model.safetensors"]
+        < (lora.path / Area.MODEL / "model.safetensors").stat().st_size
+    )
+    card = (lora.path / Area.MODEL / "README.md").read_text()
     assert f"Fine-tuned from `run {first.id}` with lora (rank 8)" in card
-    assert json.loads((lora.model / "job.json").read_text())["model"]["weights"] == str(first.model)
+    assert json.loads((lora.path / Area.MODEL / "job.json").read_text())["model"]["weights"] == str(
+        first.path / Area.MODEL
+    )
     tokenizer = "tokenizer.json"
-    assert (lora.model / tokenizer).read_bytes() == (first.model / tokenizer).read_bytes()
+    assert (lora.path / Area.MODEL / tokenizer).read_bytes() == (
+        first.path / Area.MODEL / tokenizer
+    ).read_bytes()
 
 
 def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str, str]) -> None:
@@ -128,13 +137,15 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
     worker = psutil.Process(lives[0]["pid"])
     worker.send_signal(signal.SIGTERM)
     worker.wait()
-    assert not run.model.exists(), "it ended before it could be halted"
+    assert not (run.path / Area.MODEL).exists(), "it ended before it could be halted"
     answer = yunlu("resume", run.id, "--json")
     assert answer.code == 0, answer.err
     whole = the_run(home, "lora")
     assert _losses(run) == _losses(whole)
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (run.model / file).read_bytes() == (whole.model / file).read_bytes()
+        assert (run.path / Area.MODEL / file).read_bytes() == (
+            whole.path / Area.MODEL / file
+        ).read_bytes()
 
 
 def _losses(run: RunStore) -> dict[int, float]:
@@ -173,7 +184,9 @@ def test_a_hugging_face_directory_is_fine_tuned_and_merged(
     answer = yunlu("finetune", start, "job.yaml", "--json")
     assert answer.code == 0, answer.err
     run = the_run(own_home, "job")
-    model = AutoModelForSequenceClassification.from_pretrained(run.model, use_safetensors=True)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        run.path / Area.MODEL, use_safetensors=True
+    )
     assert model.config.id2label == {0: "no", 1: "yes"}
     before, after = load_file(start / "model.safetensors"), weights_of(run)
     assert before.keys() == after.keys()

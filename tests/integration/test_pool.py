@@ -22,7 +22,7 @@ from yunlu.core.files import read_lines
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import WORKER_LOG, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler import control, queue
@@ -96,7 +96,7 @@ class Pool:
     def check_samples(self) -> None:
         """Every step was made once: nothing was lost, and nothing done again."""
         for run in self.runs:
-            steps = [line["step"] for line, _ in read_lines(run.ledger)]
+            steps = [line["step"] for line, _ in read_lines(run.path / Log.LEDGER)]
             assert steps == list(range(1, len(steps) + 1)), run.id
 
     def tell(self) -> str:
@@ -106,9 +106,13 @@ class Pool:
         for run in self.runs:
             texts += [run.id, *(str(event)[:300] for event, _ in run.read_events())]
             texts += (
-                [(run.path / "pool.json").read_text()] if (run.path / "pool.json").exists() else []
+                [(run.path / Document.ALLOCATION).read_text()]
+                if (run.path / Document.ALLOCATION).exists()
+                else []
             )
-            texts += [run.log.read_text()] if run.log.exists() else []
+            texts += (
+                [(run.path / WORKER_LOG).read_text()] if (run.path / WORKER_LOG).exists() else []
+            )
         return "\n".join(texts)
 
     def close(self) -> None:
@@ -220,7 +224,7 @@ def test_job_that_crashes_at_start_does_not_hold_up_the_others(pool: Pool) -> No
     pool.wait(lambda: state_of(good) is RunState.FINISHED)
 
     def notes() -> dict[str, Any]:
-        path = bad.path / "pool.json"
+        path = bad.path / Document.ALLOCATION
         return json.loads(path.read_text()) if path.exists() else {"failures": 0}
 
     pool.wait(lambda: notes()["failures"] >= 1)
@@ -231,13 +235,13 @@ def test_job_that_crashes_at_start_does_not_hold_up_the_others(pool: Pool) -> No
 def test_pool_goes_down_with_its_jobs_and_goes_on_with_them(pool: Pool) -> None:
     run = pool.submit("long", steps=300, step_s=2.0, max_devices=2)
     pool.up()
-    pool.wait(run.ledger.exists)
+    pool.wait((run.path / Log.LEDGER).exists)
     assert control.bring_down(pool.home, stop_jobs=True)
     pool.wait(lambda: state_of(run) is RunState.STOPPED and not processes_of(run))
     assert not control.bring_down(pool.home)
-    job = json.loads(run.job.read_text())
+    job = json.loads((run.path / Document.JOB).read_text())
     job["model"]["args"]["step_s"] = 0.01  # stopped for certain, it need not be slow any more
-    run.job.write_text(json.dumps(job))
+    (run.path / Document.JOB).write_text(json.dumps(job))
     pool.up()
     pool.wait_states(RunState.FINISHED)
     pool.check_samples()

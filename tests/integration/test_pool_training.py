@@ -12,7 +12,7 @@ from yunlu.core.files import read_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.explanation import explain
@@ -61,7 +61,7 @@ def wait(condition: Callable[[], bool], *runs: RunStore) -> None:
 
 def check_samples(run: RunStore, steps: int | None = None) -> None:
     """Every step was made once, with all of its samples: the last one of an epoch has the rest."""
-    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.ledger)]
+    taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.path / Log.LEDGER)]
     count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)

@@ -30,11 +30,10 @@ from tests.integration.ray_rig import RayRig, why_no_ray
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.ray_executor import RayExecutor
-from yunlu.executors.record import RECORD
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [
     pytest.mark.distributed,
@@ -78,7 +77,7 @@ def run(tmp_path: Path, executor: RayExecutor) -> Generator[RunStore]:
     try:
         yield made
     finally:
-        if (made.path / RECORD).exists():
+        if (made.path / Document.LEASES).exists():
             executor.stop(made, now=True)
         kill_processes(made)
 
@@ -158,9 +157,9 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
 def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_nobody_up(
     rig: RayRig, executor: RayExecutor, run: RunStore
 ) -> None:
-    job = json.loads(run.job.read_text())
+    job = json.loads((run.path / Document.JOB).read_text())
     job["communication"] = {"method": "asynchronous"}
-    run.job.write_text(json.dumps(job))
+    (run.path / Document.JOB).write_text(json.dumps(job))
     while len(rig.raylets) < 3:
         rig.add(1)
     nodes = list(rig.raylets)

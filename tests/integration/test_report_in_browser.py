@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from yunlu.render.run_report.write import write_report
+from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,7 @@ pytestmark = [
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = RUNS["write_classification"](tmp_path_factory.mktemp("runs") / "digits-1")
     write_report(run)
-    return run.report_html.as_uri()
+    return (run.path / Document.REPORT_PAGE).as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 def tuned_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = RUNS["write_tuned"](tmp_path_factory.mktemp("runs") / "tuned-1")
     write_report(run)
-    return run.report_html.as_uri()
+    return (run.path / Document.REPORT_PAGE).as_uri()
 
 
 def background(page: Page) -> str:

@@ -23,13 +23,13 @@ from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import wait_until
 from yunlu.executors import slurm
 from yunlu.executors.executor import ExecutorError, LeaseState
-from yunlu.executors.record import RECORD, known_record
+from yunlu.executors.record import known_record
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -57,7 +57,7 @@ def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunStore]:
     try:
         yield made
     finally:
-        if (made.path / RECORD).exists():
+        if (made.path / Document.LEASES).exists():
             SlurmExecutor().stop(made, now=True)
         kill_processes(made)
         rig.call("scancel", "--me")
@@ -215,9 +215,9 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
     rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor()
-    job = json.loads(run.job.read_text())
+    job = json.loads((run.path / Document.JOB).read_text())
     job["communication"] = {"method": "asynchronous"}
-    run.job.write_text(json.dumps(job))
+    (run.path / Document.JOB).write_text(json.dumps(job))
     service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 1))))
     await_workers(run, 2)
     assert executor.status(run).workers == 2

@@ -24,7 +24,7 @@ from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError
@@ -128,7 +128,7 @@ def test_a_study_records_every_trial_and_optuna_reads_it(own_home: Path) -> None
         assert facts.curve == expected
         assert facts.state is TrialState.DONE
         run = open_run(own_home / str(facts.run))
-        assert json.loads(run.job.read_text())["train"]["optimizer"]["lr"] == lr
+        assert json.loads((run.path / Document.JOB).read_text())["train"]["optimizer"]["lr"] == lr
         assert facts.device_seconds > 0
     assert view.best is not None
     known = optuna.load_study(study_name="first", storage=view.storage)
@@ -179,7 +179,7 @@ def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) ->
         last = [event for event, _ in run.read_events()][-1]
         assert (last.data["state"], last.data["reason"]) == ("stopped", facts.reason)
         assert steps_of(run) == [*range(1, STEPS_PER_RUNG + 1)]
-        assert not run.checkpoints.exists()
+        assert not (run.path / Area.CHECKPOINTS).exists()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from yunlu.core.files import write_atomically
 from yunlu.jobs import service
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
@@ -61,7 +61,7 @@ def make_job(name: str, *, search: dict[str, Any] | None = None, **train: Any) -
 def make_trial(job: Job, verdict: dict[str, Any] | None = None, **about: Any) -> RunStore:
     run = service.submit(job)
     told = {"study": "s", "number": 0, "params": {}, "rungs": EPOCHS, **about}
-    write_atomically(run.trial, json.dumps(told))
+    write_atomically(run.path / Document.TRIAL, json.dumps(told))
     if verdict is not None:
         write_verdict(run, verdict)
     return run
@@ -82,7 +82,7 @@ def scores(run: RunStore) -> list[tuple[int, float]]:
 
 
 def weights(run: RunStore) -> bytes:
-    return (run.model / "model.safetensors").read_bytes()
+    return (run.path / Area.MODEL / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_pruned_trial_saves_nothing(whole: RunStore) -> None:
     run = make_trial(make_job("pruned", checkpoint={"keep_best": 0}), {"prune": "too slow"})
     assert train(run) == "stopped"
     assert read_story(run).reason == "pruned at rung 0: too slow"
-    assert not [*run.checkpoints.glob("step-*")]
+    assert not [*(run.path / Area.CHECKPOINTS).glob("step-*")]
     assert len(losses(run)) == 1 < len(losses(whole))
 
 
@@ -132,7 +132,7 @@ def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStor
     assert losses(copy) == {step: loss for step, loss in losses(whole).items() if step > first}
     assert scores(copy) == scores(whole)[2:]
     assert weights(copy) == weights(whole)
-    shutil.rmtree(parent.checkpoints)
+    shutil.rmtree(parent.path / Area.CHECKPOINTS)
     late = make_trial(make_job("late"), {}, is_copy=True)
     assert not clone(parent, late, 2)
     assert not late.checkpoints.exists()

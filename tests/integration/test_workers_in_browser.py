@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from yunlu.render.run_report.write import write_report
+from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for kind in ("write_crew", "write_staged"):
         run = RUNS[kind](home / kind)
         write_report(run)
-        addresses[kind] = run.report_html.as_uri()
+        addresses[kind] = (run.path / Document.REPORT_PAGE).as_uri()
     return addresses
 
 

@@ -31,7 +31,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.training.trial_control import TrialControl
 
 STEP_S = 0.004
@@ -48,7 +48,7 @@ class ToyTrial:
 
     def __init__(self, run: RunStore) -> None:
         self.run = run
-        self.job: dict[str, Any] = json.loads(run.job.read_bytes())
+        self.job: dict[str, Any] = json.loads((run.path / Document.JOB).read_bytes())
         self.is_asked_to_stop = False
         signal.signal(signal.SIGTERM, self._note_stop)
 
@@ -81,12 +81,14 @@ class ToyTrial:
 
     def train(self, steps: int, lr: float, *, step_s: float) -> None:
         run = self.run
-        first = max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0)
+        first = max(
+            (int(path.name[5:]) for path in (run.path / Area.CHECKPOINTS).glob("step-*")), default=0
+        )
         self.move("running", resumed_from_step=first or None)
         gate = TrialControl(run, patience_s=math.inf)  # however busy whoever conducts it is
         for step in range(first + 1, steps + 1):
             time.sleep(step_s)
-            append_lines(run.metrics, [{"step": step, "loss": 1.0, "at": time.time()}])
+            append_lines(run.path / Log.METRICS, [{"step": step, "loss": 1.0, "at": time.time()}])
             rung, rest = divmod(step, STEPS_PER_RUNG)
             ruling = gate.peek(rung)
             if rest == 0:
@@ -99,7 +101,7 @@ class ToyTrial:
                     break
                 if gate.saves:
                     self.save(step)
-                ruling = gate.ask(rung, is_wanted=lambda: not self.is_asked_to_stop)
+                ruling = gate.ask(rung, keep_waiting=lambda: not self.is_asked_to_stop)
             if ruling is not None or self.is_asked_to_stop:
                 if ruling is None or ruling.kind == "hold":
                     self.save(step)
@@ -108,7 +110,7 @@ class ToyTrial:
         self.move("finished")
 
     def save(self, step: int) -> None:
-        path = self.run.checkpoints / f"step-{step:010d}"
+        path = self.run.path / Area.CHECKPOINTS / f"step-{step:010d}"
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / "toy.json", "{}")
         self.run.emit(sample(CheckpointSaved, step=step, path=f"checkpoints/{path.name}", bytes=1))

@@ -36,6 +36,7 @@ from tests.sample_events import sample
 from tests.waiting import wait_until
 from yunlu.runs.events import DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document, Log
 from yunlu.spec.job import Job
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -203,10 +204,10 @@ def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
     run.emit(sample(DataOpened, train=32))
     ranks = [{"rank": 0}, {"rank": 1}]
     run.emit(sample(WorkerGroupFormed, generation=3, ranks=ranks))
-    run.metrics.write_text(json.dumps({"step": 1, "at": 5.0, "generation": 3}) + "\n")
+    (run.path / Log.METRICS).write_text(json.dumps({"step": 1, "at": 5.0, "generation": 3}) + "\n")
     member = {"rank": 1, "pid": os.getpid(), "process_started_at": 0.0}
     gone = {"rank": 0, "pid": 2**22 + 1, "process_started_at": 0.0}
-    run.crew.write_text(json.dumps({"members": [member, gone]}))
+    (run.path / Document.WORKER_GROUP).write_text(json.dumps({"members": [member, gone]}))
     journal = RunJournal([], workload=WORKLOAD)
     journal.follow(tmp_path)
     journal.refresh()
@@ -224,7 +225,7 @@ def test_the_ledger_of_a_run_answers_only_for_the_right_samples(tmp_path: Path) 
         {"step": step, "generation": 1, "samples": 4, "digest": f"{digest_of(taken):016x}"}
         for step, taken in ((1, right), (2, wrong))
     ]
-    run.ledger.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run.path / Log.LEDGER).write_text("".join(json.dumps(record) + "\n" for record in records))
     journal = RunJournal([], workload=WORKLOAD)
     journal.follow(tmp_path)
     journal.refresh()

@@ -29,9 +29,9 @@ def join(
     The run's directory must lie on a file system that both machines share.
 
     Args:
-        address: HOST:PORT of the run's supervisor; its crew.json has it.
+        address: HOST:PORT of the run's supervisor; its worker_group.json has it.
         devices: How many workers to lend.
-        token: The run's token; its crew.json has it.
+        token: The run's token; its worker_group.json has it.
         token_file: A file with the token: others can see the arguments of a command.
         name: What the node is called in the run; else host and process.
     """

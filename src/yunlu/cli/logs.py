@@ -12,31 +12,47 @@ from rich.text import Text
 from yunlu.core.errors import StoreError
 from yunlu.core.units import show_bytes
 from yunlu.jobs import service
-from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.follow import MetricRecord, end_of, follow
 from yunlu.jobs.run import log_tail
-from yunlu.planning.plan import Plan
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.render.terminal.event_lines import (
     communication_line,
-    worker_group_line,
     data_line,
     evaluation_line,
     fault_line,
     notice_line,
     prediction_line,
     straggler_line,
+    worker_group_line,
 )
 from yunlu.render.terminal.page import make_console, state_text
 from yunlu.render.terminal.run_display import Course, step_line
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import (
+    CheckpointSaved,
+    CommunicationChosen,
+    DataOpened,
+    ErrorRaised,
+    Evaluated,
+    MemoryExhausted,
+    PlanMade,
+    PrecisionChanged,
+    RolledBack,
+    StateChanged,
+    StepSkipped,
+    StragglerSeen,
+    TraceWritten,
+    WarningRaised,
+    WorkerGroupFormed,
+    WorkerLost,
+    event_fields,
+)
 from yunlu.runs.run_store import Area
-from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from yunlu.runs.events import Event
     from yunlu.runs.fold import GroupGeneration
-    from yunlu.runs.run_dir import Event
     from yunlu.runs.run_store import RunStore
 
 _STEP_EVERY_S = 2.0
@@ -81,7 +97,7 @@ def logs(
 def log_line(event: Event, before: GroupGeneration | None = None) -> Text:
     """One event on one line, for ``yunlu logs``."""
     when = time.strftime("%H:%M:%S", time.localtime(event.at))
-    kind = f"{event.kind.value:<{_KIND_WIDTH}}"
+    kind = f"{event.kind:<{_KIND_WIDTH}}"
     return Text.assemble((f"{when}  ", "dim"), (kind, "dim"), _gist(event, before))
 
 
@@ -156,42 +172,35 @@ def _print_tail(run: RunStore, console: Console, lines: int) -> None:
 
 
 def _gist(event: Event, before: GroupGeneration | None) -> Text:
-    data, text = event.data, Text()
-    match event.kind:
-        case EventKind.STATE:
-            reason = f"  {data['reason']}" if data.get("reason") else ""
-            text = Text.assemble(state_text(RunState(data["state"])), (reason, "dim"))
-        case EventKind.EVALUATION:
-            text = Text(f"{data.get('split')}  ") + evaluation_line(data, Course())
-        case EventKind.CHECKPOINT:
-            size = show_bytes(data.get("bytes") or 0)
-            text = Text(f"step {data.get('step')}  {data.get('path')}  {size}")
-        case EventKind.PLAN:
-            text = prediction_line(Plan.model_validate(data).prediction)
-        case EventKind.DATA:
-            text = data_line(data)
-        case (
-            EventKind.SKIP
-            | EventKind.ROLLBACK
-            | EventKind.OUT_OF_MEMORY
-            | EventKind.PRECISION
-            | EventKind.TRACE
-        ):
+    match event:
+        case StateChanged():
+            reason = f"  {event.reason}" if event.reason else ""
+            text = Text.assemble(state_text(event.state), (reason, "dim"))
+        case Evaluated():
+            text = Text(f"{event.split}  ") + evaluation_line(event, Course())
+        case CheckpointSaved():
+            text = Text(f"step {event.step}  {event.path}  {show_bytes(event.bytes)}")
+        case PlanMade():
+            text = prediction_line(event.plan.prediction)
+        case DataOpened():
+            text = data_line(event)
+        case StepSkipped() | RolledBack() | MemoryExhausted() | PrecisionChanged() | TraceWritten():
             text = notice_line(event)
-        case EventKind.CREW:
+        case WorkerGroupFormed():
             text = worker_group_line(event, before)
-        case EventKind.FAULT:
+        case WorkerLost():
             text = fault_line(event)
-            text.stylize("red" if data.get("what") != "left" else "")
-        case EventKind.STRAGGLER:
+            text.stylize("red" if event.cause != "left" else "")
+        case StragglerSeen():
             text = straggler_line(event)
-        case EventKind.COMMUNICATION:
+        case CommunicationChosen():
             text = communication_line(event)
-        case EventKind.WARNING | EventKind.ERROR:
-            style = "yellow" if event.kind is EventKind.WARNING else "red"
-            text = Text(str(data.get("message")), style=style)
+        case WarningRaised() | ErrorRaised():
+            style = "yellow" if isinstance(event, WarningRaised) else "red"
+            text = Text(event.message, style=style)
         case _:
-            text = Text("  ".join(f"{key} {_brief(value)}" for key, value in data.items()))
+            fields = event_fields(event).items()
+            text = Text("  ".join(f"{key} {_brief(value)}" for key, value in fields))
     return text
 
 

@@ -17,14 +17,14 @@ from yunlu.render.terminal.event_lines import describe, plan_block
 from yunlu.render.terminal.page import make_console, to_json
 from yunlu.render.terminal.plan_options import comparison_table, notes_block, options_table
 from yunlu.render.terminal.run_display import Course
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.planning.plan import Plan
     from yunlu.planning.search.options import PlanOptions
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.spec.job import Job
 
 _PREDICT = "predict"
@@ -217,9 +217,9 @@ def _show_measured(job: Job) -> Plan:
     with console.status("starting") as status:
 
         def show(event: Event) -> None:
-            if event.kind is EventKind.PROGRESS:
-                status.update(str(event.data.get("phase")))
-            elif event.kind in {EventKind.DATA, EventKind.MODEL, EventKind.WARNING}:
+            if isinstance(event, ProgressReported):
+                status.update(event.phase)
+            elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
                 console.print(describe(event, course))
 
         made = service.make_plan(job, on_event=show)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from yunlu.core.units import show_duration, show_number
 from yunlu.jobs import service
-from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.jobs.run import remaining_s
+from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.render.terminal.page import (
     ACCENT,
     indented,
@@ -27,8 +27,8 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from yunlu.runs.fold import GroupGeneration
     from yunlu.jobs.run import RunRecord
+    from yunlu.runs.fold import GroupGeneration
 
 _FEW = 20
 

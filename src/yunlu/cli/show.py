@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from yunlu.client.api import Run
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs import service
-from yunlu.jobs.worker_groups import read_change
 from yunlu.jobs.run import remaining_s
+from yunlu.jobs.run_view import describe_run
 from yunlu.render.terminal.event_lines import communication_line, fault_line, plan_block
 from yunlu.render.terminal.page import (
     ACCENT,
@@ -20,17 +18,17 @@ from yunlu.render.terminal.page import (
     make_console,
     plain_table,
     state_text,
-    to_json,
 )
-from yunlu.runs.run_dir import Event, EventKind
-from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, last_record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
 
-    from yunlu.runs.fold import GroupGeneration
     from yunlu.jobs.run import RunRecord
+    from yunlu.runs.events import BatchChanged, CheckpointSaved, Evaluated
+    from yunlu.runs.fold import GroupGeneration
     from yunlu.runs.run_store import RunStore
 
 _FEW = 8
@@ -44,78 +42,38 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
         json: Print the same as JSON.
     """
     store = service.find(run)
-    record, data = service.read_record(store), _collect(store)
+    record = service.read_record(store)
+    details = describe_run(store, record)
     if json:
-        print(to_json({**record.model_dump(mode="json"), **data}))
+        print(details.model_dump_json(indent=2))
         return 0
     console = make_console()
     _print_head(console, store, record)
-    made = Run(Path(store.address)).plan
-    if made is not None:
-        console.print(plan_block(made))
-    crew = read_change(data["crew"]) if data["crew"] else None
-    if crew is not None:
-        _print_rows(console, f"workers: {crew.layout}", _workers(crew))
-        for fault in data["faults"][-_FEW:]:
-            console.print(Text(f" {fault_line(Event(kind=EventKind.FAULT, at=0.0, data=fault))}"))
-    if data["communication"]:
-        event = Event(kind=EventKind.COMMUNICATION, at=0.0, data=data["communication"])
-        console.print(Text("\n exchange    ").append_text(communication_line(event)))
-    if data["batch"] or data["noise"]:
-        console.print(Text(f"\n batch       {_batch_line(data['batch'], data['noise'])}"))
-    _print_rows(console, "evaluations", _evaluations(data["evaluations"]))
-    _print_rows(console, "checkpoints", _checkpoints(data["checkpoints"]))
+    if details.plan is not None:
+        console.print(plan_block(details.plan))
+    if details.worker_group is not None:
+        group = details.worker_group
+        _print_rows(console, f"workers: {group.layout}", _workers(group))
+        for lost in details.lost_workers[-_FEW:]:
+            console.print(Text(f" {fault_line(lost)}"))
+    if details.communication is not None:
+        line = communication_line(details.communication)
+        console.print(Text("\n exchange    ").append_text(line))
+    if details.batch or details.noise:
+        console.print(Text(f"\n batch       {_batch_line(details.batch, details.noise)}"))
+    _print_rows(console, "evaluations", _evaluations(details.evaluations))
+    _print_rows(console, "checkpoints", _checkpoints(details.checkpoints))
     console.print()
-    for warning in data["warnings"]:
+    for warning in details.warnings:
         console.print(Text(f" warning     {warning}", style="yellow"))
-    _print_paths(console, data["paths"])
+    _print_paths(console, details.paths)
     return 0
 
 
-def _collect(run: RunStore) -> dict[str, Any]:
-    found: dict[EventKind, list[dict[str, Any]]] = {kind: [] for kind in EventKind}
-    for event, _ in run.read_events():
-        found[event.kind].append(event.data)
-    details = {"confusion", "examples"}
-    kept = {entry["step"]: entry for entry in found[EventKind.CHECKPOINT]}.values()
-    return {
-        "plan": found[EventKind.PLAN][-1] if found[EventKind.PLAN] else None,
-        "crew": found[EventKind.CREW][-1] if found[EventKind.CREW] else None,
-        "communication": (found[EventKind.COMMUNICATION] or [None])[-1],
-        "batch": (found[EventKind.BATCH] or [None])[-1],
-        "noise": _read_noise(run),
-        "faults": found[EventKind.FAULT],
-        "evaluations": [
-            {key: value for key, value in each.items() if key not in details}
-            for each in found[EventKind.EVALUATION]
-        ],
-        # Old checkpoints are removed as new ones come: what is still there counts.
-        "checkpoints": [entry for entry in kept if run.has(entry["path"])],
-        "warnings": [str(each.get("message")) for each in found[EventKind.WARNING]],
-        "paths": {
-            name: run.location(item) if item else run.address
-            for name, item in (
-                ("run", ""),
-                ("job", Document.JOB_SOURCE if run.has(Document.JOB_SOURCE) else Document.JOB),
-                ("model", Area.MODEL),
-                ("report", Document.REPORT_PAGE),
-                ("log", WORKER_LOG),
-                ("logs", Area.LOGS),
-            )
-            if run.has(item)
-        },
-    }
-
-
-def _read_noise(run: RunStore) -> dict[str, float]:
-    last = last_record(run, Log.METRICS) or {}
-    return {key: value for key, value in last.items() if key.startswith("noise_")}
-
-
-def _batch_line(turn: dict[str, Any] | None, noise: dict[str, float]) -> str:
+def _batch_line(change: BatchChanged | None, noise: dict[str, float]) -> str:
     parts: list[str] = []
-    if turn:
-        parts.append(f"{turn['batch']} from step {turn['step']} on, rate x{turn['rate']:.3g}")
+    if change:
+        parts.append(f"{change.batch} from step {change.step} on, rate x{change.rate:.3g}")
     if noise:
         parts.append(f"noise scale about {show_count(round(noise['noise_scale'], 1))} samples")
     return "; ".join(parts)
@@ -140,40 +98,35 @@ def _print_head(console: Console, run: RunStore, record: RunRecord) -> None:
         console.print(Text(f" yunlu resume {record.id} goes on", style="dim"))
 
 
-def _workers(crew: GroupGeneration) -> Table:
+def _workers(group: GroupGeneration) -> Table:
     table = _small_table("rank", "worker", "host", "pid", "stage", "replica", "shard", "cut")
-    for each in crew.ranks:
-        place = (each.pp, each.dp, each.fsdp, each.tp)
-        cells = (each.rank, each.worker, each.host, each.pid, *(at + 1 for at in place))
+    for rank in group.ranks:
+        position = (rank.pp, rank.dp, rank.fsdp, rank.tp)
+        cells = (rank.rank, rank.worker, rank.host, rank.pid, *(at + 1 for at in position))
         table.add_row(*(Text("–" if cell is None else str(cell)) for cell in cells))
     return table
 
 
-def _evaluations(rows: list[dict[str, Any]]) -> Table | None:
+def _evaluations(rows: Sequence[Evaluated]) -> Table | None:
     if not rows:
         return None
-    names = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or {}))
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     table = _small_table("split", "step", "loss", *names)
     if len(rows) > _FEW:
         table.add_row(f"({len(rows) - _FEW} earlier)", style="dim")
     for row in rows[-_FEW:]:
-        figures = {"loss": row.get("loss"), **(row.get("metrics") or {})}
+        figures = {"loss": row.loss, **row.metrics}
         cells = [_cell(figures.get(name)) for name in ("loss", *names)]
-        table.add_row(str(row.get("split")), str(row.get("step")), *cells)
+        table.add_row(row.split, str(row.step), *cells)
     return table
 
 
-def _checkpoints(rows: list[dict[str, Any]]) -> Table | None:
+def _checkpoints(rows: Sequence[CheckpointSaved]) -> Table | None:
     if not rows:
         return None
     table = _small_table("step", "size", "saved in", "path")
     for row in rows[-_FEW:]:
-        table.add_row(
-            str(row.get("step")),
-            show_bytes(row.get("bytes") or 0),
-            show_duration(row.get("seconds") or 0),
-            str(row.get("path")),
-        )
+        table.add_row(str(row.step), show_bytes(row.bytes), show_duration(row.seconds), row.path)
     return table
 
 

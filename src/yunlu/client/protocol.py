@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from yunlu.hardware.entries import Additions
@@ -39,11 +39,10 @@ if TYPE_CHECKING:
         StartedRun,
     )
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.scheduler.explanation import Explanation
-    from yunlu.scheduler.journal import PoolSettings
     from yunlu.scheduler.pool_view import PoolDown, PoolUp, PoolView, QueuedRun
-    from yunlu.scheduler.queue import Asked, Entry
+    from yunlu.scheduler.queue import Entry
     from yunlu.spec.job import Job
     from yunlu.spec.validation import Validation
     from yunlu.tuning.facts import StudyView
@@ -157,7 +156,18 @@ class RunVerbs(Protocol):
 class PoolVerbs(Protocol):
     """The pool: devices shared by queued runs."""
 
-    def submit(self, job: Job, asked: Asked, *, source: Path | None = None) -> QueuedRun:
+    def submit(
+        self,
+        job: Job,
+        *,
+        source: Path | None = None,
+        priority: int = 0,
+        team: str = "",
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+        deadline: str | None = None,
+        budget: float | None = None,
+    ) -> QueuedRun:
         """Queue a job."""
         ...
 
@@ -165,8 +175,22 @@ class PoolVerbs(Protocol):
         """Nodes, queue, who holds which devices."""
         ...
 
-    def pool_up(self, settings: PoolSettings) -> PoolUp:
-        """Start the service of the pool; with default settings, as it was last up."""
+    def pool_up(
+        self,
+        *,
+        executor: str = "local",
+        policy: str = "yunlu",
+        round_s: float = 30.0,
+        quotas: Mapping[str, int] = {},
+        borrow: Mapping[str, int] = {},
+        weights: Mapping[str, float] = {},
+        idle_s: float = 300.0,
+        max_nodes: int | None = None,
+        max_dollars_per_hour: float | None = None,
+        team_dollars_per_hour: Mapping[str, float] = {},
+        prices: Mapping[str, float] = {},
+    ) -> PoolUp:
+        """Start the service of the pool; without any option, as it was last up."""
         ...
 
     def pool_down(self, *, stop_jobs: bool = False) -> PoolDown:
@@ -276,7 +300,9 @@ class MachineVerbs(Protocol):
         """One device and its offers."""
         ...
 
-    def update_catalog(self, source: Path, *, cloud: str | None = None) -> tuple[ImportedTable, ...]:
+    def update_catalog(
+        self, source: Path, *, cloud: str | None = None
+    ) -> tuple[ImportedTable, ...]:
         """Import prices from a SkyPilot catalog."""
         ...
 

@@ -128,7 +128,7 @@ class Resized:
 class Executor(Protocol):
     """A place that runs jobs. Made from its address; asks the cluster anew at every call.
 
-    What it knows of a run lies in the run's ``executor.json`` and ``executor.jsonl``; another
+    What it knows of a run lies in the run's ``leases.json`` and ``lease_events.jsonl``; another
     process, or the same after a crash, goes on from there.
     """
 

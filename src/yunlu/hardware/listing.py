@@ -135,6 +135,8 @@ class ImportedTable(Value):
     offers: int
     skipped: dict[str, int]
     """Rows left out, by reason."""
+    home: str
+    """Where the user's part of the catalog is kept."""
 
 
 class RentComparison(Value):

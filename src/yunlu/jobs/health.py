@@ -82,7 +82,11 @@ _Said = tuple[str, dict[str, str]]
 def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
     if worker_group is None:
         return
-    if worker_group.effective is not None and worker_group.effective < _LITTLE_EFFECTIVE and len(worker_group.changes) > 1:
+    if (
+        worker_group.effective is not None
+        and worker_group.effective < _LITTLE_EFFECTIVE
+        and len(worker_group.changes) > 1
+    ):
         before, worst = max(pairwise(worker_group.changes), key=lambda pair: pair[1].lost_s or 0.0)
         yield (
             "effective",
@@ -108,7 +112,10 @@ def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
                 "step": "–" if worst.step is None else f"{worst.step:,}",
             },
         )
-    if worker_group.communication_share is not None and worker_group.communication_share > _MUCH_WAITING:
+    if (
+        worker_group.communication_share is not None
+        and worker_group.communication_share > _MUCH_WAITING
+    ):
         yield "communication", {"share": f"{worker_group.communication_share * 100:.0f} %"}
 
 

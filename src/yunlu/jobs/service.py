@@ -35,8 +35,8 @@ from yunlu.jobs.run import (
     worker_of,
 )
 from yunlu.jobs.run_creation import create_run
-from yunlu.runs.fold import read_view
 from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
+from yunlu.runs.fold import read_view
 from yunlu.runs.home import find_runs, open_run, remove_stale, temporary_run
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState

@@ -67,7 +67,10 @@ def find_supply(job: Job, catalog: Catalog) -> Supply:
     configs, prices = group_offers(catalog, offers, spot=goal.spot)
     limit = job.train.memory_gb
     if limit != "auto":
-        configs = tuple(replace(config, memory_bytes=min(config.memory_bytes, limit * 1e9)) for config in configs)
+        configs = tuple(
+            replace(config, memory_bytes=min(config.memory_bytes, limit * 1e9))
+            for config in configs
+        )
     return Supply(configs=configs, prices=prices, notes=tuple(notes))
 
 
@@ -124,7 +127,9 @@ def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
     return replace(question, configs=configs)
 
 
-def _foretell_run(question: LayoutQuery, config: HardwareConfig, precision: str, batch: int) -> QueryBatch | None:
+def _foretell_run(
+    question: LayoutQuery, config: HardwareConfig, precision: str, batch: int
+) -> QueryBatch | None:
     """The run on one device of a hardware config, as it would be predicted; None where it could not be."""
     rules = question.rules.get(precision)
     if rules is None or precision not in config.peak_flops:

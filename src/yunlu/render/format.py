@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from yunlu.jobs.report_model import Finding
-    from yunlu.runs.fold import LostWorker
     from yunlu.render.i18n.texts import BilingualText
+    from yunlu.runs.events import WorkerLost
     from yunlu.tuning.values import Dimension, ParamValue
 
 _MBIT_PER_BYTE = 8e-6
@@ -56,7 +56,7 @@ def show_finding(finding: Finding) -> BilingualText:
     return text(f"finding.{finding.key}", **finding.fields)
 
 
-def show_fault(fault: LostWorker) -> BilingualText:
+def show_fault(fault: WorkerLost) -> BilingualText:
     """What happened to a worker: ``was killed``, ``hung``, ..."""
     return known_text("fault", fault.cause)
 

@@ -49,13 +49,17 @@ def render_html(
         values: For the template.
     """
     script = "".join(map(_read, scripts))
-    return _environment().get_template(template).render(
-        language="zh" if language == "zh" else "en",
-        style=Markup("".join(map(_read, styles))),  # noqa: S704 (our own files)
-        script=Markup(script),  # noqa: S704 (our own files)
-        # Only this very script may run, so nothing smuggled in through data ever does.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        **values,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            language="zh" if language == "zh" else "en",
+            style=Markup("".join(map(_read, styles))),  # noqa: S704 (our own files)
+            script=Markup(script),  # noqa: S704 (our own files)
+            # Only this very script may run, so nothing smuggled in through data ever does.
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            **values,
+        )
     )
 
 

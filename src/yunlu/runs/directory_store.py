@@ -22,25 +22,6 @@ class DirectoryRunStore(RunStore):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_quiet = False
-        self.job = path / "job.json"
-        self.job_source = path / "job.source"
-        self.plan = path / "plan.json"
-        self.events = path / "events.jsonl"
-        self.metrics = path / "metrics.jsonl"
-        self.ledger = path / "ledger.jsonl"
-        self.batch = path / "batch"
-        self.trial = path / "trial.json"
-        self.verdict = path / "verdict.json"
-        self.crew = path / "crew.json"
-        self.crew_metrics = path / "crew.jsonl"
-        self.servers = path / "servers"
-        self.logs = path / "logs"
-        self.log = path / "worker.log"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.tensorboard = path / "tensorboard"
-        self.report_json = path / "report.json"
-        self.report_html = path / "report.html"
 
     def __repr__(self) -> str:
         return f"DirectoryRunStore({str(self.path)!r})"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
 from yunlu.runs.events import WarningRaised, parse_event, to_record
+from yunlu.runs.step_metrics import is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from typing import IO
 
     from yunlu.runs.events import Event
+    from yunlu.runs.step_metrics import StepMetrics
 
 _TAIL_BYTES = 1 << 16
 
@@ -37,10 +39,10 @@ class Document(StrEnum):
     WORKER = "worker.json"  # whoever starts the worker or supervisor; lifecycle, executors
     WORKER_GROUP = "worker_group.json"  # the supervisor (holds a token: private); nodes, executors
     LAUNCH = "launch.json"  # rank 0 of torchrun, srun, mpirun; the next start of the same launch
-    LEASES = "executor.json"  # the executor; its lease programs, lifecycle, scheduler
+    LEASES = "leases.json"  # the executor; its lease programs, lifecycle, scheduler
     QUEUE_ENTRY = "queue.json"  # submit, priority, pause; the scheduler
-    ALLOCATION = "pool.json"  # the scheduler; the scheduler after a restart
-    TARGET_BATCH = "batch"  # whoever wants another batch; the worker, between steps
+    ALLOCATION = "allocation.json"  # the scheduler; the scheduler after a restart
+    TARGET_BATCH = "target_batch"  # whoever wants another batch; the worker, between steps
     TARGET_WORKERS = "target_workers"  # resize; the supervisor of asynchronous workers
     TRIAL = "trial.json"  # the study; the worker, report
     TRIAL_CONTROL = "trial_control.json"  # the study: rung limit, hold, prune; the worker
@@ -52,12 +54,12 @@ class Log(StrEnum):
     """Append-only logs of JSON records. The comment names the writer, then the readers."""
 
     EVENTS = "events.jsonl"  # worker, lifecycle; everybody: the truth about the run
-    METRICS = "metrics.jsonl"  # the worker, a record per step (see METRIC_KEYS); display, report
+    METRICS = "metrics.jsonl"  # the worker, a record per step (``StepMetrics``); display, report
     LEDGER = (
         "ledger.jsonl"  # the worker, a digest of the samples per step; checks that none is lost
     )
     RANK_METRICS = "rank_metrics.jsonl"  # the supervisor; report
-    LEASE_EVENTS = "executor.jsonl"  # executor and lease programs; scheduler
+    LEASE_EVENTS = "lease_events.jsonl"  # executor and lease programs; scheduler
 
 
 class Area(StrEnum):
@@ -79,7 +81,7 @@ class Claim(StrEnum):
     """To train or supervise the run: held as long as the process lives."""
     LAUNCH = "launch.lock"
     """To start, stop or reap the worker."""
-    LEASES = "executor.lock"
+    LEASES = "leases.lock"
     """To change the record of the leases."""
 
 
@@ -198,9 +200,11 @@ class RunStore(Protocol):
             if (event := parse_event(record)) is not None:
                 yield event, after
 
-    def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-        """Metric records (see ``METRIC_KEYS``) from an offset on, each with the offset after it."""
-        yield from self.read_log(Log.METRICS, offset=offset)
+    def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[StepMetrics, int]]:
+        """Metrics of steps from an offset on, each with the offset after it."""
+        for record, after in self.read_log(Log.METRICS, offset=offset):
+            if is_step(record):
+                yield record, after
 
 
 @runtime_checkable
@@ -252,36 +256,3 @@ def log_end(run: RunStore, log: Log) -> int:
     """Offset after the last record of a log."""
     stat = run.stat(log)
     return 0 if stat is None else stat.size
-
-
-METRIC_KEYS = {
-    "step": "global step, counted from 1",
-    "epoch": "epochs completed, as a fraction",
-    "loss": "mean loss of the step over its true count",
-    "lr": "learning rate used",
-    "grad_norm": "norm of the gradient before clipping",
-    "samples": "samples consumed so far",
-    "items": "loss items (samples or tokens) of this step",
-    "at": "seconds since the epoch",
-    "life": "the life that did the step: number of its LIFE event",
-    "data_s": "waiting for data",
-    "compute_s": "forward, backward, optimiser",
-    "communication_s": "waiting for other workers",
-    "evaluate_s": "evaluating after the step",
-    "checkpoint_s": "stalled by a checkpoint",
-    "memory_bytes": "most resident memory of the worker, or allocated on its device, so far",
-    "tokens": "tokens computed, padding included; where samples have lengths",
-    "padding": "of these, padding; where samples have lengths",
-    "noise_scale": "batch at which noise and signal of the gradient are equal; where measured",
-    "noise_sqr": "square of the gradient without its noise, averaged over measurements",
-    "noise_var": "variance of one sample's gradient, averaged over measurements",
-    "noise_parts": "gradients of a step that were compared; 1: two steps in a row, which is biased",
-    "loss_scale": "factor on the loss; under fp16",
-    "low_share": "share of parameters in low precision; where it may change",
-    "exchange_s": "adding up gradients, hidden or not; where workers do",
-    "sent_bytes": "sent to other workers by the one that writes; where that is counted",
-    "compression_error": "share that compression left out; where there is any",
-    "staleness": "updates that the step's gradients did not know of, in the mean; of asynchronous workers",
-    "generation": "the crew that did the step: number of its CREW event; where there is a crew",
-}
-"""One record of ``metrics.jsonl`` per step. After a resume a step may stand twice: the later wins."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.hands import Hands
     from yunlu.scheduler.moves import Move
     from yunlu.scheduler.register import Register
-    from yunlu.scheduler.stand import Stand
+    from yunlu.scheduler.run_status import ScheduledRun
 
 _AGAIN_S = 10.0
 _STALLED_S = 60.0
@@ -36,7 +36,7 @@ class Deeds:
         self._asked: dict[str, tuple[float, float]] = {}
         """When a run was first and last asked to stop, on the monotonic clock."""
 
-    def do(self, stand: Stand, move: Move) -> str | None:
+    def do(self, stand: ScheduledRun, move: Move) -> str | None:
         """Carry out one move; the words say why it was not."""
         intention = Intention(
             kind=move.kind, shares=move.placement.shares, reason=move.reason, by=self.name
@@ -69,7 +69,7 @@ class Deeds:
             return f"{move.kind}: {error}"
         return None
 
-    def hurry(self, stand: Stand) -> None:
+    def hurry(self, stand: ScheduledRun) -> None:
         """Remind a run that is to stop; it may not have listened when it was asked."""
         if not stand.sight.is_alive:
             return
@@ -86,7 +86,7 @@ class Deeds:
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"it cannot be stopped: {error}"
 
-    def dismiss(self, stand: Stand, reason: str) -> None:
+    def dismiss(self, stand: ScheduledRun, reason: str) -> None:
         """Stop a run that may not go on, until its owner says otherwise."""
         try:
             change_entry(stand.run, wish="pause")
@@ -94,7 +94,7 @@ class Deeds:
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"{reason}, but it cannot be paused: {error}"
 
-    def end_stalled(self, stand: Stand) -> None:
+    def end_stalled(self, stand: ScheduledRun) -> None:
         """Take devices back from a run that does nothing with them."""
         try:
             self._intend(stand, Intention(kind="stop", reason=STALLED, by=self.name))
@@ -102,7 +102,7 @@ class Deeds:
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"it is stalled, and cannot be stopped: {error}"
 
-    def call_off(self, stand: Stand, reason: str) -> None:
+    def call_off(self, stand: ScheduledRun, reason: str) -> None:
         """Take a run out of the queue of its cluster, to be started elsewhere. That is no fault of its own."""
         try:
             self._intend(stand, Intention(kind="stop", reason=reason, by=self.name))
@@ -110,7 +110,7 @@ class Deeds:
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"{reason}, but it cannot be called off: {error}"
 
-    def give_up(self, stand: Stand) -> str | None:
+    def give_up(self, stand: ScheduledRun) -> str | None:
         """Let a run that failed too often rest as failed, with the reason; what was said, if anything."""
         if stand.sight.is_alive or stand.sight.state is RunState.FAILED:
             return None
@@ -129,17 +129,17 @@ class Deeds:
             return None  # tried again at the next look
         return words
 
-    def _ask_to_stop(self, stand: Stand) -> None:
+    def _ask_to_stop(self, stand: ScheduledRun) -> None:
         now = time.monotonic()
         self._asked[stand.id] = (self._asked.get(stand.id, (now, now))[0], now)
         self.hands.stop(stand.run)
 
-    def _intend(self, stand: Stand, intention: Intention) -> None:
+    def _intend(self, stand: ScheduledRun, intention: Intention) -> None:
         notes = stand.notes.model_copy(update={"intention": intention})
         if intention.kind == "start":
             self._asked.pop(stand.id, None)
             notes = notes.model_copy(update={"shares": intention.shares})
         self.register.put(stand, notes, is_intention=True)
 
-    def _drop(self, stand: Stand) -> None:
+    def _drop(self, stand: ScheduledRun) -> None:
         self.register.put(stand, stand.notes.model_copy(update={"intention": None}))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.stand import Stand
+    from yunlu.scheduler.run_status import ScheduledRun
 
 LOOK_S = 5.0
 _OLD_S = 30.0
@@ -58,7 +58,7 @@ class Gauge:
         self._heard: dict[tuple[str, str], tuple[float, float]] = {}
         """Of each lease: what it said its time was, and when we first heard that, on our clock."""
 
-    def look(self, alive: Mapping[str, Stand], nodes: Sequence[Node]) -> dict[str, str]:
+    def look(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
         """Measure, if it is time; by run, what was found just now to be more than it holds."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return {}
@@ -74,7 +74,7 @@ class Gauge:
         self.usage = self._measure(alive)
         return self._find_lies(alive, nodes)
 
-    def _measure(self, alive: Mapping[str, Stand]) -> dict[str, Usage]:
+    def _measure(self, alive: Mapping[str, ScheduledRun]) -> dict[str, Usage]:
         sessions = _processes_by_session()
         found: dict[str, Usage] = {}
         for run_id, stand in alive.items():
@@ -107,7 +107,7 @@ class Gauge:
                 self.nodes[use.node] = use.machine
         return Usage(cores=cores, memory_bytes=memory_bytes)
 
-    def _find_lies(self, alive: Mapping[str, Stand], nodes: Sequence[Node]) -> dict[str, str]:
+    def _find_lies(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
         found: dict[str, str] = {}
         for run_id, stand in alive.items():
             words = find_lie(stand, self.usage[run_id], self.machine, nodes)
@@ -119,7 +119,7 @@ class Gauge:
 
 
 def find_lie(
-    stand: Stand, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
+    stand: ScheduledRun, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
 ) -> str | None:
     """What a run takes beyond what it holds, in words; None where it keeps to it."""
     held, node = stand.notes.placement.devices, next(iter(nodes), None)

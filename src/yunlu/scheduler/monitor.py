@@ -9,11 +9,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from yunlu.jobs.run_log import step_s
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
+from yunlu.runs.fold import RunView, apply
 from yunlu.scheduler.notes import Seen
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
 
 _RECENT = 50
@@ -48,8 +49,8 @@ class Course:
         """When it last wrote anything, on the monotonic clock."""
         self.resizes_s: list[float] = []
         self.startup_s: float | None = None
-        self._life = 0
-        self._life_at = 0.0
+        self._view = RunView()
+        self._attempt_at = 0.0
         self._events = self._metrics = 0
         self._workers: dict[tuple[int, int], tuple[int, int]] = {}
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -110,34 +111,34 @@ class Course:
         return median(steps_s) if steps_s else 0.0
 
     def _take_event(self, event: Event) -> None:
-        data = event.data
-        match event.kind:
-            case EventKind.LIFE:
-                self._life = int(data.get("number") or self._life + 1)
-                self._life_at = data.get("began_at") or event.at
-            case EventKind.PLAN:
-                self.batch, self.micro_batch = data.get("batch"), data.get("micro_batch")
-                self.base_batch, self.steps = self.batch, data.get("steps")
-            case EventKind.BATCH:
-                self.batch = data.get("batch") or self.batch
-                self.steps = data.get("steps") or self.steps
-            case EventKind.CREW:
-                key = (self._life, int(data.get("generation") or 0))
-                ranks: list[dict[str, Any]] = data.get("ranks") or []
-                hosts = {rank.get("host") for rank in ranks}
-                self._workers[key] = (max(len(hosts), 1), max(len(ranks), 1))
-                lost_s = data.get("lost_s")
-                if isinstance(lost_s, float | int):
-                    self.resizes_s = [*self.resizes_s[-9:], float(lost_s)]
+        self._view = apply(self._view, event)
+        match event:
+            case AttemptStarted():
+                self._attempt_at = event.began_at
+            case PlanMade():
+                self.batch, self.micro_batch = event.plan.batch, event.plan.micro_batch
+                self.base_batch, self.steps = self.batch, event.plan.steps
+            case BatchChanged():
+                self.batch, self.steps = event.batch, event.steps
+            case WorkerGroupFormed():
+                hosts = {rank.host for rank in event.ranks}
+                key = (self._attempt, event.generation)
+                self._workers[key] = (max(len(hosts), 1), max(len(event.ranks), 1))
+                if event.lost_s is not None:
+                    self.resizes_s = [*self.resizes_s[-9:], event.lost_s]
             case _:
                 pass
+
+    @property
+    def _attempt(self) -> int:
+        return max(len(self._view.attempts), 1)
 
     def _take_metric(self, record: dict[str, Any]) -> None:
         step = record.get("step")
         if not isinstance(step, int):
             return
-        if self.startup_s is None and self._life_at:
-            self.startup_s = max(0.0, float(record.get("at") or 0.0) - self._life_at)
+        if self.startup_s is None and self._attempt_at:
+            self.startup_s = max(0.0, float(record.get("at") or 0.0) - self._attempt_at)
         self.step = step
         sqr, var = record.get("noise_sqr"), record.get("noise_var")
         if isinstance(sqr, float | int) and isinstance(var, float | int) and self.base_batch:
@@ -147,7 +148,7 @@ class Course:
     def _sort(self, record: dict[str, Any]) -> None:
         """To the steps of as many workers as made it."""
         generation = record.get("generation")
-        key = (int(record.get("life") or self._life or 1), int(generation or 0))
+        key = (int(record.get("attempt") or self._attempt), int(generation or 0))
         workers = (1, 1) if generation is None else self._workers.get(key)
         if workers is None:
             self._unknown.append(record)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from yunlu.hardware.fleet import NOTHING, Placement
-from yunlu.scheduler.stand import Phase
+from yunlu.scheduler.run_status import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.stand import Stand
+    from yunlu.scheduler.run_status import ScheduledRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Move:
     reason: str = ""
 
 
-def free_devices(stands: Sequence[Stand], nodes: Sequence[Node]) -> dict[str, int]:
+def free_devices(stands: Sequence[ScheduledRun], nodes: Sequence[Node]) -> dict[str, int]:
     """Devices of each machine that no run has or is about to have."""
     free = {node.name: node.devices for node in nodes}
     for stand in stands:
@@ -37,7 +37,7 @@ def free_devices(stands: Sequence[Stand], nodes: Sequence[Node]) -> dict[str, in
 
 
 def plan_moves(
-    stands: Sequence[Stand], placements: Mapping[str, Placement], nodes: Sequence[Node]
+    stands: Sequence[ScheduledRun], placements: Mapping[str, Placement], nodes: Sequence[Node]
 ) -> list[Move]:
     """What can be done now: first what frees devices, then what fits into the free ones.
 
@@ -66,13 +66,13 @@ def plan_moves(
 
 
 def hold_still(
-    stands: Sequence[Stand], placements: Mapping[str, Placement], fixed: AbstractSet[str]
+    stands: Sequence[ScheduledRun], placements: Mapping[str, Placement], fixed: AbstractSet[str]
 ) -> Mapping[str, Placement]:
     """What was decided; who could not be moved then keeps what it has come to since."""
     return {**placements, **{s.id: s.notes.placement for s in stands if s.id in fixed}}
 
 
-def is_under_way(stands: Sequence[Stand], placements: Mapping[str, Placement]) -> bool:
+def is_under_way(stands: Sequence[ScheduledRun], placements: Mapping[str, Placement]) -> bool:
     """Whether what was decided is still being done: those who make room, others wait for.
 
     Decided in the middle of that, devices that are about to be free would look taken, and others
@@ -86,7 +86,7 @@ def is_under_way(stands: Sequence[Stand], placements: Mapping[str, Placement]) -
     )
 
 
-def find_move(stand: Stand, wanted: Placement) -> Move | None:
+def find_move(stand: ScheduledRun, wanted: Placement) -> Move | None:
     """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
     if not stand.may_move:
         return None
@@ -99,7 +99,7 @@ def find_move(stand: Stand, wanted: Placement) -> Move | None:
     return Move(run_id=stand.id, kind="resize", placement=wanted)
 
 
-def _more(stand: Stand, wanted: Placement) -> dict[str, int]:
+def _more(stand: ScheduledRun, wanted: Placement) -> dict[str, int]:
     """Devices that it does not have yet."""
     has = stand.notes.claims
     return {name: max(0, count - has.get(name, 0)) for name, count in wanted.shares}

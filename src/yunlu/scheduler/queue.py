@@ -1,6 +1,6 @@
 """The queue: what the pool must know of a run, in files of the run's own directory.
 
-``queue.json`` holds what people want; only the verbs write it. ``pool.json`` holds what the pool has
+``queue.json`` holds what people want; only the verbs write it. ``allocation.json`` holds what the pool has
 done and is about to do (see ``yunlu.scheduler.notes``); only the service writes that. Neither needs the
 other's lock.
 """
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
-QUEUE = "queue.json"
 MOST_PRIORITY = 1_000_000
 _NONE = "none"
 _NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)

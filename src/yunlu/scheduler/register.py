@@ -12,7 +12,7 @@ from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import read_notes, resolve, write_notes
 from yunlu.scheduler.queue import Entry, read_entry, scan
 from yunlu.scheduler.sight import Sight
-from yunlu.scheduler.stand import Phase, Stand, find_phase
+from yunlu.scheduler.run_status import Phase, ScheduledRun, find_phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Register:
 
     def __init__(self, home: Path, hands: Hands, clock: SteadyClock, *, name: str = "") -> None:
         self.home, self.hands, self.clock, self.name = home, hands, clock, name
-        self.stands: dict[str, Stand] = {}
+        self.stands: dict[str, ScheduledRun] = {}
         self.troubles: dict[str, str] = {}
         """Of runs, by their id: what could not be read or written at the last look."""
         self._over: dict[str, tuple[int, ...]] = {}
@@ -56,13 +56,13 @@ class Register:
         for run in fresh:
             self._look(run, types)
 
-    def ordered(self) -> list[Stand]:
+    def ordered(self) -> list[ScheduledRun]:
         """In the order in which they are served: by priority, then as they came."""
         return sorted(
             self.stands.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
         )
 
-    def put(self, stand: Stand, notes: Notes, *, is_intention: bool = False) -> None:
+    def put(self, stand: ScheduledRun, notes: Notes, *, is_intention: bool = False) -> None:
         """Change the notes on a run; an intention that cannot be written must not be acted on."""
         if is_intention:
             write_notes(stand.run, notes, is_intention=True)
@@ -72,7 +72,7 @@ class Register:
         stand.notes = notes
         stand.phase = find_phase(stand.entry, notes, stand.sight, now=self.clock.now())
 
-    def charge(self, stand: Stand, *, device_s: float, dollars: float) -> None:
+    def charge(self, stand: ScheduledRun, *, device_s: float, dollars: float) -> None:
         """Count what a run has had; written down with the next change, or now and then."""
         notes = stand.notes
         stand.notes = notes.model_copy(
@@ -122,7 +122,7 @@ class Register:
         if sight.is_alive and (seen := course.seen(_type_of(after, types))):
             after = after.model_copy(update={"seen": seen})
         phase = find_phase(entry, after, sight, now=now)
-        stand = Stand(
+        stand = ScheduledRun(
             run=run,
             entry=entry,
             notes=after,
@@ -141,7 +141,7 @@ class Register:
             self._keep(stand, after)
 
     def _hold(
-        self, run: RunStore, notes: Notes, course: Course, before: Stand | None, problem: str
+        self, run: RunStore, notes: Notes, course: Course, before: ScheduledRun | None, problem: str
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
         self.troubles[run.id] = problem
@@ -149,7 +149,7 @@ class Register:
             before.problem, before.phase = problem, Phase.TROUBLED
             return
         devices = max(notes.placement.devices, 1)
-        self.stands[run.id] = Stand(
+        self.stands[run.id] = ScheduledRun(
             run=run,
             entry=Entry(
                 submitted_at=self.clock.now(),
@@ -162,7 +162,7 @@ class Register:
             problem=problem,
         )
 
-    def _keep(self, stand: Stand, notes: Notes) -> None:
+    def _keep(self, stand: ScheduledRun, notes: Notes) -> None:
         try:
             write_notes(stand.run, notes)
             self._unkept.discard(stand.id)

@@ -12,7 +12,7 @@ from yunlu.scheduler.policy.observations import BatchLimits, Noise, Observations
 if TYPE_CHECKING:
     from yunlu.scheduler.notes import Seen
     from yunlu.scheduler.policy.observations import Estimator, Model
-    from yunlu.scheduler.stand import Stand
+    from yunlu.scheduler.run_status import ScheduledRun
 
 _SAME = 0.1
 """A step time that differs by less is the same."""
@@ -37,18 +37,18 @@ class Knowledge:
         self._alike: dict[str, tuple[Timing, ...]] = {}
         self._models: dict[str, Model] = {}
 
-    def learn(self, stand: Stand) -> None:
+    def learn(self, stand: ScheduledRun) -> None:
         """Take in what a run has shown."""
         timings = tuple(_timing(seen) for seen in stand.notes.seen)
         self._own[stand.id] = _merge(self._own.get(stand.id, ()), timings)
         if signature := stand.entry.signature:
             self._alike[signature] = _merge(self._alike.get(signature, ()), timings)
 
-    def is_known(self, stand: Stand) -> bool:
+    def is_known(self, stand: ScheduledRun) -> bool:
         """Whether anybody has seen a step of it, or of one alike."""
         return bool(self._own.get(stand.id) or self._alike.get(stand.entry.signature))
 
-    def tell(self, stand: Stand, types: tuple[str, ...]) -> Model:
+    def tell(self, stand: ScheduledRun, types: tuple[str, ...]) -> Model:
         """The model of one run, in a pool with devices of these types."""
         course = stand.course
         base = course.base_batch or _GUESSED_BATCH

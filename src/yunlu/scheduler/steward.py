@@ -25,7 +25,7 @@ from yunlu.scheduler.policy.staying import stay_near
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.register import Register
 from yunlu.scheduler.speed import Knowledge
-from yunlu.scheduler.stand import Phase, Stand, find_held, make_demand, make_teams
+from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
 from yunlu.scheduler.view import make_view
 
 if TYPE_CHECKING:
@@ -205,16 +205,16 @@ class Steward:
         self._news, self._fixed = news, frozenset(s.id for s in stands if not s.may_move)
         self._explain(stands, self.decision)
 
-    def _is_under_way(self, stands: list[Stand]) -> bool:
+    def _is_under_way(self, stands: list[ScheduledRun]) -> bool:
         """Whether what was decided last is still being done."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
         return is_under_way(stands, hold_still(stands, self.decision.placements, self._fixed))
 
-    def _find_unknown(self, stands: list[Stand]) -> set[str]:
+    def _find_unknown(self, stands: list[ScheduledRun]) -> set[str]:
         return {s.id for s in stands if not self.knowledge.is_known(s)}
 
-    def _choose_markets(self, state: PoolState, stands: list[Stand]) -> dict[str, Mode]:
+    def _choose_markets(self, state: PoolState, stands: list[ScheduledRun]) -> dict[str, Mode]:
         """Whether each run with a deadline may be on spot now, where there is also on-demand."""
         if all(job.deadline_at is None for job in state.jobs):
             return {}
@@ -242,7 +242,7 @@ class Steward:
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
-    def _foresee(self, state: PoolState, decision: Decision, stands: list[Stand]) -> None:
+    def _foresee(self, state: PoolState, decision: Decision, stands: list[ScheduledRun]) -> None:
         unknown = self._find_unknown(stands)
         self.forecast = forecast(state, decision, unknown, self._arrivals)
 
@@ -250,7 +250,7 @@ class Steward:
     def _arrivals(self) -> tuple[Arrival, ...]:
         return self._scaler.arrivals if self._scaler is not None else ()
 
-    def _describe(self, stands: list[Stand]) -> PoolState:
+    def _describe(self, stands: list[ScheduledRun]) -> PoolState:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [s for s in stands if find_held(s, there) or (s.may_move and not s.rests)]
@@ -264,7 +264,7 @@ class Steward:
             teams=make_teams(self.settings, {s.entry.team for s in wanting}, self._teams),
         )
 
-    def _explain(self, stands: list[Stand], decision: Decision) -> None:
+    def _explain(self, stands: list[ScheduledRun], decision: Decision) -> None:
         for stand in stands:
             if stand.phase is Phase.BACKING_OFF:
                 words = f"It failed: {stand.notes.failure.rstrip('.')}"
@@ -327,7 +327,7 @@ class Steward:
             self._told.pop(run_id, None)
             self._queued_since.pop(run_id, None)
 
-    def _is_stalled(self, stand: Stand, now: float) -> bool:
+    def _is_stalled(self, stand: ScheduledRun, now: float) -> bool:
         patience_s = max(self.settings.stall_s, 50 * stand.course.usual_step_s)
         silent_s = now - stand.course.moved_at
         if silent_s < patience_s:
@@ -337,7 +337,7 @@ class Steward:
             return silent_s > _UNSEEN * patience_s  # whether it computes is not known here
         return usage is not None and usage.cores is not None and usage.cores < 0.05
 
-    def _find_vain_wait(self, stand: Stand, now: float) -> str | None:
+    def _find_vain_wait(self, stand: ScheduledRun, now: float) -> str | None:
         """Why a run need not wait any longer in the queue of its cluster; None where it may."""
         if not stand.sight.waits_for:
             self._queued_since.pop(stand.id, None)
@@ -386,7 +386,7 @@ class Steward:
             self._tell("", "trouble", words)
 
 
-def _plain_reason(stand: Stand, wanted: Any) -> Reason:
+def _plain_reason(stand: ScheduledRun, wanted: Any) -> Reason:
     if not stand.may_move:
         return Reason(code="kept", text=f"it is {stand.phase}: what it holds stays as it is")
     if not wanted:

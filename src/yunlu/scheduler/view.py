@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from yunlu.scheduler.stand import Phase, count_samples
+from yunlu.scheduler.run_status import Phase, count_samples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from yunlu.scheduler.gauge import Gauge, Usage
     from yunlu.scheduler.journal import PoolSettings
     from yunlu.scheduler.policy.values import Decision
-    from yunlu.scheduler.stand import Stand
+    from yunlu.scheduler.run_status import ScheduledRun
 
 
 def make_view(
-    stands: Sequence[Stand],
+    stands: Sequence[ScheduledRun],
     nodes: Sequence[Node],
     decision: Decision,
     forecasts: Mapping[str, Forecast],
@@ -79,7 +79,7 @@ def _node(node: Node, held: int, use: NodeUse | None) -> dict[str, Any]:
 
 
 def _run(
-    stand: Stand, decision: Decision, foreseen: Forecast | None, usage: Usage | None
+    stand: ScheduledRun, decision: Decision, foreseen: Forecast | None, usage: Usage | None
 ) -> dict[str, Any]:
     entry, notes = stand.entry, stand.notes
     done, remaining = count_samples(stand)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import field_serializer
 
 from yunlu.core.errors import JobError
 from yunlu.core.value import Value
@@ -34,6 +36,11 @@ class Validation(Value):
     message: str = ""
     """All problems in one text; empty where there are none."""
     hint: str | None = None
+
+    @field_serializer("job")
+    def _dump_job(self, job: Job | None) -> dict[str, Any] | None:
+        # What the file does not set stays unset: a default may depend on other fields.
+        return None if job is None else job.model_dump(mode="json", exclude_unset=True)
 
     @property
     def is_valid(self) -> bool:

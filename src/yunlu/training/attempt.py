@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RunBusyError(StoreError):
-    """Another worker holds the run."""
+    """Another worker holds the lock of the run."""
 
 
 def change_state(directory: RunStore, state: RunState, **data: Any) -> RunState:
@@ -82,21 +82,21 @@ def run_lock(directory: RunStore, *, passed_on: str | None = None) -> Generator[
 
 @contextmanager
 def signals_as_stop() -> Generator[StopRequest]:
-    """SIGTERM and Ctrl-C ask for a stop at the next step boundary."""
+    """Turn SIGTERM and Ctrl-C into a stop request for the next step boundary."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals belong to the main thread
         return
-    before = {number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:
-        for number, reaction in before.items():
-            signal.signal(number, reaction)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def as_user_error(error: Exception) -> YunluError:
-    """What went wrong, in words for whoever can mend it."""
+    """Convert any exception to an error with a message and a hint for the user."""
     if isinstance(error, YunluError):
         return error
     if is_disk_full(error):

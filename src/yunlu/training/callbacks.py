@@ -1,4 +1,4 @@
-"""What happens around the steps: evaluation, best-keeping, early stopping, checkpoints, stopping."""
+"""Callbacks between steps: logging, evaluation, early stopping, checkpoints, rollback, stopping."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class StopRequest:
         self._event = threading.Event()
 
     def set(self, *_: Any) -> None:
-        """Ask the loop to end at the next step boundary; usable as a signal's reaction."""
+        """Request a stop at the next step boundary; usable as a signal handler."""
         self._event.set()
 
     @property
     def is_set(self) -> bool:
-        """Whether anyone asked."""
+        """Whether a stop was requested."""
         return self._event.is_set()
 
 
 class BestCheckpoint:
-    """The best evaluation so far by one metric, and how long ago it was."""
+    """The best evaluation so far by one metric, and the evaluations since."""
 
     def __init__(self, metric: str, *, min_delta: float = 0.0, ties_by_loss: bool = False) -> None:
         self.metric = metric
@@ -66,7 +66,7 @@ class BestCheckpoint:
         self.waited = 0
 
     def observe(self, metrics: dict[str, float]) -> bool:
-        """Take one evaluation; true if it is better than all before."""
+        """Record one evaluation; true if it is the best so far."""
         better = self._is_better(metrics[self.metric], metrics["loss"])
         if better:
             self._value, self._loss, self.waited = metrics[self.metric], metrics["loss"], 0
@@ -77,13 +77,13 @@ class BestCheckpoint:
     def _is_better(self, value: float, loss: float) -> bool:
         if not math.isfinite(value) or self._value is None:
             return math.isfinite(value)
-        if value == self._value:  # accuracies tie often: the surer model is the better one
+        if value == self._value:  # accuracies tie often: then the lower loss wins
             return self._ties_by_loss and loss < self._loss
         gain = self._value - value if self.lower_is_better else value - self._value
         return gain > self._min_delta
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         loss = self._loss if math.isfinite(self._loss) else None
         return {"value": self._value, "loss": loss, "waited": self.waited}
 
@@ -94,7 +94,7 @@ class BestCheckpoint:
 
 
 class TrainingCallbacks:
-    """Looks on after every step; everything here is between steps, nothing inside them."""
+    """Runs after every step: logs, evaluates, saves, rolls back, stops."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class TrainingCallbacks:
         trackers: TrackerThread,
         stop: StopRequest,
         life: int,
-        crew: SaveGroup | None = None,
+        group: SaveGroup | None = None,
         log: MetricLog | None = None,
     ) -> None:
-        """``crew`` and ``log`` are given to a worker among others."""
+        """``group`` and ``log`` are given for a worker of a worker group."""
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
         train, patience = engine.job.train, engine.job.train.early_stopping
         self._best = BestCheckpoint(engine.plan.best_metric, ties_by_loss=True)
@@ -121,44 +121,44 @@ class TrainingCallbacks:
             life=life,
             forward=lambda values, step: trackers.log(values, step=step),
         )
-        kept = train.checkpoint
+        checkpoint = train.checkpoint
         self.checkpoints = CheckpointStore(
             run.location(Area.CHECKPOINTS)
-            if kept.url is None
+            if checkpoint.url is None
             else f"{kept.url.rstrip('/')}/{run.id}",
-            options=kept.options,
+            options=checkpoint.options,
             keep_last=train.checkpoint.keep_last,
             keep_best=train.checkpoint.keep_best,
             metric=self._best.metric,
             lower_is_better=self._best.lower_is_better,
             saved=self._announce,
-            crew=crew,
+            group=group,
         )
         engine.before_change = self.checkpoints.finish_copy
         engine.requested_batch = self._read_batch
         self._stall_s = 0.0
         self.stopped_early = False
         self.rung = 0
-        """Evaluations on the validation data over all lives."""
-        self._gate = open_trial_control(run)
+        """Evaluations on the validation data over all attempts."""
+        self._trial_control = open_trial_control(run)
         self.decision: PruneDecision | None = None
-        """Why a trial ended before its last step."""
+        """Why a trial ended before its last step, if it did."""
 
     @property
     def samples_done(self) -> int:
-        """Samples consumed over all lives."""
+        """Samples consumed over all attempts."""
         return self._engine.order.samples_before(self._engine.steps_done)
 
     def resume(self) -> int | None:
-        """Continue from the newest good checkpoint, if there is one; returns its step."""
+        """Restore the newest valid checkpoint, if there is one; returns its step."""
         reader = self.checkpoints.open_newest(self._run.warn)
         if reader is None:
             return None
-        own = [_guard_settings(group) for group in self._engine.optimizer.param_groups]
+        own_settings = [_group_settings(group) for group in self._engine.optimizer.param_groups]
         self._restore(reader)
-        if self._gate is not None and self._gate.is_copy:
-            for group, rules in zip(self._engine.optimizer.param_groups, own, strict=True):
-                group.update(rules)
+        if self._trial_control is not None and self._trial_control.is_copy:
+            for group, settings in zip(self._engine.optimizer.param_groups, own_settings, strict=True):
+                group.update(settings)
         return self._engine.steps_done
 
     def _restore(self, reader: CheckpointReader) -> None:
@@ -166,7 +166,7 @@ class TrainingCallbacks:
             self.restore(self._engine.state.read(reader))
 
     def state(self) -> dict[str, Any]:
-        """What the watch has to know to go on, as JSON."""
+        """State for a checkpoint or a joining worker, as JSON."""
         return {
             "best": self._best.state(),
             "improvement": self._improvement.state(),
@@ -174,15 +174,15 @@ class TrainingCallbacks:
             "rung": self.rung,
         }
 
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Go on from what another watch knew."""
-        self._best.restore(kept["best"])
-        self._improvement.restore(kept["improvement"])
-        self.stopped_early = kept["stopped_early"]
-        self.rung = kept.get("rung", 0)  # those of earlier versions did not count
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state``."""
+        self._best.restore(state["best"])
+        self._improvement.restore(state["improvement"])
+        self.stopped_early = state["stopped_early"]
+        self.rung = state.get("rung", 0)  # absent in checkpoints of earlier versions
 
     def _read_batch(self) -> int | None:
-        """The batch that somebody asked for while the run goes on."""
+        """The batch size requested while the run goes on."""
         try:
             target = read_number(self._run, Document.TARGET_BATCH)
         except OSError:
@@ -190,15 +190,15 @@ class TrainingCallbacks:
         return None if target is None else max(target, 1)
 
     def before_step(self) -> StepRequest:
-        """A worker alone asks nobody."""
+        """Nothing to request: there are no other workers."""
         return ""
 
     def after_step(self, step: Step) -> bool:
-        """Log the step, then evaluate, save and stop where that is due."""
+        """Log the step, then evaluate, save and stop where due."""
         engine = self._engine
         self._log(step)
-        for move in engine.precision.observe(step=engine.steps_done, loss=step.loss):
-            self._run.emit(PrecisionChanged(step=engine.steps_done, **asdict(move)))
+        for change in engine.precision.observe(step=engine.steps_done, loss=step.loss):
+            self._run.emit(PrecisionChanged(step=engine.steps_done, **asdict(change)))
         if step.verdict.action == "rollback":
             self._roll_back(step)
             return False
@@ -206,34 +206,34 @@ class TrainingCallbacks:
         last = done == engine.batch_schedule.steps
         metrics, improved = self._evaluate(last=last)
         if not last and not self.stopped_early:
-            self.decision = self._heed_gate(is_rung=bool(metrics))
+            self.decision = self._read_decision(is_rung=bool(metrics))
         if self.decision is not None:
             self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.decision.reason))
-            if self.decision.kind == "prune":  # nobody will go on from here
+            if self.decision.kind == "prune":  # a pruned trial is not resumed
                 self.checkpoints.abandon()
                 return True
         stopping = self._stop.is_set and not last
         if stopping and self.decision is None:
-            self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason="stop requested"))
         by_epoch = engine.job.train.checkpoint.every == "epoch"
-        is_turn = by_epoch and engine.order.epoch_at(done).is_integer()
-        due = is_turn or (not by_epoch and done % engine.plan.checkpoint_every == 0)
+        is_epoch_end = by_epoch and engine.order.epoch_at(done).is_integer()
+        due = is_epoch_end or (not by_epoch and done % engine.plan.checkpoint_every == 0)
         due = due and not self._is_in_doubt()
         ending = last or stopping or self.stopped_early or self.decision is not None
-        is_shared = bool(metrics) and self._gate is not None and self._gate.saves
+        is_shared = bool(metrics) and self._trial_control is not None and self._trial_control.saves
         is_better = improved and bool(engine.job.train.checkpoint.keep_best)
         if due or ending or is_shared or is_better:
             self._save(metrics)
         self.log.flush_if_due()
         return ending
 
-    def _heed_gate(self, *, is_rung: bool) -> PruneDecision | None:
-        """What the study says, where the run is a trial of one."""
-        if self._gate is None:
+    def _read_decision(self, *, is_rung: bool) -> PruneDecision | None:
+        """The decision of the study, if the run is a trial."""
+        if self._trial_control is None:
             return None
         if not is_rung:
-            return self._gate.peek(self.rung)
-        return self._gate.ask(self.rung, is_wanted=lambda: not self._stop.is_set)
+            return self._trial_control.peek(self.rung)
+        return self._trial_control.ask(self.rung, keep_waiting=lambda: not self._stop.is_set)
 
     def _is_in_doubt(self) -> bool:
         return self._engine.guard.is_in_doubt
@@ -241,9 +241,9 @@ class TrainingCallbacks:
     def _log(self, step: Step) -> None:
         engine, done = self._engine, self._engine.steps_done
         if not step.is_applied:
-            self._tell_left_out(step)
+            self._report_skipped(step)
         if not math.isfinite(step.loss + step.norm):
-            return  # an event told of it; a record holds numbers only
+            return  # reported as an event; a record holds finite numbers only
         record: dict[str, Any] = {
             "step": done,
             "epoch": engine.order.epoch_at(done),
@@ -263,8 +263,8 @@ class TrainingCallbacks:
         record.update(engine.health())
         self.log.add(record)
 
-    def _tell_left_out(self, step: Step) -> None:
-        """Say why a step changed nothing; end the run where the guard gives up."""
+    def _report_skipped(self, step: Step) -> None:
+        """Report a skipped step; end the run if the guard gives up."""
         done, verdict = self._engine.steps_done, step.verdict
         self.log.flush()
         self._run.emit(
@@ -279,18 +279,18 @@ class TrainingCallbacks:
             raise diverged(done, step.loss, step.norm, self._engine.lr)
 
     def _roll_back(self, step: Step) -> None:
-        """Go back to a checkpoint from before the trouble, and on past the steps that were bad."""
+        """Restore a checkpoint from before the bad steps, and skip them."""
         engine = self._engine
         at, guard = engine.steps_done, engine.guard.state()
         self.checkpoints.wait()
         open_newest, last = self.checkpoints.open_newest, step.verdict.no_later_than
-        # One from after the trouble began is still better than none.
+        # A later checkpoint is still better than none.
         reader = open_newest(self._run.warn, not_after=last) or open_newest(self._run.warn)
         if reader is None:  # nothing to go back to
             raise diverged(at, step.loss, step.norm, engine.lr)
         self.checkpoints.forget_after(reader.step)
         self._restore(reader)
-        # What was learned of the bad steps outlasts the return to before they came.
+        # The guard keeps its state: the bad steps must be known after the rollback.
         engine.guard.restore(guard)
         engine.guard.rolled_back(engine.steps_done)
         skipping = sorted(engine.guard.bad_steps)
@@ -318,9 +318,9 @@ class TrainingCallbacks:
         return score.metrics, improved
 
     def score(self, split: str, *, step: int | None = None) -> Score:
-        """Evaluate the weights worth keeping on a split, and tell everyone.
+        """Evaluate the exported weights on a split; emit an event and log to the trackers.
 
-        ``step`` is the one the weights are from, where that is not the newest.
+        ``step``: the step of the weights, if not the newest.
         """
         engine = self._engine
         step = engine.steps_done if step is None else step
@@ -336,12 +336,12 @@ class TrainingCallbacks:
         )
         rung = self.rung if split == "validation" else None
         self._run.emit(score.as_event(split=split, step=step, rung=rung))
-        named = {f"{split}/{name}": value for name, value in score.metrics.items()}
-        self._trackers.log(named, step=step)
+        metrics = {f"{split}/{name}": value for name, value in score.metrics.items()}
+        self._trackers.log(metrics, step=step)
         return score
 
     def take_best(self) -> tuple[int, dict[str, dict[str, float]]]:
-        """Go back to the best weights, where some are kept; their step, and scores by split."""
+        """Restore the best weights, if kept; returns their step, and scores by split."""
         engine = self._engine
         keeps = engine.job.train.checkpoint.keep_best
         reader = self.checkpoints.open_best(self._run.warn) if keeps else None
@@ -352,18 +352,18 @@ class TrainingCallbacks:
         return reader.step, {"validation": reader.metrics}
 
     def save_and_wait(self) -> None:
-        """Save here and now, and until it is on the disk."""
+        """Save a checkpoint, and wait until it is on disk."""
         self._save({})
         self.checkpoints.wait()
 
     def _save(self, metrics: dict[str, float]) -> None:
         started_at = perf_counter()
-        # Logged first: a life that goes on from this checkpoint does not repeat these steps.
+        # Logged first: an attempt that resumes from this checkpoint does not repeat these steps.
         self.log.flush()
         state = self._engine.state
         self.checkpoints.save(
             state.snapshot(metrics=metrics, extra=self.state()),
-            # Copied beside the next forward and backward passes; released gradients leave no such time.
+            # Copied during the next forward and backward pass, unless gradient release changes weights there.
             defer=self._engine.release is None,
             moving=state.moving(),
         )
@@ -383,6 +383,6 @@ class TrainingCallbacks:
         )
 
 
-def _guard_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What the job says of a group of weights; its rate is set before each step anyway."""
+def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a parameter group from the job; its learning rate is set before each step."""
     return {key: value for key, value in group.items() if key not in {"params", "lr"}}

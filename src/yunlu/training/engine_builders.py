@@ -1,4 +1,4 @@
-"""What an engine is put together from: arrangement, optimiser, order of the data, moving average."""
+"""Builders of an engine's parts: wrapped model, optimiser, sample order, moving average."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> WrappedModel:
-    """Lay a model over the workers; one that steps alone does not even load what that takes."""
+    """Distribute a model over the workers; a single worker imports no parallel code."""
     if communicator.is_apart and communicator.summation is not None:
         from yunlu.training.parallel.site_replicas import SiteReplicas  # noqa: PLC0415 - as below
 
@@ -44,28 +44,28 @@ def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> Wr
 
 
 def average_buffers(world: World, model: nn.Module, average: AveragedModel | None) -> None:
-    """Make the same on all workers what only follows their own weights: counts and running averages."""
-    moving = [] if average is None else average.module.state_dict().values()
-    world.average([*model.buffers(), *moving])
+    """Average buffers and the moving average over all workers: each updates its own copy."""
+    averaged = [] if average is None else average.module.state_dict().values()
+    world.average([*model.buffers(), *averaged])
 
 
 def seed_step(seed: int, step: int, replica: int, device: torch.device) -> None:
-    """Start the random numbers of a worker's step; workers that cut one model share theirs.
+    """Seed a worker's random numbers for a step; workers of one replica share a seed.
 
-    ``torch.manual_seed`` also leaves a note for every kind of device that was never used, each with
-    the whole stack in words, and keeps all of them.
+    Not with ``torch.manual_seed``: it queues a call with a formatted stack trace for every device
+    type that is not initialised, and never drops them.
     """
     states = np.random.SeedSequence((seed, step, replica)).generate_state(1, np.uint64)
-    own = int(states[0] >> 1)
-    torch.default_generator.manual_seed(own)
+    step_seed = int(states[0] >> 1)
+    torch.default_generator.manual_seed(step_seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(own)
+        torch.cuda.manual_seed(step_seed)
 
 
 def make_optimizer(
     job: Job, plan: Plan, model: nn.Module, weights: Sequence[Tensor]
 ) -> tuple[Any, ReleasingOptimizer | None]:
-    """The optimiser over what this worker updates; and its part that releases gradients, if asked for."""
+    """The optimiser over the weights this worker updates; also as gradient release, if enabled."""
     train = job.train
 
     def build(trained: nn.Module | Sequence[Tensor]) -> Any:
@@ -89,8 +89,8 @@ def make_optimizer(
 
 
 def make_sample_order(job: Job, plan: Plan, lengths: Any, *, samples: int) -> PhasedOrder:
-    """Which samples each step takes, over all phases of a growing batch."""
-    epochs = plan.steps  # more than enough: no phase is cut off
+    """Sample order of all steps, over all phases of a growing batch."""
+    epochs = plan.steps  # an upper bound: no phase is cut off
     phases = phases_of(job.train.grow_batch, plan.batch, samples, epochs)
     return PhasedOrder(
         tuple(
@@ -108,8 +108,8 @@ def make_average(model: nn.Module, decay: float) -> AveragedModel:
 
     def blend(averages: Any, current: Any, count: Any) -> None:
         # Early on the average follows closely, so that short runs do not end near the start.
-        seen = int(count)
-        weight = 1 - min(decay, (1 + seen) / (10 + seen))
+        updates = int(count)
+        weight = 1 - min(decay, (1 + updates) / (10 + updates))
         for average, value in zip(averages, current, strict=True):
             if average.is_floating_point():
                 average.lerp_(value.to(average.dtype), weight)

@@ -1,4 +1,4 @@
-"""What a run ran on and with, so that a reader of its report could set the scene again."""
+"""Environment of a run: machine, packages, code, for reproduction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def describe_environment(machine: Machine) -> dict[str, Any]:
-    """The facts of the ``ENVIRONMENT`` event. Never environment variables, never credentials."""
+    """Data of the environment event. Never environment variables, never credentials."""
     commit, dirty = read_git(Path.cwd())
     return {
         "yunlu": __version__,
@@ -59,14 +59,14 @@ def describe_environment(machine: Machine) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what matters and is installed, read from metadata without importing anything."""
-    found: dict[str, str] = {}
+    """Versions of the installed packages in ``PACKAGES``, from metadata, without importing them."""
+    versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_git(directory: Path) -> tuple[str | None, bool | None]:
@@ -96,9 +96,9 @@ _SECRET_PAIR = re.compile(
 def _git(directory: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     try:
-        done = subprocess.run(  # noqa: S603 (fixed arguments, no shell)
+        completed = subprocess.run(  # noqa: S603 (fixed arguments, no shell)
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return completed.stdout.strip()

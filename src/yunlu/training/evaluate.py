@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one evaluation found."""
+    """Result of one evaluation."""
 
     loss: float
     evaluation: Evaluation
@@ -28,7 +28,7 @@ class Score:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The loss beside the task's own metrics."""
+        """The loss and the task's own metrics."""
         return {"loss": self.loss, **self.evaluation.metrics}
 
     def as_event(self, *, split: str, step: int, rung: int | None = None) -> Evaluated:
@@ -65,9 +65,9 @@ def evaluate(
                 total += loss
                 items += moved.items
                 scorer.add(outputs, moved)
-            found = scorer.result()
+            evaluation = scorer.result()
     finally:
         model.train(was_training)
     return Score(
-        loss=float(total) / max(items, 1), evaluation=found, seconds=perf_counter() - started_at
+        loss=float(total) / max(items, 1), evaluation=evaluation, seconds=perf_counter() - started_at
     )

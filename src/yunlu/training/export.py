@@ -1,4 +1,4 @@
-"""What comes out: full-precision weights as safetensors, the task's parts, and a model card."""
+"""Export of a model: full-precision weights as safetensors, the task's artifacts, a model card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLineage:
-    """Where a model comes from, for its card."""
+    """Provenance of a model, for its card."""
 
     splits: Splits
     environment: dict[str, Any]
@@ -61,7 +61,7 @@ def export(
             task.save_parts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
         (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
-        sync_tree(aside)  # a finished run is not resumed: its model must outlast a power cut
+        sync_tree(aside)  # a finished run is not resumed: its model must survive a power cut
         shutil.rmtree(published, ignore_errors=True)
         aside.rename(published)
     except Exception as error:
@@ -85,12 +85,12 @@ def _write_weights(directory: Path, job: Job, model: nn.Module) -> None:
         save_pretrained(directory, safe_serialization=True)
         return
     tensors, aliases = copy_weights(model)
-    whole = {
+    full_precision = {
         name: value.to(torch.float32) if value.is_floating_point() else value
         for name, value in tensors.items()
     }
     # The aliases travel in the file's own header: a tied weight is stored once.
-    save_file(whole, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)})
+    save_file(full_precision, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)})
     config = {"model": job.model.model_dump(mode="json"), "class": _class_name(model)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -101,7 +101,7 @@ def _class_name(model: nn.Module) -> str:
 
 def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
-    about = lineage.splits.about
+    description = lineage.splits.description
     rows = [
         f"| {split} | {name} | {show_number(value)} |"
         for split, metrics in lineage.scores.items()
@@ -132,7 +132,7 @@ def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> s
         f"- training samples: {len(lineage.splits.train)}",
         *[
             f"- {key}: {value}"
-            for key, value in about.items()
+            for key, value in description.items()
             if isinstance(value, (str, int, float)) and key != "source"
         ],
         "",
@@ -151,7 +151,7 @@ def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> s
 
 
 def _origin(job: Job) -> list[str]:
-    """What it was fine-tuned from, and how."""
+    """The base model it was fine-tuned from, and how."""
     start = describe_start(job.model)
     if start is None:
         return []

@@ -1,4 +1,4 @@
-"""The end of a run: the best weights, scored, exported, and what it all took."""
+"""End of a run: score the best weights, export them, record the measurements."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 def finalize(
     directory: RunStore,
     engine: Engine,
-    watch: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
     environment: dict[str, Any],
     machine: Machine,
     *,
-    pattern: nn.Module | None = None,
+    template: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """Take the best weights, score them on the test split, export them; all workers call this.
+    """Restore the best weights, score them on the test split, export them; all workers call this.
 
-    ``pattern`` is the build of the whole model, where workers hold parts of it.
+    ``template``: the full model without weights, where each worker holds a part of it.
     """
-    step, scores = watch.take_best()
+    step, scores = callbacks.take_best()
     if engine.splits.test is not None:
         directory.emit(ProgressReported(phase="scoring the test data"))
-        scores["test"] = watch.score("test", step=step).metrics
+        scores["test"] = callbacks.score("test", step=step).metrics
     directory.emit(ProgressReported(phase="exporting the model"))
-    model = _assemble_model(engine, pattern)
+    model = _assemble_model(engine, template)
     if model is None:
         return {}
     lineage = ModelLineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, model, lineage)
     directory.emit(ModelExported(path=Area.MODEL.value, files=names, from_step=step))
-    measured = measure_run(directory, samples=watch.samples_done, machine=machine)
+    measured = measure_run(directory, samples=callbacks.samples_done, machine=machine)
     directory.emit(PredictionMeasured(measured=measured))
     return {
-        f"{split}/{name}": value for split, found in scores.items() for name, value in found.items()
+        f"{split}/{name}": value for split, metrics in scores.items() for name, value in metrics.items()
     }
 
 
-def _assemble_model(engine: Engine, pattern: nn.Module | None) -> nn.Module | None:
-    """The whole model, on the leader; others have none to export."""
+def _assemble_model(engine: Engine, template: nn.Module | None) -> nn.Module | None:
+    """The full model on the leader; None on other workers."""
     if not engine.wrapped.is_partitioned:
         return engine.best_view if engine.world.is_leader else None
-    from yunlu.training.parallel.gather import gather_model  # noqa: PLC0415 - only among others
+    from yunlu.training.parallel.gather import gather_model  # noqa: PLC0415 - only with several workers
 
-    assert pattern is not None
-    return gather_model(engine, pattern)
+    assert template is not None
+    return gather_model(engine, template)

@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from yunlu.spec.train import GuardSpec
 
 WINDOW = 256
-"""Good losses that a loss is held against."""
+"""Good losses that a loss is compared with."""
 FEWEST = 50
 RATIO = 0.5
-"""A spike lies above the median by this share of it, too: smooth losses have tiny deviations."""
+"""A spike also exceeds the median by this share of it: smooth losses have tiny deviations."""
 RECORD = 5.0
-"""And further above it than the highest recent loss, this many times: some losses have long tails."""
+"""And by this multiple of the highest recent excess: some losses have long tails."""
 WIDENING = 4
-"""Each rollback leaves out this many times more of the steps before the bad ones."""
+"""Factor by which each rollback skips more of the steps before the bad ones."""
 
 Reason = Literal["", "not finite", "spike", "passed over", "overflow"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """What to do with a step."""
+    """The guard's decision on a step."""
 
     action: Literal["good", "skip", "rollback", "fail"]
     reason: Reason = ""
     no_later_than: int = 0
-    """Of ``rollback``: a checkpoint from after this step may hold the damage already."""
+    """For ``rollback``: later checkpoints may already be damaged."""
 
 
 _GOOD = StepVerdict("good")
@@ -45,17 +45,17 @@ _GOOD = StepVerdict("good")
 class Guard:
     """Judges each step by its loss and gradient norm, before the update is applied.
 
-    A bad step is left out. More of them in a row than the job allows send the run back to a
-    checkpoint and past the bad steps, and past some before them: what broke the weights came before
-    it was seen (Chowdhery et al. 2022, section 5.1). Only a loss or gradient that is not finite can
-    end a run; spikes that come again after a rollback are the new level.
+    A bad step is skipped. More of them in a row than the job allows roll the run back to a
+    checkpoint; the bad steps and some before them are then skipped, since the cause precedes the
+    symptom (Chowdhery et al. 2022, section 5.1). Only a loss or gradient that is not finite can
+    end a run; spikes that come again after a rollback are accepted as the new level.
     """
 
     def __init__(self, spec: GuardSpec) -> None:
         self._spec = spec
         self._recent: deque[tuple[int, float]] = deque()
         self._peaks: deque[tuple[int, float]] = deque()
-        """Of the recent losses, those that no later one reaches: the first is the highest."""
+        """Recent losses that no later one reaches: the first is the highest."""
         self._streak: list[tuple[int, float]] = []
         """Bad steps in a row; the loss of one that was not finite is NaN."""
         self._bad: set[int] = set()
@@ -64,25 +64,25 @@ class Guard:
 
     @property
     def bad_steps(self) -> frozenset[int]:
-        """Steps whose samples are left out when they come again."""
+        """Steps to skip when they come again."""
         return frozenset(self._bad)
 
     def is_skipped(self, step: int) -> bool:
-        """Whether a step was bad before: its samples are not looked at again."""
+        """Whether to skip a step that was bad before."""
         return step in self._bad
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the newest steps were bad: no time to save what may be broken already."""
+        """Whether the newest steps were bad: a checkpoint now might be damaged."""
         return bool(self._streak)
 
     def judge(self, step: int, loss: float, norm: float, allow_overflow: bool) -> StepVerdict:
-        """Take one step; ``allow_overflow`` where a loss scaler deals with infinite gradients."""
+        """Judge one step; ``allow_overflow`` where a loss scaler handles infinite gradients."""
         if not (math.isfinite(loss) and (allow_overflow or math.isfinite(norm))):
             return self._refuse(step, loss, "not finite")
         if self._is_spike(loss):
             return self._refuse(step, loss, "spike")
-        # A spike that passed belongs to what is usual: long tails are not left out for ever.
+        # A spike that passed enters the statistics: long tails are not skipped for ever.
         for spike in self._streak:
             if math.isfinite(spike[1]):
                 self._remember(*spike)
@@ -91,14 +91,14 @@ class Guard:
         return _GOOD
 
     def rolled_back(self, to_step: int) -> None:
-        """The run stands where ``to_step`` steps were done: forget the losses after them."""
+        """The run was rolled back to ``to_step`` steps: drop the losses after them."""
         known = [(step, loss) for step, loss in self._recent if step < to_step]
         self._forget()
         for step, loss in known:
             self._remember(step, loss)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """State for a checkpoint, as JSON."""
         return {
             "recent": [list(entry) for entry in self._recent],
             # JSON has no NaN.
@@ -125,7 +125,7 @@ class Guard:
         if self._spec.spikes is None or len(self._recent) < FEWEST:
             return False
         highest = self._peaks[0][1]
-        if loss <= highest:  # nearly always: the rest costs nothing in the usual step
+        if loss <= highest:  # nearly always: the usual step costs nothing more
             return False
         losses = [recent for _, recent in self._recent]
         middle = median(losses)
@@ -143,7 +143,7 @@ class Guard:
             return StepVerdict("skip", reason)
         only_spikes = all(math.isfinite(bad) for _, bad in self._streak)
         spent = self._rollbacks >= self._spec.rollbacks
-        if only_spikes and (spent or self._is_where_it_spiked()):
+        if only_spikes and (spent or self._spiked_here_before()):
             self._bad.discard(step)
             self._forget()
             self._remember(step, loss)
@@ -152,13 +152,13 @@ class Guard:
             return StepVerdict("fail", reason)
         self._rollbacks += 1
         self._spiked_at = step if only_spikes else None
-        return StepVerdict("rollback", reason, self._leave_out_before(self._streak[0][0]))
+        return StepVerdict("rollback", reason, self._skip_before(self._streak[0][0]))
 
-    def _is_where_it_spiked(self) -> bool:
+    def _spiked_here_before(self) -> bool:
         return self._spiked_at is not None and self._streak[0][0] <= self._spiked_at + WINDOW
 
-    def _leave_out_before(self, step: int) -> int:
-        """Leave out some steps before the bad ones, more each time; returns the first of them."""
+    def _skip_before(self, step: int) -> int:
+        """Skip some steps before the bad ones, more each time; returns the first of them."""
         while step - 1 in self._bad:
             step -= 1
         reach = len(self._streak) * WIDENING ** (self._rollbacks - 1)
@@ -187,5 +187,5 @@ def diverged(step: int, loss: float, norm: float, lr: float) -> TrainingError:
         f"The {what} is not finite at step {step} "
         f"(loss {loss}, gradient norm {norm}, learning rate {lr:g}).",
         hint="Lower train.optimizer.lr, lengthen train.schedule.warmup, tighten train.clip.norm, "
-        "or look for NaN in the data. Checkpoints from before, if any, are kept.",
+        "or check the data for NaN. Earlier checkpoints, if any, are kept.",
     )

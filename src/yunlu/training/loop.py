@@ -1,4 +1,4 @@
-"""The inner loop: fetch, forward, backward, judge, update, log. Nothing else lives here."""
+"""The training loop: fetch, forward, backward, judge, update, log."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """What one step came to."""
+    """Result of one step."""
 
     loss: float
     norm: float
-    """Of the gradient, before clipping."""
+    """Norm of the gradient, before clipping."""
     verdict: StepVerdict
     is_applied: bool
     """Whether the weights were changed."""
@@ -34,26 +34,26 @@ class Step:
     data_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    """Of a worker among others: waiting for them."""
+    """Time spent waiting for other workers."""
     samples: int = 0
     digest: int = 0
     """Of the samples it took: see ``communication.agreement``."""
 
 
 class LoopCallbacks(Protocol):
-    """What looks on around every step: the log, evaluation, checkpoints, going back, stopping."""
+    """Callbacks around every step: logging, evaluation, checkpoints, rollback, stopping."""
 
     def before_step(self) -> StepRequest:
-        """What to ask of the others before the next step."""
+        """The request to the other workers before the next step."""
         ...
 
     def after_step(self, step: Step) -> bool:
-        """Take one finished step; true ends the loop."""
+        """Process one finished step; true ends the loop."""
         ...
 
 
-def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
-    """Train until the plan's last step or until the watch says stop; or until a worker asked."""
+def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
+    """Train until the last step, or until a callback stops it, or until a worker requests a stop."""
     for part in engine.wrapped.parts:
         part.train()
     engine.begin()
@@ -65,10 +65,10 @@ def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
         if micros is None:
             return ""
         fetched_at, computed_s = perf_counter(), thread_time()
-        agreed = engine.agree(micros, watch.before_step())
+        agreed = engine.agree(micros, callbacks.before_step())
         if agreed.ask:
             return agreed.ask
-        step = _take(engine, micros, agreed.items)
+        step = _run_step(engine, micros, agreed.items)
         if step is None:  # memory ran out: the same step again, in smaller pieces
             batches = engine.batches()
             continue
@@ -77,16 +77,16 @@ def run(engine: Engine, watch: LoopCallbacks) -> StepRequest:
         step.data_s = fetched_at - started_at
         step.compute_s = perf_counter() - fetched_at
         if not engine.world.layout.is_single:
-            # Collectives run in threads of their own: while this one does not compute, it waits.
+            # Collectives run in other threads: while this thread does not compute, it waits.
             step.wait_s = max(step.compute_s - (thread_time() - computed_s), 0.0)
             step.compute_s -= step.wait_s
-        if watch.after_step(step):
+        if callbacks.after_step(step):
             return ""
         if adapt_batch_size(engine) or step.verdict.action == "rollback":
             batches = engine.batches()
 
 
-def _take(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
+def _run_step(engine: Engine, micros: Sequence[Batch], items: int) -> Step | None:
     if engine.guard.is_skipped(engine.steps_done):
         engine.skip_step()
         return Step(math.nan, math.nan, StepVerdict("skip", "passed over"), is_applied=False)

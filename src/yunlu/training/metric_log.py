@@ -1,4 +1,4 @@
-"""The per-step log: collected, and written a few times a second, never per step."""
+"""The per-step metric log; records are buffered and written a few times a second."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ class MetricLog:
         self._life = life
         self._forward = forward
         self._pending: list[dict[str, Any]] = []
-        self._carried: dict[str, float] = {}
+        self._deferred: dict[str, float] = {}
         self._flushed_at = time.monotonic()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take one step."""
-        record["at"], record["life"] = time.time(), self._life
-        for part, seconds in self._carried.items():
-            record[part] += seconds
-        self._carried.clear()
+        """Add the record of one step."""
+        record["at"], record["attempt"] = time.time(), self._life
+        for field, seconds in self._deferred.items():
+            record[field] += seconds
+        self._deferred.clear()
         self._pending.append(record)
 
-    def charge(self, part: str, seconds: float) -> None:
-        """Add to what held up training after the step just taken."""
+    def charge(self, field: str, seconds: float) -> None:
+        """Charge seconds spent after the last step to its record."""
         if self._pending:
-            self._pending[-1][part] += seconds
-        else:  # it is written already, or was left out: the next one waited for this
-            self._carried[part] = self._carried.get(part, 0.0) + seconds
+            self._pending[-1][field] += seconds
+        else:  # already written, or skipped: charge the next record
+            self._deferred[field] = self._deferred.get(field, 0.0) + seconds
 
     def flush_if_due(self) -> None:
-        """Write what is pending, a few times a second."""
+        """Write pending records a few times a second."""
         due = time.monotonic() - self._flushed_at >= _FLUSH_EVERY_S
         if due or len(self._pending) >= _FLUSH_AT:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write pending records."""
         records, self._pending = self._pending, []
         self._flushed_at = time.monotonic()
         if not records:
@@ -74,7 +74,7 @@ class MetricLog:
         for record in records:
             record["memory_bytes"] = memory
         self._run.append(Log.METRICS, records)
-        # Nobody looks at hundreds of points a second; the log above has them all.
+        # Trackers get a sample of the points; the log above has them all.
         stride = -(-len(records) // _TRACKED_PER_FLUSH)
         for record in records[::-stride][::-1]:
             self._forward(_for_trackers(record), record["step"])

@@ -1,7 +1,7 @@
-"""What this machine has, and how fast each precision is on it.
+"""Probe of this machine: its devices, and the speed of each precision.
 
-``python -m yunlu.training.probe [--measure]`` prints it as JSON, also where torch is not installed:
-so a room that must not import torch can ask.
+``python -m yunlu.training.probe [--measure]`` prints it as JSON, also where torch is not installed,
+for packages that must not import torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def probe_machine() -> Machine:
 
 
 def count_cores(limits: Cgroup) -> int:
-    """Cores this process may use: its affinity, less where a container grants less time."""
+    """Cores this process may use: its affinity, limited by the container's CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
     else:  # macOS, Windows
@@ -62,7 +62,7 @@ def count_cores(limits: Cgroup) -> int:
 
 
 def _memory(limits: Cgroup) -> tuple[int, int]:
-    """Total and free bytes, whichever of machine and container is tighter."""
+    """Total and free bytes of the machine, limited by the container."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     if limits.memory_bytes is not None:
@@ -83,7 +83,7 @@ def _cpu(free_bytes: int) -> Device:
 
 
 def cpu_name() -> str:
-    """The processor's own name, as its maker gave it."""
+    """Model name of the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -138,18 +138,18 @@ def _mps(torch: Any) -> Device:
 _SPEEDS = TypeAdapter(tuple[PrecisionSpeed, ...])
 
 
-def measured_speeds(device: Device, *, afresh: bool = False) -> tuple[PrecisionSpeed, ...]:
-    """How fast each precision is, measured once for each device, torch and number of threads."""
+def measured_speeds(device: Device, *, ignore_cache: bool = False) -> tuple[PrecisionSpeed, ...]:
+    """Speed of each precision, cached by device, torch version and number of threads."""
     import torch  # noqa: PLC0415 (takes seconds)
 
     where = [device.kind, device.name, torch.__version__, torch.get_num_threads()]
     key = xxhash.xxh3_64_hexdigest(json.dumps(where).encode())
     path = read_settings().cache / "precisions" / f"{key}.json"
-    if not afresh:
+    if not ignore_cache:
         try:
             return _SPEEDS.validate_json(path.read_bytes())
         except (OSError, ValueError):
-            pass  # never measured, or torn
+            pass  # not cached, or damaged
     speeds = tuple(measure_precisions(device))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,21 +187,21 @@ def _measure(device: Device, clock: Clock) -> list[PrecisionSpeed]:
         relative = _slow_speed(device.kind, precision, clock)
         if relative is None:
             work = _products(device.kind, size, precision)
-            relative = reference_s / _best_time(work, clock, hopeless_s=4 * reference_s)
+            relative = reference_s / _best_time(work, clock, give_up_s=4 * reference_s)
         speeds.append(judge(precision, relative, device.kind))
     return speeds
 
 
 def _slow_speed(kind: str, precision: Precision, clock: Clock) -> float | None:
-    """The speed of a hopeless precision, from a product so small that even it takes no time."""
+    """Speed of a very slow precision, from a small product; None if it is not very slow."""
     reference_s = _best_time(_products(kind, _SMALL, "fp32"), clock)
-    hopeless_s = _HOPELESS * reference_s
-    seconds = _best_time(_products(kind, _SMALL, precision), clock, hopeless_s=hopeless_s)
-    return reference_s / seconds if seconds > hopeless_s else None
+    give_up_s = _VERY_SLOW * reference_s
+    seconds = _best_time(_products(kind, _SMALL, precision), clock, give_up_s=give_up_s)
+    return reference_s / seconds if seconds > give_up_s else None
 
 
 def judge(precision: Precision, relative_speed: float, kind: str) -> PrecisionSpeed:
-    """Whether the speed is worth the lost digits."""
+    """Judge whether a precision is worth using."""
     worth = precision == "fp32" or relative_speed >= _WORTH_FROM
     if precision == "fp32":
         verdict = "the reference: always right"
@@ -222,9 +222,9 @@ def judge(precision: Precision, relative_speed: float, kind: str) -> PrecisionSp
 
 
 _WORTH_FROM = 1.2
-"""A smaller gain in the products is eaten by the conversions around them."""
+"""A smaller gain in the products is lost to the conversions around them."""
 _BUDGET_S = 0.1
-_SMALL, _HOPELESS = 128, 4
+_SMALL, _VERY_SLOW = 128, 4
 
 
 def _benchmark_size(kind: str, clock: Clock) -> int:
@@ -240,10 +240,10 @@ def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
 
     from yunlu.training.precision.autocast import tf32_products  # noqa: PLC0415
 
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     inputs, weights, gradient = (
-        torch.randn(size, size, generator=made).to(kind, dtype) for _ in range(3)
+        torch.randn(size, size, generator=generator).to(kind, dtype) for _ in range(3)
     )
 
     def once() -> None:
@@ -260,9 +260,9 @@ def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
 
 
 def _best_time(
-    work: Callable[[], None], clock: Clock, *, rounds: int = 30, hopeless_s: float = float("inf")
+    work: Callable[[], None], clock: Clock, *, rounds: int = 30, give_up_s: float = float("inf")
 ) -> float:
-    """The best of several: noise only ever adds time. Hopeless work is not repeated."""
+    """Best of several rounds: noise only adds time. Very slow work is not repeated."""
     work()  # libraries load and choose their kernels the first time
     best, began = float("inf"), clock()
     for _ in range(rounds):
@@ -270,7 +270,7 @@ def _best_time(
         work()
         end = clock()
         best = min(best, end - start)
-        if best > hopeless_s or end - began > _BUDGET_S:
+        if best > give_up_s or end - began > _BUDGET_S:
             break
     return best
 
@@ -291,21 +291,21 @@ def _load_torch() -> tuple[Any, str | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the machine, torch's state and, if asked, the speeds, as one JSON object."""
+    """Print the machine, torch's state and, with ``--measure``, the speeds, as one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m yunlu.training.probe")
     parser.add_argument("--measure", action="store_true", help="time each precision (a second)")
     measure: bool = parser.parse_args(argv).measure
     machine = probe_machine()
     torch, problem = _load_torch()
-    found: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "machine": machine.model_dump(mode="json"),
         "torch": {"version": torch and torch.__version__, "problem": problem},
     }
     if measure and torch is not None:
         best = machine.best_device
-        speeds = [speed.model_dump(mode="json") for speed in measured_speeds(best, afresh=True)]
-        found["measured"] = {"device": best.kind, "precisions": speeds}
-    sys.stdout.write(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+        speeds = [speed.model_dump(mode="json") for speed in measured_speeds(best, ignore_cache=True)]
+        answer["measured"] = {"device": best.kind, "precisions": speeds}
+    sys.stdout.write(json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the prediction foretold, as it was: read back from the run's own logs, over all its lives."""
+"""Measured counterpart of the prediction, read from the run's logs over all its attempts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measurement:
-    """Memory, step time, speed, total time and cost of a run that is about to finish."""
-    # A step that a later life repeated stands twice; the later record wins. Two numbers of each
-    # step, not its record: after millions of steps those would not fit beside the model.
+    """Memory, step time, throughput, total time and cost of a run that is about to finish."""
+    # A step that a later attempt repeated is logged twice; the later record wins. Two numbers of each
+    # step, not its record: millions of records would not fit into memory beside the model.
     spans_s, memory_bytes = dict[int, float](), 0
     for record, _ in directory.read_metrics():
         spans_s[record["step"]] = record["data_s"] + record["compute_s"]

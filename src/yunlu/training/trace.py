@@ -1,6 +1,6 @@
-"""Where a step's time goes: a few steps under torch's profiler, as a trace to look at and a table.
+"""Profiling of a few steps with torch's profiler: a Chrome trace and a table of operators.
 
-Nothing here runs unless it is asked for: the engine and the loop know nothing of it.
+Opt-in: the engine and the loop do not know of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PHASES = ("data", "forward", "backward", "norm", "update")
 _FILE = "trace.json.gz"
 _STEPS = 3
 _WARM_UP = 10
-_LOOK_AHEAD = 200
+_SEARCH_AHEAD = 200
 _MANY_MICRO_BATCHES = 4
 _MOST_EVENTS = 150_000
 """About 20 bytes each once compressed: a file of a few megabytes."""
@@ -45,16 +45,16 @@ _ANNOTATIONS = {"ProfilerStep": "loop", "Optimizer.": "update", "enumerate(DataL
 
 
 class TraceWindow(NamedTuple):
-    """Which steps of a life are traced."""
+    """Which steps of an attempt are traced."""
 
     first_step: int
-    """Counted from 1 at the start of the life."""
+    """Counted from 1 at the start of the attempt."""
     steps: int
 
 
 @contextmanager
 def traced(engine: Engine, run: RunStore) -> Generator[None]:
-    """Trace a few steps of the loop that runs inside; everything is as it was after them."""
+    """Trace a few steps of the loop that runs inside; removes its hooks afterwards."""
     window = choose_window(engine.plan, steps_done=engine.steps_done)
     if window is None:
         run.warn("There are too few steps left to trace any.")
@@ -70,12 +70,12 @@ def choose_window(plan: Plan, *, steps_done: int) -> TraceWindow | None:
     """A few steps after warm-up, without an evaluation or a checkpoint among them if possible."""
     left = plan.steps - steps_done
     # Micro-batches repeat one another: one step of many of them shows all there is.
-    wanted = _STEPS if plan.accumulation <= _MANY_MICRO_BATCHES else 1
-    steps = min(wanted, left - 1)
+    most_steps = _STEPS if plan.accumulation <= _MANY_MICRO_BATCHES else 1
+    steps = min(most_steps, left - 1)
     if steps < 1:
         return None
     earliest = min(_WARM_UP, left - steps) + 1
-    latest = min(earliest + _LOOK_AHEAD, left - steps + 1)
+    latest = min(earliest + _SEARCH_AHEAD, left - steps + 1)
     pauses = [every for every in (plan.evaluate_every, plan.checkpoint_every) if every]
 
     def is_quiet(first: int) -> bool:
@@ -89,8 +89,8 @@ def choose_window(plan: Plan, *, steps_done: int) -> TraceWindow | None:
 class StepTrace:
     """Profiles ``steps`` steps from ``first_step`` on, then writes ``trace.json.gz`` and an event.
 
-    Both are counted within this life. The step before the first one warms the profiler up, so the
-    first step of a life is never traced.
+    Both are counted within this attempt. The step before the first one warms the profiler up, so the
+    first step of an attempt is never traced.
     """
 
     def __init__(self, run: RunStore, *, first_step: int, steps: int) -> None:
@@ -111,7 +111,7 @@ class StepTrace:
         self.close()
 
     def step(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         if self.is_done:
             return
         self._steps_done += 1
@@ -123,7 +123,7 @@ class StepTrace:
         self._start_if_due()
 
     def close(self) -> None:
-        """End the trace where it is; a run that ended early has fewer traced steps, or none."""
+        """End the trace now; a run that ended early has fewer traced steps, or none."""
         if self.is_done:
             return
         if self._profiler is None or self._steps_done < self._first_step - 1:
@@ -157,7 +157,7 @@ class StepTrace:
                 profiler.export_chrome_trace(str(aside))
             aside.replace(path)
         except OSError as error:  # a full disk costs the trace, not the run
-            self._run.warn(f"The trace could not be written: {error.strerror or error}.")
+            self._run.warn(f"The trace cannot be written: {error.strerror or error}.")
             aside.unlink(missing_ok=True)
             path = None
         self._run.emit(
@@ -176,17 +176,17 @@ class StepTrace:
 
 
 def summarize(averages: EventList) -> dict[str, Any]:
-    """The data of a TRACE event: seconds by phase and by operator, with their shares."""
+    """Data of a trace event: seconds by phase and by operator, with their shares."""
     rows: list[FunctionEventAvg] = list(averages)
-    whole = [row for row in rows if str(row.key).startswith("ProfilerStep")]
-    wall_s = sum(row.cpu_time_total for row in whole) / 1e6
+    steps = [row for row in rows if str(row.key).startswith("ProfilerStep")]
+    wall_s = sum(row.cpu_time_total for row in steps) / 1e6
     spent_s = {
         phase: sum(row.cpu_time_total for row in rows if row.key == _PREFIX + phase) / 1e6
         for phase in PHASES
     }
     spent_s["other"] = max(wall_s - sum(spent_s.values()), 0.0)
     return {
-        "steps": sum(row.count for row in whole),
+        "steps": sum(row.count for row in steps),
         "wall_s": wall_s,
         "phases": [
             {"name": name, "total_s": seconds, "share": seconds / wall_s if wall_s else 0.0}
@@ -217,7 +217,7 @@ def with_ranges(engine: Engine, trace: StepTrace) -> Generator[None]:
 
 @contextmanager
 def _replaced(owner: object, name: str, wrap: Callable[[Any], Any]) -> Generator[None]:
-    """A method wrapped on one object; objects that cannot be touched keep theirs."""
+    """Wrap a method of one object; immutable objects keep theirs."""
     method, is_own = getattr(owner, name), name in getattr(owner, "__dict__", {})
     try:
         setattr(owner, name, wrap(method))
@@ -246,7 +246,7 @@ def _in_range(label: str) -> Callable[[Any], Any]:
 
 
 def _fetch(batches: Callable[[], Iterator[Any]], trace: StepTrace) -> Callable[[], Iterator[Any]]:
-    """Batches whose fetching is a range; the step before has ended when the next is asked for."""
+    """Wrap fetching in a range; a step has ended when the next batch is requested."""
 
     def ranged() -> Iterator[Any]:
         source = batches()
@@ -284,7 +284,7 @@ def _table(rows: Iterable[FunctionEventAvg]) -> list[dict[str, Any]]:
 
 
 def _name(row: FunctionEventAvg) -> str:
-    """Time in a range but in no operator is Python's, or waiting: named by the range."""
+    """Name of a row; time outside operators (Python, waiting) is named by its range."""
     name = str(row.key)
     if name.startswith(_PREFIX):
         return f"{_OUTSIDE} ({name.removeprefix(_PREFIX)})"
@@ -295,7 +295,7 @@ def _name(row: FunctionEventAvg) -> str:
 
 
 def _write_longest(events: Iterable[FunctionEvent], path: Path) -> None:
-    """Chrome's format from the longest events alone, where all would make too large a file."""
+    """Write the longest events in Chrome's format, where all would make too large a file."""
     longest = heapq.nlargest(_MOST_EVENTS, events, key=_duration_us)
     drawn = [
         {

@@ -1,4 +1,4 @@
-"""A task with its data loaded and its model built: what planning measures and the engine trains."""
+"""Inputs of training: a task with its data loaded and its model built."""
 
 from __future__ import annotations
 

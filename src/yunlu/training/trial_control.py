@@ -1,7 +1,7 @@
-"""The gate of a trial: between steps its study may hold the run, or give it up.
+"""Control of a trial by its study: between steps the study may pause the run, or prune it.
 
-Whoever conducts the study writes the document ``trial_control.json`` of the run: ``until``, the evaluation
-up to which the run may go; ``hold`` or ``prune``, with the reason. The worker only reads.
+The study runner writes the document ``trial_control.json`` of the run: ``until``, the evaluation up to
+which the run may go; ``hold`` or ``prune``, with the reason. The worker only reads it.
 """
 
 from __future__ import annotations
@@ -21,65 +21,65 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 PATIENCE_S = 5.0
-"""How long a run waits at its last rung for another word; then it saves, and frees its devices."""
-_LOOK_S = 0.01
-_WORDS: dict[Literal["hold", "prune"], str] = {"prune": "pruned", "hold": "held"}
+"""How long a run waits at its last rung for a decision; then it saves, and frees its devices."""
+_POLL_S = 0.01
+_PARTICIPLES: dict[Literal["hold", "prune"], str] = {"prune": "pruned", "hold": "held"}
 
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
-    """The run ends here: to go on later, or for good."""
+    """Decision to end a trial here: paused (``hold``) or for good (``prune``)."""
 
     kind: Literal["hold", "prune"]
     reason: str
 
 
 class TrialControl:
-    """Reads what the study decided; one worker of a run asks it."""
+    """Reads the decisions of the study; used by one worker of a run."""
 
     def __init__(self, run: RunStore, *, patience_s: float = PATIENCE_S) -> None:
         self._run, self._patience_s = run, patience_s
         about = read_json(run, Document.TRIAL) or {}
         self.saves: bool = about.get("saves", False)
-        """Whether others may begin from any of its evaluations."""
+        """Whether other trials may start from any of its evaluations."""
         self.is_copy: bool = about.get("is_copy", False)
-        """Whether it began from the checkpoint of another, with rules of its own."""
+        """Whether it started from another trial's checkpoint, with settings of its own."""
         self._version: tuple[int, ...] | None = None
-        self._verdict: dict[str, Any] = {}
+        self._document: dict[str, Any] = {}
 
     def peek(self, rung: int) -> PruneDecision | None:
-        """What was decided meanwhile; ``rung`` is the last evaluation of the run."""
+        """The current decision, if any; ``rung`` is the last evaluation of the run."""
         self._read()
-        for kind, word in _WORDS.items():
-            if kind in self._verdict:
-                why = self._verdict[kind]
+        for kind, word in _PARTICIPLES.items():
+            if kind in self._document:
+                why = self._document[kind]
                 return PruneDecision(kind, f"{word} at rung {rung}" + (f": {why}" if why else ""))
         return None
 
-    def ask(self, rung: int, *, is_wanted: Callable[[], bool]) -> PruneDecision | None:
-        """After an evaluation: whether the run ends here. At its last rung this waits for a word.
+    def ask(self, rung: int, *, keep_waiting: Callable[[], bool]) -> PruneDecision | None:
+        """The decision after an evaluation; at the last allowed rung, waits for it.
 
-        ``is_wanted`` ends the waiting where somebody else wants to end the run.
+        ``keep_waiting`` returns false once the run is to stop for another reason.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
-            ruling = self.peek(rung)
-            if ruling is not None or rung < self._verdict.get("until", math.inf):
-                return ruling
-            if not is_wanted():
+            decision = self.peek(rung)
+            if decision is not None or rung < self._document.get("until", math.inf):
+                return decision
+            if not keep_waiting():
                 return None
             if time.monotonic() > deadline:
-                return PruneDecision("hold", f"held at rung {rung}: nobody said how it goes on")
-            time.sleep(_LOOK_S)
+                return PruneDecision("hold", f"held at rung {rung}: no decision from the study")
+            time.sleep(_POLL_S)
 
     def _read(self) -> None:
-        """Asked after every step: a file that is the same as before is not opened."""
+        """Reload the document if its version changed; called after every step."""
         stat = self._run.stat(Document.TRIAL_CONTROL)
         if stat is not None and stat.version != self._version:
             content = self._run.read(Document.TRIAL_CONTROL)
-            self._verdict, self._version = json.loads(content or b"{}"), stat.version
+            self._document, self._version = json.loads(content or b"{}"), stat.version
 
 
 def open_trial_control(run: RunStore) -> TrialControl | None:
-    """The gate of a run that is a trial; others have none."""
+    """The control of a run that is a trial; None for other runs."""
     return TrialControl(run) if run.has(Document.TRIAL) else None

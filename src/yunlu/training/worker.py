@@ -57,36 +57,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="yunlu.training.worker")
     parser.add_argument("run", type=Path)
     parser.add_argument("--plan-only", action="store_true")
-    asked = parser.parse_args()
-    state = run(asked.run, plan_only=asked.plan_only)
+    arguments = parser.parse_args()
+    state = run(arguments.run, plan_only=arguments.plan_only)
     return 1 if state is RunState.FAILED else 0
 
 
 def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
-    """Live one life of a run; every way it can end is an event, never an escaped exception."""
+    """Run one attempt; every outcome is reported as an event, no exception escapes."""
     directory = open_run(run)
     try:
-        with run_lock(directory), _torch_as_it_was(), signals_as_stop() as stop:
-            # In somebody's own Python process, the run begins now, not when that process did.
+        with run_lock(directory), _torch_settings_restored(), signals_as_stop() as stop:
+            # In a user's own Python process the run begins now, not when that process did.
             began_at = None if _is_worker_process() else time.time()
-            life, started_at = begin_attempt(directory, began_at=began_at)
-            return _live(
-                directory, task, stop, life=life, started_at=started_at, plan_only=plan_only
+            attempt, started_at = begin_attempt(directory, began_at=began_at)
+            return _run_attempt(
+                directory, task, stop, attempt=attempt, started_at=started_at, plan_only=plan_only
             )
-    except RunBusyError as error:  # the other worker's run: nothing of ours belongs in its log
+    except RunBusyError as error:  # the run belongs to another worker: nothing of ours goes into its log
         sys.stderr.write(f"{error}\n")
         return RunState.FAILED
-    except Exception as error:  # noqa: BLE001 (the last border: what went wrong becomes an event)
+    except Exception as error:  # noqa: BLE001 (the last handler: every failure becomes an event)
         _report_failure(directory, error)
         return RunState.FAILED
 
 
-def _live(
+def _run_attempt(
     directory: RunStore,
     task: Task | None,
     stop: StopRequest,
     *,
-    life: int,
+    attempt: int,
     started_at: float,
     plan_only: bool,
 ) -> RunState:
@@ -96,48 +96,48 @@ def _live(
     environment = describe_environment(machine)
     directory.emit(EnvironmentRecorded(**environment))
     set_deterministic(job.train.deterministic)
-    parts = prepare(directory, job, task)
-    plan = load_or_make_plan(directory, job, parts, machine, started_at=started_at)
+    inputs = prepare(directory, job, task)
+    plan = load_or_make_plan(directory, job, inputs, machine, started_at=started_at)
     if plan_only or stop.is_set:
         reason = (
-            "only the plan was asked for" if plan_only else "asked to stop before the first step"
+            "only the plan was requested" if plan_only else "stop requested before the first step"
         )
         return change_state(directory, RunState.STOPPED, reason=reason)
 
-    if not plan.layout.is_single:  # of an earlier life on several workers
+    if not plan.layout.is_single:  # of an earlier attempt on several workers
         plan = fit_plan(plan, job, Layout(), cores=machine.cores)
     torch.set_num_threads(plan.threads)
     seed_everything(job.train.seed)
-    engine = Engine(job, plan, parts, directory.emit)
+    engine = Engine(job, plan, inputs, directory.emit)
     trackers = TrackerThread(
         open_trackers(["tensorboard", *job.trackers]),
         warn=directory.warn,
     )
-    watch = TrainingCallbacks(engine, directory, trackers=trackers, stop=stop, life=life)
+    callbacks = TrainingCallbacks(engine, directory, trackers=trackers, stop=stop, attempt=attempt)
     state, summary = RunState.FAILED, dict[str, Any]()
     try:
-        resumed_from = watch.resume()
+        resumed_from = callbacks.resume()
         trackers.start(directory, job, resumed=resumed_from is not None)
         change_state(directory, RunState.RUNNING, resumed_from_step=resumed_from)
-        if not watch.stopped_early:
+        if not callbacks.stopped_early:
             trace = _tracing(engine, directory) if job.train.profile else nullcontext()
             with memory_capped(cap_bytes(job, machine)), trace:
-                loop.run(engine, watch)
-        watch.log.flush()
-        watch.checkpoints.wait()
-        if engine.steps_done < engine.batch_schedule.steps and not watch.stopped_early:
+                loop.run(engine, callbacks)
+        callbacks.log.flush()
+        callbacks.checkpoints.wait()
+        if engine.steps_done < engine.batch_schedule.steps and not callbacks.stopped_early:
             state = RunState.STOPPED
         else:
-            summary = finalize(directory, engine, watch, environment, machine)
+            summary = finalize(directory, engine, callbacks, environment, machine)
             state = RunState.FINISHED
     finally:
-        with suppress(OSError, TrainingError):  # whatever failed before is what gets told
-            watch.log.flush()
-        watch.checkpoints.close()
+        with suppress(OSError, TrainingError):  # an earlier failure takes precedence
+            callbacks.log.flush()
+        callbacks.checkpoints.close()
         engine.close()
         trackers.finish(state=state, summary=summary)
-    about = {} if watch.decision is None else {"reason": watch.decision.reason}
-    return change_state(directory, state, **about)
+    reason = {} if callbacks.decision is None else {"reason": callbacks.decision.reason}
+    return change_state(directory, state, **reason)
 
 
 def _tracing(engine: Engine, directory: RunStore) -> AbstractContextManager[None]:
@@ -151,8 +151,8 @@ def _is_worker_process() -> bool:
 
 
 @contextmanager
-def _torch_as_it_was() -> Generator[None]:
-    """Put torch's global settings back: the run may live in somebody's own process."""
+def _torch_settings_restored() -> Generator[None]:
+    """Restore torch's global settings: the run may share a user's own process."""
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -164,10 +164,10 @@ def _torch_as_it_was() -> Generator[None]:
 
 
 def _report_failure(directory: RunStore, error: Exception) -> None:
-    shown = as_user_error(error)
+    user_error = as_user_error(error)
     details = "".join(traceback.format_exception(error))
     sys.stderr.write(details)  # into the worker's own log
-    data: dict[str, Any] = {"code": shown.code, "message": shown.message, "hint": shown.hint}
+    data: dict[str, Any] = {"code": user_error.code, "message": user_error.message, "hint": user_error.hint}
     try:
         directory.emit(ErrorRaised(**data, traceback=details))
         change_state(directory, RunState.FAILED)

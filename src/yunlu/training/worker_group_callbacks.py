@@ -245,9 +245,9 @@ class WorkerGroupCallbacks(TrainingCallbacks):
 
     def is_to_be_saved(self) -> bool:
         """After a stop, by all workers: it may have been the study of a trial that gave it up."""
-        if self._gate is None:
+        if self._trial_control is None:
             return True
-        ruling = self._gate.peek(self.rung) if self._engine.world.is_leader else None
+        ruling = self._trial_control.peek(self.rung) if self._engine.world.is_leader else None
         self.decision = _pass_on(ruling)
         if self.decision is None:
             return True
@@ -256,18 +256,18 @@ class WorkerGroupCallbacks(TrainingCallbacks):
 
     def _is_ruled_out(self) -> bool:
         """Between evaluations the leader asks the others to stop; at one all hear it, see below."""
-        if self._gate is None or not self._engine.world.is_leader:
+        if self._trial_control is None or not self._engine.world.is_leader:
             return False
-        return self._gate.peek(self.rung) is not None
+        return self._trial_control.peek(self.rung) is not None
 
     def _heed_gate(self, *, is_rung: bool) -> PruneDecision | None:
-        if self._gate is None or not is_rung:
+        if self._trial_control is None or not is_rung:
             return None
         ruling = None
         self._engine.synchronize()
         if self._engine.world.is_leader:
             self._agent.report_progress(phase="evaluate")
-            ruling = self._gate.ask(self.rung, is_wanted=self._is_wanted)
+            ruling = self._trial_control.ask(self.rung, keep_waiting=self._is_wanted)
         else:
             self._note_waiting()
         ruling = _pass_on(ruling)

@@ -23,6 +23,7 @@ from yunlu.render.terminal.run_display import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 
 FAKE = Path(__file__).parents[1] / "jobs" / "fake_worker.py"
@@ -53,7 +54,9 @@ def job_file(tmp_path):
     def write(fate="finish"):
         file = tmp_path / "digits.yaml"
         model = {"name": "mlp", "args": {"fate": fate}}
-        file.write_text(f"task: tabular-classification\nmodel: {json.dumps(model)}\ndata: synthetic:x\n")
+        file.write_text(
+            f"task: tabular-classification\nmodel: {json.dumps(model)}\ndata: synthetic:x\n"
+        )
         return str(file)
 
     return write
@@ -187,7 +190,10 @@ def test_trials_take_one_line_for_each_setting():
 
 def test_profile_is_a_key_of_the_job(job_file):
     assert main(["train", job_file(), "--profile", "--name", "traced"]) == 0
-    assert json.loads(service.find("traced").job.read_bytes())["train"]["profile"] is True
+    assert (
+        json.loads((service.find("traced").path / Document.JOB).read_bytes())["train"]["profile"]
+        is True
+    )
 
 
 def test_pace_forgets_what_a_resumed_life_undid():
@@ -206,8 +212,8 @@ def test_train_shows_the_plan_the_result_and_where_it_is(job_file, capsys):
     out = capsys.readouterr().out
     run = service.find("mine")
     assert "exact on this device" in out
-    assert str(run.report_html) in out
-    assert run.report_html.exists()
+    assert str(run.path / Document.REPORT_PAGE) in out
+    assert (run.path / Document.REPORT_PAGE).exists()
     assert "\x1b" not in out
 
 
@@ -266,7 +272,9 @@ def test_ps_and_show_tell_the_same_in_words_and_json(job_file, capsys):
 
 
 def test_ps_shows_the_newest_and_says_how_many_more(capsys):
-    job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"})
+    job = Job.model_validate(
+        {"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"}
+    )
     for _ in range(22):
         service.stop(service.submit(job))
     assert main(["ps"]) == 0

@@ -14,6 +14,7 @@ from yunlu.jobs import service
 from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import Area
 
 RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_crew.py"))
 TRACEBACK = "Traceback (most recent call last):\n  File loop.py, line 3\nValueError: no such label"
@@ -56,9 +57,11 @@ def shown(happenings):
 def run(own_home):
     """A run of several workers in the store, with a log of each."""
     run = RUNS["write_crew"](own_home / "crew-1")
-    run.logs.mkdir()
+    (run.path / Area.LOGS).mkdir()
     for member in range(5):
-        (run.logs / f"worker-{member}.log").write_text(f"first\nworker {member} says hello\n")
+        (run.path / Area.LOGS / f"worker-{member}.log").write_text(
+            f"first\nworker {member} says hello\n"
+        )
     return service.find("crew-1")
 
 
@@ -166,7 +169,7 @@ def test_a_plain_run_has_no_ranks(own_home, capsys):
 
 
 def test_logs_tell_the_crew_line_by_line(run, capsys):
-    shutil.rmtree(run.logs)
+    shutil.rmtree(run.path / Area.LOGS)
     assert main(["logs", run.id]) == 0
     out = capsys.readouterr().out
     assert "dp2 x tp2 · 4 workers" in out

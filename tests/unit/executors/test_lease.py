@@ -13,13 +13,13 @@ from yunlu.executors.lease import Holder, lead_program
 from yunlu.executors.record import Record, read_happenings, write_record
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, RunStore
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunStore:
     made = open_run(tmp_path)
-    made.job.write_text('{"spares": 2}')
+    (made.path / Document.JOB).write_text('{"spares": 2}')
     record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 2)
     write_record(made, record)
@@ -77,7 +77,7 @@ def test_a_lead_that_comes_back_gives_the_run_another_life(
 def test_even_a_run_on_one_device_has_a_supervisor(run: RunStore) -> None:
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--spares", "2")
-    run.job.write_text('{"communication": {"method": "asynchronous"}}')
+    (run.path / Document.JOB).write_text('{"communication": {"method": "asynchronous"}}')
     assert "yunlu.training.asynchronous.supervisor" in lead_program(run, 1)
 
 
@@ -86,7 +86,7 @@ def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunSto
     record, _ = record.grant("b", 3)
     write_record(run, record)
     assert "asynchronous" not in " ".join(lead_program(run, 1))
-    run.servers.mkdir()  # its crew has chosen so
+    (run.path / Area.SERVERS).mkdir()  # its crew has chosen so
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--shares", "4")
     assert "yunlu.training.asynchronous.supervisor" in words

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Capabilities, ExecutorError, LeaseState
 from yunlu.executors.leased import LeasedExecutor, Seen
-from yunlu.executors.record import RECORD, Lease, Record, known_record
+from yunlu.executors.record import Lease, Record, known_record
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 
 
 class KilledError(BaseException):
@@ -86,14 +86,14 @@ class Books(LeasedExecutor):
         if self.kill_in is not None:
             self.kill_in -= 1
             if self.kill_in < 0:
-                self.left = (run.path / RECORD).read_bytes(), dict(self.jobs)
+                self.left = (run.path / Document.LEASES).read_bytes(), dict(self.jobs)
                 raise KilledError
 
     def bury(self, run: RunStore) -> None:
         """What a killed process would not have done after its death is undone."""
         if self.left is not None:
             content, self.jobs = self.left
-            (run.path / RECORD).write_bytes(content)
+            (run.path / Document.LEASES).write_bytes(content)
         self.kill_in = self.left = None
 
 
@@ -104,7 +104,7 @@ _MEMORY = Path("/dev/shm")  # a disk would take its time to write down each step
 def new_run() -> Generator[RunStore]:
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
         run = open_run(Path(directory))
-        run.job.write_text(json.dumps({}))
+        (run.path / Document.JOB).write_text(json.dumps({}))
         yield run
 
 
@@ -196,7 +196,7 @@ def test_who_is_queued_again_after_the_run_was_stopped_is_called_off() -> None:
 @pytest.mark.parametrize("method", ["asynchronous", "all-reduce"])
 def test_only_asynchronous_workers_are_ended_when_their_lead_is_lost(method: str) -> None:
     with new_run() as run:
-        run.job.write_text(json.dumps({"communication": {"method": method}}))
+        (run.path / Document.JOB).write_text(json.dumps({"communication": {"method": method}}))
         books = Books()
         books.start(run, Placement((("a", 1), ("b", 1))))
         books.turn(run)

@@ -19,7 +19,7 @@ from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 
 needs_groups = pytest.mark.skipif(
@@ -174,7 +174,9 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
     try:
         for run in runs.values():
             run.path.mkdir()
-            run.job.write_text(json.dumps({"task": "x", "model": {"name": "mlp"}}))
+            (run.path / Document.JOB).write_text(
+                json.dumps({"task": "x", "model": {"name": "mlp"}})
+            )
             run.emit(StateChanged(state="pending"))
             executor.start(run, Placement((("here", 1),)))
             run.emit(StateChanged(state="planning"))

@@ -19,7 +19,7 @@ from yunlu.jobs.resize import resize
 from yunlu.jobs.run import new_record, settle, worker_of
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import Crew, CrewMember, read_crew, write_crew
 
@@ -71,7 +71,7 @@ def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert read_crew(run) is None
     write_journal(run, psutil.Process())
-    assert run.crew.stat().st_mode & 0o777 == 0o600
+    assert (run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
     found = read_crew(run)
     assert found is not None
     assert found.members[0].pid == psutil.Process().pid

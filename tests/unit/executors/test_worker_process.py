@@ -22,6 +22,7 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import WORKER_LOG, Area
 
 SLEEPER = "import sys, time; print('awake', flush=True); time.sleep(600)"
 
@@ -46,11 +47,11 @@ def reap(worker):
 
 def test_worker_runs_in_its_own_session_with_output_in_its_log(run):
     script = "import os, sys; print(os.getsid(0) == os.getpid(), sys.argv[1]); sys.exit(5)"
-    run.log.write_text("an earlier life\n")
+    (run.path / WORKER_LOG).write_text("an earlier life\n")
     worker = start_worker(run, [sys.executable, "-c", script])
     reap(worker)
     assert worker.exit_code() == 5
-    assert run.log.read_text() == f"an earlier life\nTrue {run.path}\n"
+    assert (run.path / WORKER_LOG).read_text() == f"an earlier life\nTrue {run.path}\n"
     assert not worker.is_alive()
 
 
@@ -73,10 +74,10 @@ def test_kill_ends_the_workers_own_children_too(run):
         "print(child.pid, flush=True); time.sleep(600)"
     )
     worker = start_worker(run, [sys.executable, "-c", script])
-    while not run.log.read_text().endswith("\n"):
+    while not (run.path / WORKER_LOG).read_text().endswith("\n"):
         assert worker.is_alive()
         time.sleep(0.01)
-    child = psutil.Process(int(run.log.read_text()))
+    child = psutil.Process(int((run.path / WORKER_LOG).read_text()))
     worker.kill()
     reap(worker)
     psutil.wait_procs([child], timeout=LIMIT_S)
@@ -134,5 +135,5 @@ def test_one_worker_is_plain_unless_others_may_join_it():
 def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run):
     assert is_asynchronous(run, "asynchronous")
     assert not is_asynchronous(run, "auto")
-    run.servers.mkdir()
+    (run.path / Area.SERVERS).mkdir()
     assert is_asynchronous(run, "auto")

@@ -25,7 +25,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 
 PLAN = {
     "device": "cpu", "precision": "fp32", "batch": 32, "micro_batch": 32, "accumulation": 1,
@@ -42,7 +42,7 @@ PLAN = {
 
 def main() -> int:
     run = open_run(Path(sys.argv[1]))
-    fate = json.loads(run.job.read_bytes())["model"]["args"].get("fate", "finish")
+    fate = json.loads((run.path / Document.JOB).read_bytes())["model"]["args"].get("fate", "finish")
     if fate == "die at once":
         sys.stdout.write("a library is missing\n")
         return 3
@@ -56,11 +56,13 @@ def main() -> int:
 def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
-    run.emit(sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at))
+    run.emit(
+        sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at)
+    )
     run.emit(StateChanged(state="planning"))
     run.emit(ProgressReported(phase="loading data"))
     run.emit(DataOpened(source="synthetic:x", train=320, validation=40, test=40, fingerprint="f"))
-    write_atomically(run.plan, json.dumps(PLAN))
+    write_atomically(run.path / Document.PLAN, json.dumps(PLAN))
     run.emit(sample(PlanMade, **PLAN))
     if "--plan-only" in sys.argv:
         run.emit(StateChanged(state="stopped", reason="only the plan was asked for"))
@@ -93,7 +95,7 @@ def train(run: RunStore, first: int, last: int) -> None:
             "step": step, "epoch": step / 10, "loss": 1 / step, "lr": 0.001, "samples": 32 * step,
             "at": time.time(), "memory_bytes": 2**28, "grad_norm": 1.0, "items": 32,
         }  # fmt: skip
-        append_lines(run.metrics, [record])
+        append_lines(run.path / Log.METRICS, [record])
         if step == 10:
             data = {"split": "validation", "step": 10, "loss": 0.5, "metrics": {"accuracy": 0.8}}
             run.emit(Evaluated(**data))

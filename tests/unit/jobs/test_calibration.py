@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.sample_events import sample
-from tests.unit.planning.test_planner import job
 from tests.unit.planning.test_machine_profile import pace, planned, probe
+from tests.unit.planning.test_planner import job
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import calibration as known
@@ -32,7 +32,7 @@ from yunlu.runs.events import (
     StateChanged,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,8 @@ def finished_run(
     path.mkdir(parents=True)
     run, plan = open_run(path), planned(**guessed)
     assert plan.estimate is not None
-    run.job.write_text(job().model_dump_json())
-    run.plan.write_text(plan.model_dump_json())
+    (run.path / Document.JOB).write_text(job().model_dump_json())
+    (run.path / Document.PLAN).write_text(plan.model_dump_json())
     measured = Measurement(
         memory_bytes=plan.estimate.raw["memory_bytes"],
         step_s=slower * plan.estimate.raw["step_s"],
@@ -107,7 +107,9 @@ def started_run(home: Path, name: str, start_s: float | None, *, in_process_s: f
     run = open_run(home / name)
     run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0 - in_process_s))
     steps = [] if start_s is None else [start_s, start_s + 1.0]
-    append_lines(run.metrics, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)])
+    append_lines(
+        run.path / Log.METRICS, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)]
+    )
 
 
 def test_how_long_a_start_takes_is_told_by_runs_that_started(own_home: Path) -> None:
@@ -153,7 +155,9 @@ def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_pa
         line["data"].pop("estimate", None)
     old.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     other = finished_run(tmp_path, "other")
-    other.events.write_text(other.events.read_text().replace('"version": 1', '"version": 0'))
+    (other.path / Log.EVENTS).write_text(
+        (other.path / Log.EVENTS).read_text().replace('"version": 1', '"version": 0')
+    )
     assert known.learn_from([shrunk, old, other]) == 0
 
 

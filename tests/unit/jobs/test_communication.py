@@ -21,7 +21,7 @@ from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.events import CommunicationChosen, StateChanged
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
@@ -92,7 +92,7 @@ class Talk:
                 "communication_s": 0.04 * exchanges, "sent_bytes": 1e5 * exchanges, **more,
             }  # fmt: skip
             records.append(record)
-        append_lines(self.run.metrics, records)
+        append_lines(self.run.path / Log.METRICS, records)
 
 
 def write_talk(path: Path) -> RunStore:

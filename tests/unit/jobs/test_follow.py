@@ -7,6 +7,7 @@ from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event
+from yunlu.runs.run_store import Log
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def items(updates):
 
 def test_everything_comes_in_order_until_the_run_rests(run):
     run.emit(StateChanged(state="planning"))
-    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1.0}])
     watching = follow(run, poll_s=0)
     first = next(watching).items
     assert isinstance(first[0], MetricRecord)
@@ -41,19 +42,19 @@ def test_rest_of_an_earlier_life_does_not_end_it(run):
 
 
 def test_what_was_before_the_position_is_left_out(run):
-    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1.0}])
     since = end_of(run)
     run.emit(StateChanged(state="failed"))
-    append_lines(run.metrics, [{"step": 2, "at": 2.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 2, "at": 2.0}])
     metric, event = items(follow(run, since=since, poll_s=0))
     assert metric.record["step"] == 2
     assert isinstance(event, Event)
 
 
 def test_cursor_of_an_update_is_where_the_next_one_begins(run):
-    append_lines(run.metrics, [{"step": 1, "at": 1.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1.0}])
     first = next(follow(run, poll_s=0))
-    append_lines(run.metrics, [{"step": 2, "at": 2.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 2, "at": 2.0}])
     (second,) = next(follow(run, since=first.cursor, poll_s=0)).items
     assert second.record["step"] == 2
     assert RunUpdate.model_validate_json(first.model_dump_json()) == first
@@ -67,10 +68,10 @@ def test_following_a_resting_run_ends_at_once(run):
 def test_half_a_line_is_waited_for(run):
     watching = follow(run, poll_s=0)
     next(watching)
-    with run.metrics.open("a") as file:
+    with (run.path / Log.METRICS).open("a") as file:
         file.write('{"step": 1, "at"')
     assert next(watching).items == ()
-    with run.metrics.open("a") as file:
+    with (run.path / Log.METRICS).open("a") as file:
         file.write(": 5.0}\n")
     assert next(watching).items == (MetricRecord(record={"step": 1, "at": 5.0}),)
 

@@ -31,6 +31,7 @@ from yunlu.planning.search.spot import START_HERE_S
 from yunlu.render.figures.plan_options import draw_outlook, find_front
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Log
 from yunlu.spec.job import Job
 from yunlu.spec.load import load_job
 
@@ -55,7 +56,9 @@ def tabular(source: str, **data: Any) -> Job:
 def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A machine that was probed: slow, but here."""
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "cache"))
-    pace = KernelTiming(kind="product", threads=2, sizes=(1e6, 1e9), seconds=(1e-4, 1e-2), spread=0.0)
+    pace = KernelTiming(
+        kind="product", threads=2, sizes=(1e6, 1e9), seconds=(1e-4, 1e-2), spread=0.0
+    )
     figures = MachineProfile(
         at=time.time(),
         took_s=1.0,
@@ -408,7 +411,7 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
     run = open_run(own_home / "earlier")
     run.path.mkdir(parents=True)
     run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
-    append_lines(run.metrics, [{"step": 1, "at": 1007.0}])
+    append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1007.0}])
     again = foresee(make_job(**small, goal={"cloud": "here"})).best
     assert again.total_parts["start_up"] == 7.0
     assert again.total_s.value == pytest.approx(here.best.total_s.value + 7.0 - START_HERE_S)

@@ -36,7 +36,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class Writer:
         self.run = open_run(path)
         self.now = START
         if job is not None:
-            self.run.job.write_text(json.dumps(job))
+            (self.run.path / Document.JOB).write_text(json.dumps(job))
 
     def emit(self, kind: EventKind, *, after: float = 0.0, **data: Any) -> None:
         self.now += after
         event = Event(kind=kind, at=self.now, data=data)
-        append_lines(self.run.events, [event.model_dump(mode="json")])
+        append_lines(self.run.path / Log.EVENTS, [event.model_dump(mode="json")])
 
     def begin(self, *, number: int = 1, resumed_from: int | None = None) -> None:
         self.emit(sample(AttemptStarted, number=number, pid=4242, began_at=self.now - 2))
@@ -100,18 +100,19 @@ class Writer:
                     **more(step),
                 }
             )
-        append_lines(self.run.metrics, records)
+        append_lines(self.run.path / Log.METRICS, records)
 
     def evaluate(self, split: str, step: int, loss: float, **data: Any) -> None:
         self.emit(
             Evaluated(
-            split=split,
-            step=step,
-            loss=loss,
-            seconds=0.21,
-            after=0.21,
-            **data,
-        ))
+                split=split,
+                step=step,
+                loss=loss,
+                seconds=0.21,
+                after=0.21,
+                **data,
+            )
+        )
 
 
 def job_of(task: str, **more: Any) -> dict[str, Any]:
@@ -174,25 +175,28 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
     writer.emit(StateChanged(state=RunState.PENDING))
     writer.begin()
     writer.emit(
-        sample(EnvironmentRecorded, 
-        yunlu="0.1.0",
-        python="3.11.9",
-        platform="Linux-6.1-x86_64",
-        packages={"torch": "2.13.0", "numpy": "2.3.1", "pydantic": "2.14.3"},
-        git_commit="0bc8c08f1c2d3e4a5b6c7d8e9f00112233445566",
-        git_dirty=True,
-        devices=[{"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30}],
-        argv=["yunlu", "train"],
-    ))
+        sample(
+            EnvironmentRecorded,
+            yunlu="0.1.0",
+            python="3.11.9",
+            platform="Linux-6.1-x86_64",
+            packages={"torch": "2.13.0", "numpy": "2.3.1", "pydantic": "2.14.3"},
+            git_commit="0bc8c08f1c2d3e4a5b6c7d8e9f00112233445566",
+            git_dirty=True,
+            devices=[{"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30}],
+            argv=["yunlu", "train"],
+        )
+    )
     writer.emit(
         DataOpened(
-        fingerprint="xxh3:5f2a",
-        source="sklearn:digits",
-        train=1437,
-        validation=180,
-        test=180,
-        about={"labels": labels, "features": 64},
-    ))
+            fingerprint="xxh3:5f2a",
+            source="sklearn:digits",
+            train=1437,
+            validation=180,
+            test=180,
+            about={"labels": labels, "features": 64},
+        )
+    )
     writer.emit(ModelBuilt(name="mlp", parameters=12_810, trainable=12_810))
     writer.emit(sample(PlanMade, **plan_of(steps=steps, best_metric="accuracy")))
     for start in range(0, steps, 45):
@@ -205,13 +209,14 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
     for step in (400, 450):
         writer.emit(
             CheckpointSaved(
-            step=step,
-            path=f"checkpoints/step-{step}",
-            bytes=158_720,
-            seconds=0.031,
-            stalled_s=0.004,
-            metrics={"accuracy": 0.97},
-        ))
+                step=step,
+                path=f"checkpoints/step-{step}",
+                bytes=158_720,
+                seconds=0.031,
+                stalled_s=0.004,
+                metrics={"accuracy": 0.97},
+            )
+        )
     writer.emit(WarningRaised(message="the validation split has only 180 samples"))
     writer.evaluate(
         "test",
@@ -225,8 +230,8 @@ def write_classification(path: Path, *, steps: int = 450) -> RunStore:
         ],
     )
     writer.emit(
-        ModelExported(path="model", files=["model.safetensors", "README.md"], from_step=400
-    ))
+        ModelExported(path="model", files=["model.safetensors", "README.md"], from_step=400)
+    )
     measured = {"memory_bytes": 331e6, "step_s": 0.049, "samples_per_s": 645.0}
     writer.emit(PredictionMeasured(**measured, total_s=29.5, dollars=0.0081))
     writer.emit(StateChanged(state=RunState.FINISHED))
@@ -279,12 +284,13 @@ def write_tuned(path: Path) -> RunStore:
     for module in ("encoder.layers.3.attention", SCRIPT):
         writer.emit(
             PrecisionChanged(
-            step=60,
-            module=module,
-            to="full",
-            reason="outputs overflow in fp16",
-            low_share=0.94,
-        ))
+                step=60,
+                module=module,
+                to="full",
+                reason="outputs overflow in fp16",
+                low_share=0.94,
+            )
+        )
     writer.train(range(61, 211), loss=falling_loss, more=tuned_record, life=1)
     writer.emit(StepSkipped(step=208, reason="spike", loss=14.2, norm=310.0))
     writer.emit(StepSkipped(step=209, reason="not finite", loss="NaN", norm="NaN"))
@@ -298,13 +304,14 @@ def write_tuned(path: Path) -> RunStore:
     rows += [(f"aten::operator_{i}", 0.003 / i, 12 * i) for i in range(1, 16)]
     writer.emit(
         TraceWritten(
-        path="trace.json.gz",
-        steps=3,
-        first_step=11,
-        wall_s=0.132,
-        phases=[{"name": k, "total_s": v, "share": v / 0.132} for k, v in spent.items()],
-        table=[{"name": n, "self_s": s, "share": s / 0.132, "calls": c} for n, s, c in rows],
-    ))
+            path="trace.json.gz",
+            steps=3,
+            first_step=11,
+            wall_s=0.132,
+            phases=[{"name": k, "total_s": v, "share": v / 0.132} for k, v in spent.items()],
+            table=[{"name": n, "self_s": s, "share": s / 0.132, "calls": c} for n, s, c in rows],
+        )
+    )
     writer.evaluate("validation", 450, 0.2, metrics={"accuracy": 0.91})
     writer.emit(StateChanged(state=RunState.FINISHED))
     return writer.run
@@ -317,11 +324,12 @@ def write_failed(path: Path) -> RunStore:
     writer.train(range(1, 33), loss=lambda step: math.nan if step > 30 else 2.0 + step)
     writer.emit(
         ErrorRaised(
-        code="training",
-        message="The loss is not finite at step 31.",
-        hint="Lower train.optimizer.lr.",
-        traceback="Traceback: loop.py",
-    ))
+            code="training",
+            message="The loss is not finite at step 31.",
+            hint="Lower train.optimizer.lr.",
+            traceback="Traceback: loop.py",
+        )
+    )
     writer.emit(StateChanged(state=RunState.FAILED))
     return writer.run
 
@@ -407,7 +415,7 @@ def test_items_have_a_curve_only_where_they_differ_from_samples(
 def test_values_that_are_not_finite_survive_the_trip_through_json(tmp_path: Path) -> None:
     run = write_failed(tmp_path / "f")
     write_report(run)
-    report = Report.model_validate_json(run.report_json.read_bytes())
+    report = Report.model_validate_json((run.path / Document.REPORT).read_bytes())
 
     loss = report.curve("train_loss")
     assert loss is not None
@@ -417,7 +425,7 @@ def test_values_that_are_not_finite_survive_the_trip_through_json(tmp_path: Path
     assert all(math.isfinite(value) for value in smoothed.values)
     assert report.failure is not None
     assert report.failure.hint == "Lower train.optimizer.lr."
-    json.loads(run.report_json.read_text(), parse_constant=pytest.fail)  # strict JSON
+    json.loads((run.path / Document.REPORT).read_text(), parse_constant=pytest.fail)  # strict JSON
 
 
 def test_a_run_that_never_started_has_a_report(tmp_path: Path) -> None:
@@ -592,7 +600,7 @@ def test_padding_and_true_tokens_are_counted(tmp_path: Path) -> None:
 def test_the_trace_survives_the_trip_through_json(tmp_path: Path) -> None:
     run = write_tuned(tmp_path / "t")
     write_report(run)
-    trace = Report.model_validate_json(run.report_json.read_bytes()).trace
+    trace = Report.model_validate_json((run.path / Document.REPORT).read_bytes()).trace
 
     assert trace is not None
     assert (trace.path, trace.steps, len(trace.table)) == ("trace.json.gz", 3, 20)

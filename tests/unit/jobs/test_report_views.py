@@ -243,7 +243,7 @@ def test_secrets_of_the_job_never_reach_the_report(tmp_path: Path) -> None:
     writer = RUNS["Writer"](tmp_path / "r", RUNS["job_of"]("tabular-classification", data=data))
     write_report(writer.run)
 
-    for file in (writer.run.report_json, writer.run.report_html):
+    for file in (writer.run.path / Document.REPORT, writer.run.path / Document.REPORT_PAGE):
         text = file.read_text()
         assert not any(secret in text for secret in ("AKIA", "hush", "hunter2"))
         assert "anon" in text

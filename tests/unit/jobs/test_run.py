@@ -31,6 +31,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import LEGAL_MOVES, RunState, check_move, replay_move
 
 STATES = list(RunState)
@@ -42,7 +43,7 @@ def store(tmp_path):
     path.mkdir()
     run = open_run(path)
     job = {"name": "digits", "task": "tabular-classification", "model": {"name": "mlp"}}
-    run.job.write_text(json.dumps(job))
+    (run.path / Document.JOB).write_text(json.dumps(job))
     record_worker(run, this_process())
     run.emit(StateChanged(state="pending", reason="submitted"))
     return run
@@ -71,7 +72,7 @@ def test_events_fold_into_one_record(run):
     assert (record.state, record.step, record.steps) == (RunState.RUNNING, 40, 100)
     assert (record.metric, record.metric_value) == ("f1", 0.8)
     assert record.progress == 0.4
-    assert record.offset == run.events.stat().st_size
+    assert record.offset == (run.path / Log.EVENTS).stat().st_size
     assert record.pid == os.getpid()
 
 
@@ -86,7 +87,7 @@ def test_replaying_piece_by_piece_gives_the_same_record(run):
 
 def test_torn_last_line_is_left_until_it_is_whole(run):
     begin(run, this_process())
-    with run.events.open("a") as file:
+    with (run.path / Log.EVENTS).open("a") as file:
         file.write('{"kind": "state", "at": 1.0, "da')
     assert settle(run, new_record(run)).state is RunState.RUNNING
     run.emit(StateChanged(state="finished"))
@@ -158,16 +159,16 @@ def test_new_life_clears_the_error_and_undoes_later_steps(run):
 def test_illegal_move_is_refused_and_leaves_no_event(run):
     begin(run, this_process())
     run.emit(StateChanged(state="finished"))
-    before = run.events.read_bytes()
+    before = (run.path / Log.EVENTS).read_bytes()
     with pytest.raises(StoreError, match="finished cannot become pending"):
         move(run, settle(run, new_record(run)), RunState.PENDING)
-    assert run.events.read_bytes() == before
+    assert (run.path / Log.EVENTS).read_bytes() == before
 
 
 def test_replaced_log_is_read_from_its_start(run):
     begin(run, this_process())
     record = settle(run, new_record(run))
-    run.events.unlink()
+    (run.path / Log.EVENTS).unlink()
     run.emit(StateChanged(state="pending"))
     assert replay(run, record).state is RunState.PENDING
 
@@ -202,7 +203,7 @@ def test_remaining_time_follows_the_recent_pace(run):
     begin(run, this_process())
     run.emit(sample(PlanMade, steps=100))
     lines = [json.dumps({"step": step, "at": 1000.0 + 2 * step}) for step in range(1, 11)]
-    run.metrics.write_text("\n".join(lines) + '\n{"step": 11, "a')
+    (run.path / Log.METRICS).write_text("\n".join(lines) + '\n{"step": 11, "a')
     record = settle(run, new_record(run))
     assert record.step == 10
     assert remaining_s(run, record) == pytest.approx(180.0)
@@ -210,7 +211,7 @@ def test_remaining_time_follows_the_recent_pace(run):
 
 def test_only_the_end_of_long_metrics_is_read(run):
     lines = [json.dumps({"step": step, "at": float(step)}) for step in range(1, 5000)]
-    run.metrics.write_text("\n".join(lines) + "\n")
+    (run.path / Log.METRICS).write_text("\n".join(lines) + "\n")
     recent = recent_metrics(run)
     assert recent[-1]["step"] == 4999
     assert len(recent) < 4999

@@ -10,6 +10,7 @@ from yunlu.jobs import service
 from yunlu.jobs.follow import follow
 from yunlu.runs.events import StateChanged
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
@@ -45,15 +46,15 @@ def test_submit_makes_a_whole_run_with_a_readable_id(own_home, make_job, tmp_pat
     assert prefix == "my-digits"
     assert len(suffix) == 6
     assert int(suffix, 16) >= 0
-    assert Job.model_validate_json(run.job.read_bytes()).name == "My.Digits"
-    assert run.job_source.read_text() == source.read_text()
+    assert Job.model_validate_json((run.path / Document.JOB).read_bytes()).name == "My.Digits"
+    assert (run.path / Document.JOB_SOURCE).read_text() == source.read_text()
     assert states(run) == ["pending"]
     assert not list(own_home.glob(".new-*"))
 
 
 def test_unnamed_job_gets_a_name_a_job_may_have(make_job):
     run = service.submit(make_job(name=None, task="my_tasks:Odd"))
-    assert Job.model_validate_json(run.job.read_bytes()).name == "my-tasks-odd"
+    assert Job.model_validate_json((run.path / Document.JOB).read_bytes()).name == "my-tasks-odd"
 
 
 def test_failed_submit_leaves_nothing_behind(own_home, make_job, tmp_path):
@@ -128,9 +129,9 @@ def test_stop_of_a_resting_run_changes_nothing(make_job):
     run = service.submit(make_job())
     service.start(run)
     until_rest(run)
-    before = run.events.read_bytes()
+    before = (run.path / Log.EVENTS).read_bytes()
     assert service.stop(run).state is RunState.FINISHED
-    assert run.events.read_bytes() == before
+    assert (run.path / Log.EVENTS).read_bytes() == before
 
 
 def test_worker_that_dies_without_a_word_leaves_a_lost_run(make_job):

@@ -13,7 +13,7 @@ from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.start import find_start
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.load import InvalidJobError
 
@@ -34,11 +34,11 @@ def write_run(home: Path, name: str, *, exported: bool = True) -> RunStore:
     run = open_run(home / name)
     run.path.mkdir(parents=True)
     job = {"task": "text-classification", "model": {"name": "transformer"}, "data": {"train": "x"}}
-    run.job.write_text(json.dumps(job))
+    (run.path / Document.JOB).write_text(json.dumps(job))
     run.emit(StateChanged(state=RunState.PENDING))
     run.emit(StateChanged(state=RunState.STOPPED))
     if exported:
-        write_model(run.model)
+        write_model(run.path / Area.MODEL)
     return run
 
 
@@ -54,14 +54,14 @@ def test_a_job_without_a_model_takes_the_starts(own_home: Path, job: Path) -> No
     asked = finetuning_job("first", job)
     assert asked.model.name == "transformer"
     assert asked.model.args == {"width": 64, "dropout": 0.1}
-    assert asked.model.weights == str(run.model)
+    assert asked.model.weights == str(run.path / Area.MODEL)
     assert asked.data.max_length == 17
     assert asked.name == "mine"
 
 
 def test_the_run_its_directory_and_its_model_are_the_same_start(own_home: Path) -> None:
     run = write_run(own_home, "first-ab12cd")
-    assert find_start("last") == find_start(run.path) == find_start(str(run.model))
+    assert find_start("last") == find_start(run.path) == find_start(str(run.path / Area.MODEL))
 
 
 def test_an_adapter_and_arguments_may_be_said_besides(own_home: Path, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
-from yunlu.jobs.worker_groups import newest_worker_group, read_worker_groups, read_samples
-from yunlu.jobs.run_log import RunLog
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
+from yunlu.jobs.run_log import RunLog
+from yunlu.jobs.worker_groups import newest_worker_group, read_samples, read_worker_groups
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.workers import picture_layout
@@ -34,7 +34,7 @@ from yunlu.runs.events import (
     WorkerLost,
 )
 from yunlu.runs.run_dir import Event, EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -89,17 +89,19 @@ class CrewWriter:
             for rank, member in enumerate(members)
         ]
         self.emit(
-            sample(WorkerGroupFormed, 
-            after=took_s,
-            generation=self.generation,
-            layout=layout,
-            reason=reason,
-            from_step=from_step,
-            redone_steps=redone,
-            ranks=ranks,
-            lost_s=took_s,
-            **more,
-        ))
+            sample(
+                WorkerGroupFormed,
+                after=took_s,
+                generation=self.generation,
+                layout=layout,
+                reason=reason,
+                from_step=from_step,
+                redone_steps=redone,
+                ranks=ranks,
+                lost_s=took_s,
+                **more,
+            )
+        )
 
     def train(
         self,
@@ -159,20 +161,21 @@ class CrewWriter:
                         "ranks": ranks,
                     }
                 )
-        append_lines(self.run.metrics, records)
-        append_lines(self.run.crew_metrics, samples)
+        append_lines(self.run.path / Log.METRICS, records)
+        append_lines(self.run.path / Log.RANK_METRICS, samples)
 
     def lose(self, member: int, *, what: str, step: int, detail: str | None = None) -> None:
         self.emit(
             WorkerLost(
-            cause=what,
-            worker=member,
-            rank=self.members.index(member),
-            host=HOSTS.get(member, "node-c"),
-            pid=4200 + member,
-            step=step,
-            detail=detail,
-        ))
+                cause=what,
+                worker=member,
+                rank=self.members.index(member),
+                host=HOSTS.get(member, "node-c"),
+                pid=4200 + member,
+                step=step,
+                detail=detail,
+            )
+        )
 
 
 def write_crew(path: Path) -> RunStore:
@@ -351,7 +354,9 @@ def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunS
 def test_the_report_survives_the_trip_through_json(run: RunStore) -> None:
     write_report(run)
 
-    assert Report.model_validate_json(run.report_json.read_bytes()) == build_report(run)
+    assert Report.model_validate_json((run.path / Document.REPORT).read_bytes()) == build_report(
+        run
+    )
 
 
 def test_the_page_pictures_every_layout(tmp_path: Path) -> None:
@@ -450,7 +455,9 @@ def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
         (EventKind.STRAGGLER, {"rank": 1, "ratio": "Infinity"}),
     ):
         run.emit(kind, **data)
-    append_lines(run.crew_metrics, [[1], {"ranks": [4, {"member": 1, "step_s": "NaN"}]}, {}])
+    append_lines(
+        run.path / Log.RANK_METRICS, [[1], {"ranks": [4, {"member": 1, "step_s": "NaN"}]}, {}]
+    )
     report = write_report(run)
 
     assert report.worker_group is not None

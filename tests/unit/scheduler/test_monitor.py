@@ -6,6 +6,7 @@ from tests.sample_events import sample
 from yunlu.core.files import append_lines
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Log
 from yunlu.scheduler.monitor import Course
 
 
@@ -22,7 +23,7 @@ def crew(run, generation, workers, **more):
 
 def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
     append_lines(
-        run.metrics,
+        run.path / Log.METRICS,
         [
             {"step": step, "at": 1000.0 + step, "life": 1, "generation": generation,
              "compute_s": step_s - wait_s, "communication_s": wait_s, **more}
@@ -59,7 +60,7 @@ def test_step_times_are_told_for_each_number_of_workers(run):
 def test_plain_worker_counts_as_one(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
     records = [{"step": n, "at": 1.0, "compute_s": 0.1} for n in range(1, 7)]
-    append_lines(run.metrics, records)
+    append_lines(run.path / Log.METRICS, records)
     course = Course(run)
     course.take()
     (seen,) = course.seen("cpu")
@@ -76,14 +77,18 @@ def test_a_start_counts_from_the_beginning_of_the_process(run):
 
 def test_noise_is_per_base_batch(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
-    append_lines(run.metrics, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}])
+    append_lines(
+        run.path / Log.METRICS, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}]
+    )
     course = Course(run)
     course.take()
     assert course.noise == (2.0, 3.0)
 
 
 def test_torn_and_strange_lines_are_passed_over(run):
-    run.metrics.write_text('{"step": 1, "at": 1}\n{"step": \n[1]\n{"loss": 2}\n{"step": 2')
+    (run.path / Log.METRICS).write_text(
+        '{"step": 1, "at": 1}\n{"step": \n[1]\n{"loss": 2}\n{"step": 2'
+    )
     course = Course(run)
     course.take()
     assert course.step == 1

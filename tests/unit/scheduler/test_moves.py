@@ -12,7 +12,7 @@ from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import Intention, Notes
 from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.sight import Sight
-from yunlu.scheduler.stand import Phase, Stand, find_held
+from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
 
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 
@@ -20,7 +20,7 @@ NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 def stand(name, shares=(), *, phase=None, intention=None):
     notes = Notes(shares=shares, intention=intention)
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
-    return Stand(
+    return ScheduledRun(
         run=SimpleNamespace(id=name),
         entry=Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1)),
         notes=notes,

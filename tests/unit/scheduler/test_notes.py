@@ -9,7 +9,7 @@ from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import MOST_FAILURES, STALLED, Intention, Notes, resolve
 from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.sight import Sight
-from yunlu.scheduler.stand import Phase, find_phase
+from yunlu.scheduler.run_status import Phase, find_phase
 
 ENTRY = Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1))
 NODES = {"here"}

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from tests.unit.scheduler.clouds import CALM, Cluster
 from yunlu.render.terminal.pool_tables import pool_page, why_page
+from yunlu.runs.run_store import Document
 from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_view import PoolView
 from yunlu.scheduler.queue import change_entry
@@ -125,7 +126,7 @@ def test_page_without_a_pool_says_how_to_start_one():
 def test_troubles_are_shown(make_world, make_steward):
     world = make_world()
     run = world.submit("a")
-    (run.path / "queue.json").write_text("{}")
+    (run.path / Document.QUEUE_ENTRY).write_text("{}")
     steward = make_steward(world)
     steward.step()
     view = {"is_up": True, **steward.journal.read_view()}

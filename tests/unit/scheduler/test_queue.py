@@ -11,6 +11,7 @@ from yunlu.cli.main import main
 from yunlu.core.errors import JobError, StoreError
 from yunlu.jobs import service
 from yunlu.runs.events import StateChanged
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control, queue
 from yunlu.scheduler.explanation import explain
@@ -92,7 +93,7 @@ def test_run_outside_of_the_queue_has_no_priority(own_home):
 
 def test_entry_of_another_version_is_refused_with_a_hint():
     run = enqueue(make_job())
-    (run.path / "queue.json").write_text('{"from": "the future"}')
+    (run.path / Document.QUEUE_ENTRY).write_text('{"from": "the future"}')
     with pytest.raises(StoreError, match=r"queue\.json cannot be read") as caught:
         read_entry(run)
     assert "submit the job anew" in caught.value.hint
@@ -173,7 +174,7 @@ def test_queue_is_shown_without_a_pool(own_home, tmp_path, capsys):
 
 def test_run_that_cannot_be_read_does_not_hide_the_queue(own_home, capsys):
     torn, whole = enqueue(make_job(name="torn")), enqueue(make_job(name="whole"))
-    (torn.path / "queue.json").write_text("{")
+    (torn.path / Document.QUEUE_ENTRY).write_text("{")
     assert main(["pool", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [run["id"] for run in shown["runs"]] == [whole.id]

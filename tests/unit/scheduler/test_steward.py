@@ -10,13 +10,14 @@ import pytest
 from tests.unit.scheduler.world import Fair
 from yunlu.runs.events import ErrorRaised, StateChanged
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Document
 from yunlu.scheduler import gauge as gauge_module
 from yunlu.scheduler import register as register_module
 from yunlu.scheduler.gauge import Usage, find_lie
 from yunlu.scheduler.journal import PoolSettings
 from yunlu.scheduler.notes import MOST_FAILURES, STALLED, read_notes
 from yunlu.scheduler.queue import change_entry, put_back, read_entry, set_priority
-from yunlu.scheduler.stand import Phase
+from yunlu.scheduler.run_status import Phase
 
 
 def turn(world, steward, times=1, *, seconds=1.0):
@@ -217,7 +218,7 @@ def test_lost_notes_are_rebuilt_from_the_run(make_world, make_steward):
     world = make_world(steps=40)
     run = world.submit("a")
     turn(world, make_steward(world), 4)
-    (run.path / "pool.json").unlink()
+    (run.path / Document.ALLOCATION).unlink()
     world.kill_service()
     turn(world, make_steward(world), 2)
     assert read_notes(run).placement.devices == 4
@@ -294,13 +295,13 @@ def test_entry_that_cannot_be_read_keeps_what_it_has(make_world, make_steward):
     run = world.submit("a", most=2)
     steward = make_steward(world)
     turn(world, steward, 3)
-    text = (run.path / "queue.json").read_text()
-    (run.path / "queue.json").write_text(json.dumps({"from": "the future"}))
+    text = (run.path / Document.QUEUE_ENTRY).read_text()
+    (run.path / Document.QUEUE_ENTRY).write_text(json.dumps({"from": "the future"}))
     other = world.submit("b", most=4)
     turn(world, steward, 4)
     assert read_notes(other).placement.devices == 2
     assert world.process_of(run) is not None
-    (run.path / "queue.json").write_text(text)
+    (run.path / Document.QUEUE_ENTRY).write_text(text)
     turn(world, steward, 60)
     assert states(run)[-1] == "finished"
 

@@ -26,12 +26,12 @@ from yunlu.jobs.run import move, new_record, replay
 from yunlu.runs.events import AttemptStarted, CheckpointSaved, ErrorRaised, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.hands import NotNowError
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
-from yunlu.scheduler.queue import QUEUE, Entry
+from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.sight import Sight
 
 NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
@@ -181,12 +181,14 @@ class World:
         run = open_run(self.home / name)
         run.path.mkdir(parents=True)
         model = {"name": "mlp"}
-        run.job.write_text(json.dumps({"task": "x", "model": model, "name": name}))
+        (run.path / Document.JOB).write_text(
+            json.dumps({"task": "x", "model": model, "name": name})
+        )
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
         bounds = {"least": 1, "most": 4, "asked": 1, **needs}
         entry = Entry(submitted_at=self.wall, needs=Needs(**bounds), samples=float(self.steps * 32))
-        (run.path / QUEUE).write_text(entry.model_dump_json())
+        (run.path / Document.QUEUE_ENTRY).write_text(entry.model_dump_json())
         return run
 
     def tick(self, seconds: float = 1.0) -> None:

@@ -20,7 +20,7 @@ from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
@@ -118,7 +118,7 @@ class Short(Sentences):
 @contextmanager
 def served(run: RunStore, rules: ServerRules, model: nn.Module) -> Generator[None]:
     flat = FlatWeights([weight for weight in model.parameters() if weight.requires_grad])
-    prepare(run.servers, rules, flat.read(), flat.decayed)
+    prepare(run.path / Area.SERVERS, rules, flat.read(), flat.decayed)
     with serving(run, rules):
         yield
 
@@ -127,7 +127,9 @@ def served(run: RunStore, rules: ServerRules, model: nn.Module) -> Generator[Non
 def serving(run: RunStore, rules: ServerRules) -> Generator[None]:
     with ExitStack() as stack:
         for index in range(rules.shards):
-            server = ShardServer(Shard(shard_directory(run.servers, index)), "127.0.0.1")
+            server = ShardServer(
+                Shard(shard_directory(run.path / Area.SERVERS, index)), "127.0.0.1"
+            )
             thread = threading.Thread(target=server.run, daemon=True)
             thread.start()
             stack.callback(thread.join, 20)
@@ -167,7 +169,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
             worker.start()
         for worker in crew:
             worker.join(LIMIT_S)
-    steps = dict(Progress(run.servers, rules).read())
+    steps = dict(Progress(run.path / Area.SERVERS, rules).read())
     found = [
         sum(each["loss"] * each["items"] for each in done.values())
         / sum(each["items"] for each in done.values())
@@ -185,7 +187,9 @@ class Hand:
 
     def __init__(self, run: RunStore, job: Job, plan: Plan) -> None:
         parts = make_parts(Sentences(), job)
-        self._engine = ServedEngine(job, plan, parts, run.emit, servers=run.servers, name="hand")
+        self._engine = ServedEngine(
+            job, plan, parts, run.emit, servers=run.path / Area.SERVERS, name="hand"
+        )
         self._batches = self._engine.batches()
 
     def work(self, tickets: int) -> None:
@@ -229,7 +233,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
     assert kept == [1, 2]
     assert resumed == [None, 1]
     assert [record["step"] for record, _ in run.read_metrics()] == [1, 2]
-    assert [line["step"] for line, _ in read_lines(run.ledger)] == [1, 2]
+    assert [line["step"] for line, _ in read_lines(run.path / Log.LEDGER)] == [1, 2]
     saved = [event.data["step"] for event, _ in run.read_events() if event.kind == "checkpoint"]
     assert saved == kept
 

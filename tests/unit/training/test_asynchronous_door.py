@@ -14,7 +14,8 @@ import pytest
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import WORKERS, EventKind
+from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import join_server as door_module
 from yunlu.training.asynchronous.join_server import JoinServer
@@ -180,7 +181,7 @@ def test_requests_are_answered_to_those_who_know_the_token(
     assert not answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]  # nothing to work for
     (tmp_path / "servers").mkdir()
     assert answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]
-    assert (tmp_path / "servers" / WORKERS).read_text() == "4"
+    assert (tmp_path / Document.TARGET_WORKERS).read_text() == "4"
     stranger = crew.model_copy(update={"token": "guess"})
     assert isinstance(answer(stranger, {"kind": "where"}), StoreError)
 

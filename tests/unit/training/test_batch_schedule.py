@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from yunlu.planning.large_batch import efficiency
 from yunlu.planning.plan import Plan, Prediction
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.batch_schedule import CHANGE_EVERY, BatchChange, BatchSchedule
@@ -234,7 +234,7 @@ class Crashing(ObjectTask):
         self._run, self._left = run, at
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        if model.training and b'"running"' in self._run.events.read_bytes():
+        if model.training and b'"running"' in (self._run.path / Log.EVENTS).read_bytes():
             self._left -= 1
             if self._left == 0:
                 raise RuntimeError("a crash")
@@ -260,7 +260,7 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
     make_run: MakeRun,
 ) -> None:
     run = make_run(**SETTINGS)
-    run.batch.write_text("87")
+    (run.path / Document.TARGET_BATCH).write_text("87")
     assert live(run.path, task=Crashing(run, -1)) is RunState.FINISHED
     first, *_ = turns = turns_of(run)
     assert (first["step"], first["batch"], first["rate"]) == (41, 87, 3.0)
@@ -281,13 +281,13 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
 def test_a_crash_around_a_turn_changes_nothing(make_run: MakeRun, at: int) -> None:
     whole, broken = make_run(**SETTINGS), make_run(**SETTINGS)
     for run in (whole, broken):
-        run.batch.write_text("87")
+        (run.path / Document.TARGET_BATCH).write_text("87")
     assert live(whole.path, task=Crashing(whole, -1)) is RunState.FINISHED
     assert live(broken.path, task=Crashing(broken, at)) is RunState.FAILED
     assert live(broken.path, task=Crashing(broken, -1)) is RunState.FINISHED
     for key in ("loss", "lr", "samples", "items"):
         assert read(broken, key) == read(whole, key)
-    weights = load_file(whole.model / "model.safetensors")
+    weights = load_file(whole.path / Area.MODEL / "model.safetensors")
     for name, weight in load_file(broken.model / "model.safetensors").items():
         assert torch.equal(weight, weights[name])
 

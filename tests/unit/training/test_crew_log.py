@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Log, RunStore
 from yunlu.training.worker_group_callbacks import WorkerGroupLog
 
 
@@ -39,12 +39,12 @@ def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path)
         do_steps(log, 1, 5)
         log.flush()
         do_steps(log, 6, 9)
-    assert steps_in(run.ledger) == [1, 2, 3, 4, 5]
+    assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5]
     other.begin(2, 9, leads=True)  # the leader was killed before its next flush
-    assert steps_in(run.metrics) == steps_in(run.ledger) == list(range(1, 10))
+    assert steps_in(run.path / Log.METRICS) == steps_in(run.path / Log.LEDGER) == list(range(1, 10))
     do_steps(other, 10, 11)
     other.flush()
-    assert steps_in(run.metrics) == steps_in(run.ledger) == list(range(1, 12))
+    assert steps_in(run.path / Log.METRICS) == steps_in(run.path / Log.LEDGER) == list(range(1, 12))
     assert [record["generation"] for record in read(run)] == [1] * 9 + [2] * 2
 
 
@@ -56,9 +56,9 @@ def test_steps_that_were_undone_are_not_told_but_done_again(tmp_path: Path) -> N
     log.flush()
     do_steps(log, 5, 7)
     log.begin(2, 6, leads=True)  # everyone goes back to where six steps were done
-    assert steps_in(run.ledger) == [1, 2, 3, 4, 5, 6]
+    assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5, 6]
     log.begin(3, 3, leads=True)
     do_steps(log, 4, 5)
     log.flush()
-    assert steps_in(run.ledger) == [1, 2, 3, 4, 5, 6, 4, 5]
+    assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5, 6, 4, 5]
     assert {r["step"]: r["generation"] for r in read(run)} == {1: 1, 2: 1, 3: 1, 4: 3, 5: 3, 6: 1}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from yunlu.executors.worker_process import worker_lock_is_free
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.checkpoint import files
@@ -38,7 +38,7 @@ def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
 
 
 def exported(run: RunStore) -> dict[str, Tensor]:
-    return load_file(run.model / "model.safetensors")
+    return load_file(run.path / Area.MODEL / "model.safetensors")
 
 
 class Words:
@@ -102,7 +102,7 @@ class Interrupted(ObjectTask):
         self._run, self._left = run, passes
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        if model.training and b'"running"' in self._run.events.read_bytes():
+        if model.training and b'"running"' in (self._run.path / Log.EVENTS).read_bytes():
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice_and_keeps_the_checkp
     assert error["code"] == "training"
     assert "not finite at step" in error["message"]
     assert "train.optimizer.lr" in error["hint"]
-    kept = sorted(path.name for path in run.checkpoints.iterdir())
+    kept = sorted(path.name for path in (run.path / Area.CHECKPOINTS).iterdir())
     assert kept, "the checkpoints from before the trouble are there"
     live(run.path, task=ObjectTask(model=network(), data=points()))
     assert events(run, EventKind.STATE)[-1]["state"] == "finished"
@@ -209,7 +209,7 @@ def test_a_gradient_that_is_not_finite_is_never_scored_or_saved(make_run: MakeRu
     assert live(run.path, task=Cliff(model=network(), data=points())) is RunState.FAILED
     assert "gradient is not finite" in events(run, EventKind.ERROR)[0]["message"]
     assert all(math.isfinite(float(e["loss"])) for e in events(run, EventKind.EVALUATION))
-    saved = list(run.checkpoints.glob("step-*/rank-*.safetensors"))
+    saved = list((run.path / Area.CHECKPOINTS).glob("step-*/rank-*.safetensors"))
     assert saved
     for path in saved:
         assert all(torch.isfinite(weight).all() for weight in load_file(path).values()), path
@@ -245,7 +245,7 @@ def test_the_model_is_on_the_disk_before_it_is_published(
 
     monkeypatch.setattr(os, "fsync", note)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
-    files_of_model = [path for path in run.model.rglob("*") if path.is_file()]
+    files_of_model = [path for path in (run.path / Area.MODEL).rglob("*") if path.is_file()]
     assert len(files_of_model) >= 3
     assert all(path.stat().st_ino in flushed for path in files_of_model)
 
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> N
     whole, run = make_run(**settings), make_run(**settings)
     live(whole.path, task=ObjectTask(model=network(), data=points()))
     assert live(run.path, task=Interrupted(run=run, passes=10, data=points())) is (RunState.STOPPED)
-    newest = max(run.checkpoints.iterdir()) / "rank-00000.safetensors"
+    newest = max((run.path / Area.CHECKPOINTS).iterdir()) / "rank-00000.safetensors"
     content = bytearray(newest.read_bytes())
     content[-3] ^= 1
     newest.write_bytes(content)

@@ -19,7 +19,7 @@ from torch import nn
 
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, RunStore
 from yunlu.training import trace
 from yunlu.training.trace import PHASES, StepTrace, choose_window, with_ranges
 
@@ -76,7 +76,7 @@ def told(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
 
 
 def drawn(run: RunStore) -> list[dict[str, Any]]:
-    with gzip.open(run.path / "trace.json.gz", "rt") as file:
+    with gzip.open(run.path / Area.TRACES / "trace.json.gz", "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 

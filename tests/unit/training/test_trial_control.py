@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from yunlu.core.files import write_atomically
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 from yunlu.training.trial_control import PruneDecision, TrialControl, open_trial_control
 
 HOURS_S = 7200.0
@@ -19,34 +19,34 @@ def always() -> bool:
 
 
 def say(run: RunStore, **verdict: Any) -> None:
-    write_atomically(run.verdict, json.dumps(verdict))
+    write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps(verdict))
 
 
 def make_gate(run: RunStore, *, patience_s: float = HOURS_S) -> TrialControl:
-    write_atomically(run.trial, "{}")
+    write_atomically(run.path / Document.TRIAL, "{}")
     return TrialControl(run, patience_s=patience_s)
 
 
 def test_only_a_trial_has_a_gate(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     assert open_trial_control(run) is None
-    run.trial.write_text(json.dumps({"saves": True}))
+    (run.path / Document.TRIAL).write_text(json.dumps({"saves": True}))
     gate = open_trial_control(run)
     assert gate is not None
     assert gate.saves
-    assert gate.ask(1, is_wanted=always) is None  # without a word it goes to its end
+    assert gate.ask(1, keep_waiting=always) is None  # without a word it goes to its end
 
 
 def test_below_its_last_rung_it_never_waits(make_run: Callable[..., RunStore]) -> None:
     run = make_run(steps=1)
     gate = make_gate(run)
     say(run, until=3)
-    assert gate.ask(1, is_wanted=always) is None
-    assert gate.ask(2, is_wanted=always) is None
+    assert gate.ask(1, keep_waiting=always) is None
+    assert gate.ask(2, keep_waiting=always) is None
     say(run, prune="too slow")
     assert gate.peek(2) == PruneDecision("prune", "pruned at rung 2: too slow")
     say(run, hold="")
-    assert gate.ask(2, is_wanted=always) == PruneDecision("hold", "held at rung 2")
+    assert gate.ask(2, keep_waiting=always) == PruneDecision("hold", "held at rung 2")
 
 
 def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunStore]) -> None:
@@ -65,7 +65,7 @@ def test_at_its_last_rung_it_waits_for_a_word(make_run: Callable[..., RunStore])
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert gate.ask(1, is_wanted=is_wanted) is None
+    assert gate.ask(1, keep_waiting=is_wanted) is None
     thread.join()
     assert asked.is_set()
 
@@ -74,7 +74,7 @@ def test_without_a_word_it_holds_and_a_stop_goes_first(make_run: Callable[..., R
     run = make_run(steps=1)
     gate = make_gate(run, patience_s=0.02)
     say(run, until=1)
-    ruling = gate.ask(1, is_wanted=always)
-    assert ruling is not None
-    assert (ruling.kind, ruling.reason) == ("hold", "held at rung 1: nobody said how it goes on")
-    assert make_gate(run).ask(1, is_wanted=lambda: False) is None
+    decision = gate.ask(1, keep_waiting=always)
+    assert decision is not None
+    assert (decision.kind, decision.reason) == ("hold", "held at rung 1: no decision from the study")
+    assert make_gate(run).ask(1, keep_waiting=lambda: False) is None

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from yunlu.runs.run_dir import EventKind
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch
@@ -56,7 +56,7 @@ def test_a_poisoned_sample_costs_its_step_and_no_more(make_run: MakeRun) -> None
     steps = {skip["step"] for skip in skipped}
     assert losses(run).keys() == set(range(1, 31)) - steps
     assert all(math.isfinite(loss) for loss in losses(run).values())
-    weights = load_file(run.model / "model.safetensors")
+    weights = load_file(run.path / Area.MODEL / "model.safetensors")
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
@@ -109,7 +109,7 @@ class Crowded(ObjectTask):
         self._run, self._room = run, room
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        running = b'"running"' in self._run.events.read_bytes()
+        running = b'"running"' in (self._run.path / Log.EVENTS).read_bytes()
         if running and model.training and batch.samples > self._room:
             raise torch.OutOfMemoryError("tried to allocate 3 GiB")
         return super().loss(model, batch)
@@ -213,7 +213,9 @@ def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: 
     class Looking(Poison):
         def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
             if model.training and events(run, EventKind.ROLLBACK) and not seen:
-                seen.extend(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+                seen.extend(
+                    int(path.name[5:]) for path in (run.path / Area.CHECKPOINTS).glob("step-*")
+                )
             return super().loss(model, batch)
 
     task = Looking(model=network(), data=points(), bad=range(34, 40))

@@ -14,6 +14,7 @@ from yunlu.jobs import service
 from yunlu.jobs.run import new_record
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
@@ -34,7 +35,7 @@ def start_run(home: Path, start_s: float) -> None:
     run = open_run(home / "earlier")
     run.path.mkdir(parents=True)
     run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
-    append_lines(run.metrics, [{"step": 1, "at": 1000.0 + start_s}])
+    append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1000.0 + start_s}])
 
 
 def test_who_starts_has_as_good_as_spent_what_a_start_takes(

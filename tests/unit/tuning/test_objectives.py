@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.tuning.test_records import make_records
 from yunlu.tuning.conducting.objectives import find_values, refuse_failures
-from yunlu.tuning.conducting.story import Evaluated, Story
+from yunlu.tuning.conducting.story import RungScore, Story
 from yunlu.tuning.founding import ask_study
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import TrialState
@@ -17,7 +17,7 @@ def test_who_names_an_objective_wrongly_is_told_of_cost_and_seconds_too() -> Non
         name="some", dimensions=(), metrics=("loss", "dollars"),
         directions=("minimize", "minimize"), rungs=9,
     )  # fmt: skip
-    found = Evaluated(rung=1, step=1, metrics={"loss": 0.5}, at=1.0, device_seconds=2.0)
+    found = RungScore(rung=1, step=1, metrics={"loss": 0.5}, at=1.0, device_seconds=2.0)
     with pytest.raises(StudyError, match="dollars is never reported") as refused:
         find_values(asked, Story(), found, dollars=0.1)
     assert refused.value.hint == "known: cost, loss, parameters, seconds"

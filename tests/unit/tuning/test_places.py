@@ -14,7 +14,7 @@ from yunlu.executors.record import Record, write_record
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.notes import Notes, write_notes
@@ -130,7 +130,7 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
     run.emit(sample(AttemptStarted, number=1))
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=90))
     crews = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
-    with run.metrics.open("w") as metrics:
+    with (run.path / Log.METRICS).open("w") as metrics:
         for generation, workers, steps, step_s in crews:
             ranks = [{"host": "here"}] * workers
             lost_s = 3.0 if generation else None

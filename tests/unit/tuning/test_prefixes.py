@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from tests.integration.toy_study import ToyPlaces, toy_job
 from yunlu.planning.schedule import rate
+from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.prefixes import find_course, may_share, shared_rung, shared_steps
 from yunlu.tuning.conducting.starting import Starter
-from yunlu.tuning.conducting.story import Evaluated, Story
+from yunlu.tuning.conducting.story import RungScore, Story
 from yunlu.tuning.founding import create_study
 from yunlu.tuning.values import Dimension
 
@@ -104,7 +105,7 @@ def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> 
     story = Story(
         plan={"batch": BATCH, "evaluate_every": 10, "steps": 45},
         train_samples=SAMPLES,
-        evaluated={rung: Evaluated(rung, step, {}, 0.0, 0.0) for rung, step in steps.items()},
+        evaluated={rung: RungScore(rung, step, {}, 0.0, 0.0) for rung, step in steps.items()},
         checkpoints={10: "a", 20: "b", 45: "c"},
     )
     assert shared_steps(one, other, samples=SAMPLES, plan=story.plan) == 23
@@ -135,5 +136,5 @@ def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() ->
     assert records.asked.rungs == 6
     number = records.begin({"train.epochs": 6, "train.optimizer.lr": 0.1}, until=6)
     run = Starter(records, ToyPlaces()).make_run(number)
-    job = Job.model_validate_json(run.job.read_bytes())
+    job = Job.model_validate_json((run.path / Document.JOB).read_bytes())
     assert job.train.checkpoint.keep_last >= 6

@@ -118,9 +118,7 @@ def _draw_lines(figure: LineFigure, y: Axis) -> Drawing:
     )
 
 
-def _draw_bands(
-    bands: Sequence[Band], x: Axis
-) -> tuple[Markup, list[tuple[float, float, str]]]:
+def _draw_bands(bands: Sequence[Band], x: Axis) -> tuple[Markup, list[tuple[float, float, str]]]:
     drawn, labels = Markup(""), list[tuple[float, float, str]]()
     for band in bands:
         left, right = x.share(band.start), x.share(band.end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from yunlu.jobs.recorded import PARTS
+from yunlu.jobs.run_log import PARTS
 from yunlu.render.figures.axes import fit_axis, step_axis
 from yunlu.render.figures.values import (
     Bar,
@@ -20,15 +20,16 @@ from yunlu.render.figures.values import (
 )
 from yunlu.render.format import metric_unit, show_bytes, show_duration, show_quantity
 from yunlu.render.i18n.texts import known_text, text
+from yunlu.runs.events import StepSkipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.communication import Expectation
     from yunlu.jobs.report_model import Comparison, ConfusionMatrix, Curve, Report
-    from yunlu.runs.events import TraceWritten
     from yunlu.render.figures.values import LineStyle, Unit
     from yunlu.render.i18n.texts import BilingualText
+    from yunlu.runs.events import TraceWritten
 
 _MOST_DOTS = 60
 _MOST_MARKS = 200
@@ -185,7 +186,8 @@ def _marks(report: Report) -> tuple[EventMarks, ...]:
     """Where the loss was interfered with. Overflows are part of finding the loss scale: no marks."""
     steps: dict[str, set[int]] = {kind: set() for kind in ("skip", "rollback", "out_of_memory")}
     for incident in report.incidents:
-        if incident.kind in steps and incident.data.get("reason") != "overflow":
+        is_overflow = isinstance(incident, StepSkipped) and incident.reason == "overflow"
+        if incident.kind in steps and not is_overflow:
             steps[incident.kind].add(incident.step)
     group = report.worker_group
     if group is not None:
@@ -249,9 +251,7 @@ def _style(curve: Curve, wanted: LineStyle, *, alone: bool) -> LineStyle:
     return "line" if dense or (wanted == "faint" and alone) else wanted
 
 
-def _single_bar(
-    key: str, title: BilingualText, segments: tuple[BarSegment, ...]
-) -> BarFigure:
+def _single_bar(key: str, title: BilingualText, segments: tuple[BarSegment, ...]) -> BarFigure:
     bar = Bar(key=key, name=title, segments=segments)
     return BarFigure(id=key, title=title, unit="duration", bars=(bar,))
 

@@ -1,51 +1,75 @@
-"""A study in pictures, as SVG that fills its box; labels are places for the page to set text.
-
-Every mark carries the number of its trial, so that pointing at one lights up the trial everywhere.
-"""
+"""Figures of a study: progress, learning curves, parallel coordinates, slices, Pareto front."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup
-
-from yunlu.render.drawing.canvas import (
-    HEIGHT,
-    WIDTH,
-    Picture,
-    Upright,
-    draw_dots,
-    draw_grid,
-    draw_path,
-    draw_poles,
-    frame,
-    is_best,
-    join,
+from yunlu.render.figures.axes import (
+    count_axis,
+    dimension_axis,
+    growing_axis,
+    metric_axis,
+    place_on,
 )
-from yunlu.render.drawing.landscape import draw_ground
-from yunlu.render.drawing.study_axes import DimensionAxis, count_axis, growing_axis, value_axis
-from yunlu.render.i18n.texts import text
-from yunlu.tuning.values import TrialState
+from yunlu.render.figures.landscape import estimate_density
+from yunlu.render.figures.values import (
+    Bar,
+    BarFigure,
+    BarSegment,
+    ParallelFigure,
+    ParallelLine,
+    ScatterFigure,
+    Sparkline,
+    TrialCurve,
+    TrialCurvesFigure,
+    TrialPoint,
+)
+from yunlu.render.format import show_amount
+from yunlu.render.i18n.texts import same, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from yunlu.render.drawing.canvas import Shades
-    from yunlu.render.drawing.charts import Tick
-    from yunlu.render.drawing.study_axes import Axis
+    from yunlu.render.figures.values import Axis, TrialShade
+    from yunlu.render.i18n.texts import BilingualText
+    from yunlu.tuning.importance import Importance
     from yunlu.tuning.values import Dimension
     from yunlu.tuning.view import StudyView, TrialFacts
 
 _MOST_LINES = 400
-_FLOOR = 0.1
-"""Where, under the parallel axes, lines pass that lack a dimension."""
+_SHADES: tuple[TrialShade, ...] = ("0", "1", "2", "3", "4", "5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class TrialRanks:
+    """How good each trial is among all: 0 for the best, 1 for the worst."""
+
+    view: StudyView
+    ranks: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    def shade(self, facts: TrialFacts) -> TrialShade:
+        """How a trial is coloured."""
+        if self.is_best(facts):
+            return "best"
+        if facts.number not in self.ranks:
+            return "none"
+        return _SHADES[min(int(self.ranks[facts.number] * len(_SHADES)), len(_SHADES) - 1)]
+
+    def is_best(self, facts: TrialFacts) -> bool:
+        """Whether the study has nothing better."""
+        return self.view.best is not None and self.view.best.number == facts.number
+
+    def best_first(self) -> list[TrialFacts]:
+        """Trials that have something to show; of very many the best."""
+        known = [facts for facts in self.view.trials if facts.number in self.ranks]
+        known.sort(key=lambda facts: (not self.is_best(facts), self.ranks[facts.number]))
+        return known[:_MOST_LINES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evaluation:
     """One evaluation in the course of the study."""
 
     at_s: float | None
@@ -54,305 +78,321 @@ class _Seen:
     facts: TrialFacts
 
 
-def draw_best(view: StudyView, shades: Shades) -> Iterator[Picture]:
-    """The best so far, over time and over cost."""
-    seen = _in_order(view)
-    if not seen:
+def progress_figures(ranks: TrialRanks) -> Iterator[ScatterFigure]:
+    """The best value so far, over time and over cost."""
+    view = ranks.view
+    evaluations = _in_order(view)
+    if not evaluations:
         return
-    if all(each.at_s is not None for each in seen):
-        places = [each.at_s or 0.0 for each in seen]
-        axis = growing_axis(max(places), "duration")
-        yield _draw_course(view, seen, places, axis, shades, over="time")
+    if all(evaluation.at_s is not None for evaluation in evaluations):
+        times = [evaluation.at_s or 0.0 for evaluation in evaluations]
+        axis = growing_axis(max(times), "duration", name=text("study.best.time.axis"))
+        yield _progress_figure(ranks, evaluations, times, axis, over="time")
+    spent = [evaluation.spent_s for evaluation in evaluations]
     if view.spent_dollars and view.spent_s:
-        price = view.spent_dollars / view.spent_s
-        places = [each.spent_s * price for each in seen]
-        yield _draw_course(
-            view, seen, places, growing_axis(max(places), "dollars"), shades, over="dollars"
-        )
+        dollars = [seconds * view.spent_dollars / view.spent_s for seconds in spent]
+        axis = growing_axis(max(dollars), "dollars", name=text("study.best.dollars.axis"))
+        yield _progress_figure(ranks, evaluations, dollars, axis, over="dollars")
     else:
-        places = [each.spent_s for each in seen]
-        yield _draw_course(
-            view, seen, places, growing_axis(max(places), "duration"), shades, over="device"
-        )
+        axis = growing_axis(max(spent), "duration", name=text("study.best.device.axis"))
+        yield _progress_figure(ranks, evaluations, spent, axis, over="device")
 
 
-def draw_curves(view: StudyView, shades: Shades) -> Picture | None:
-    """The value of every trial after each evaluation; those given up thin, the best one on top."""
-    shown = _shown(view, shades)
+def curves_figure(ranks: TrialRanks) -> TrialCurvesFigure | None:
+    """The value of every trial after each evaluation."""
+    view, shown = ranks.view, ranks.best_first()
     if not shown:
         return None
-    rungs = max(view.rungs, *(each.trial.rung for each in shown))
-    x, y = count_axis(rungs), _values_of(view, shown)
-    lines, points = Markup(""), list[tuple[float, float, int]]()
-    for facts in reversed(shown):  # the better, the later, and so on top
-        places = [(x.share(rung), y.share(values[0])) for rung, values in facts.curve]
-        look = f"{facts.state.value} {shades.look(view, facts)}"
-        lines += draw_path(f"curve {look}", [join(places)], number=facts.number)
-        if facts.state is not TrialState.DONE:  # where it was left
-            lines += draw_path(f"left {look}", [join(places[-1:])], number=facts.number)
-        points += [(*place, facts.number) for place in places]
-    return Picture(
+    rungs = max(view.rungs, *(facts.trial.rung for facts in shown))
+    return TrialCurvesFigure(
         id="curves",
         title=text("study.curves.title"),
-        svg=frame(draw_grid(y) + lines),
-        x_name=text("study.curves.rung"),
-        x_ticks=x.ticks(8),
-        y_ticks=y.ticks(),
-        points=tuple(points),
-        note=_left_out(view, shown),
-        legend=(
-            (text("study.curves.best"), "line q-best"),
-            (text("study.curves.done"), "line q0"),
-            (text("study.curves.pruned"), "thin q3"),
+        x=count_axis(rungs, ticks=8, name=text("study.curves.rung")),
+        y=_value_axis(view, shown),
+        curves=tuple(
+            TrialCurve(
+                trial=facts.number,
+                state=facts.state.value,
+                shade=ranks.shade(facts),
+                x=tuple(rung for rung, _ in facts.curve),
+                y=tuple(values[0] for _, values in facts.curve),
+            )
+            for facts in reversed(shown)
         ),
-        wide=True,
+        note=_left_out(view, shown),
     )
 
 
-def draw_parallel(view: StudyView, shades: Shades, order: Sequence[Dimension]) -> Picture | None:
-    """A line for each trial through its values on every dimension, to what it reached."""
-    shown = _shown(view, shades)
+def parallel_figure(ranks: TrialRanks, order: Sequence[Dimension]) -> ParallelFigure | None:
+    """A line for each trial through its value on every dimension, to its result."""
+    view, shown = ranks.view, ranks.best_first()
     if not shown or not order:
         return None
-    result = _values_of(view, shown)
-    stride = 1 / len(order)
-    uprights = [
-        Upright(
-            at=place * stride, name=each.name, ticks=_raised(DimensionAxis(dimension=each).ticks(5))
+    result = _value_axis(view, shown).model_copy(update={"name": same(view.metric)})
+    lines = tuple(
+        ParallelLine(
+            trial=facts.number,
+            state=facts.state.value,
+            shade=ranks.shade(facts),
+            values=(*(_place(ranks, each, facts) for each in order), _value(facts)),
         )
-        for place, each in enumerate(order)
-    ]
-    uprights.append(Upright(at=1.0, name=view.metric, ticks=_raised(result.ticks())))
-    drawn, points = Markup(""), list[tuple[float, float, int]]()
-    lacking = False
-    for facts in reversed(shown):
-        places = list[tuple[float, float]]()
-        for place, each in enumerate(order):
-            there = each.name in facts.params
-            lacking |= not there
-            axis = DimensionAxis(dimension=each)
-            up = _beside(view, axis, facts) if there else None
-            places.append((place * stride, 0.0 if up is None else _raise(up)))
-        places.append((1.0, _raise(result.share(_value(facts)))))
-        drawn += draw_path(
-            f"thread {facts.state.value} {shades.look(view, facts)}",
-            [join(places)],
-            number=facts.number,
-        )
-        points += [(*place, facts.number) for place in _along(places)]
-    poles = draw_poles((each.at for each in uprights), _FLOOR)
-    return Picture(
+        for facts in reversed(shown)
+    )
+    lacks_any = any(value is None for line in lines for value in line.values)
+    return ParallelFigure(
         id="parallel",
         title=text("study.parallel.title"),
-        svg=frame(poles + drawn),
-        uprights=tuple(uprights),
-        points=tuple(points),
-        note=text("study.parallel.lacking") if lacking else _left_out(view, shown),
-        wide=True,
+        axes=(*map(dimension_axis, order), result),
+        lines=lines,
+        note=text("study.parallel.lacking") if lacks_any else _left_out(view, shown),
     )
 
 
-def draw_pair(
-    view: StudyView, shades: Shades, first: Dimension, second: Dimension, *, title: Markup
-) -> Picture | None:
-    """The ground that two dimensions span: where trials did well, and where nobody has been."""
+def pair_figure(
+    ranks: TrialRanks, first: Dimension, second: Dimension, *, title: BilingualText
+) -> ScatterFigure | None:
+    """The plane of two dimensions: where trials did well, and where none has been."""
     shown = [
-        facts for facts in _shown(view, shades) if {first.name, second.name} <= facts.params.keys()
+        facts
+        for facts in ranks.best_first()
+        if {first.name, second.name} <= facts.params.keys()
     ]
     if len(shown) < 3:
         return None
-    x, y = DimensionAxis(dimension=first), DimensionAxis(dimension=second)
-    spots = [(_beside(view, x, facts), _beside(view, y, facts), facts) for facts in shown]
-    known = [(left, up, shades.ranks[facts.number]) for left, up, facts in spots]
-    ground = draw_ground(known, len(first.choices), len(second.choices), WIDTH, HEIGHT)
-    return Picture(
+    x, y = dimension_axis(first), dimension_axis(second)
+    points = _points(
+        ranks, ((facts, _at(ranks, first, facts), _at(ranks, second, facts)) for facts in shown)
+    )
+    known = [(x.share(point.x), y.share(point.y), ranks.ranks[point.trial]) for point in points]
+    return ScatterFigure(
         id="pair",
         title=title,
-        svg=frame(ground + draw_dots(view, spots, shades)),
-        x_name=Markup("<code>{}</code>").format(first.name),
-        y_name=Markup("<code>{}</code>").format(second.name),
-        x_ticks=x.ticks(),
-        y_ticks=y.ticks(),
-        points=tuple((left, up, facts.number) for left, up, facts in spots),
-        star=next(((left, up) for left, up, facts in spots if is_best(view, facts)), None),
+        x=x,
+        y=y,
+        points=points,
+        background=estimate_density(
+            known, x_choices=len(first.choices), y_choices=len(second.choices)
+        ),
+        star=_star(points),
         note=text("study.pair.note"),
     )
 
 
-def draw_slice(view: StudyView, shades: Shades, dimension: Dimension) -> Picture | None:
-    """What was reached over one dimension."""
-    shown = [facts for facts in _shown(view, shades) if dimension.name in facts.params]
+def slice_figure(ranks: TrialRanks, dimension: Dimension) -> ScatterFigure | None:
+    """Results over one dimension."""
+    shown = [facts for facts in ranks.best_first() if dimension.name in facts.params]
     if not shown:
         return None
-    x, y = DimensionAxis(dimension=dimension), _values_of(view, shown)
-    spots = [(_beside(view, x, facts), y.share(_value(facts)), facts) for facts in shown]
-    return Picture(
+    points = _points(
+        ranks, ((facts, _at(ranks, dimension, facts), _value(facts)) for facts in shown)
+    )
+    return ScatterFigure(
         id=f"slice-{dimension.name}",
-        title=Markup("<code>{}</code>").format(dimension.name),
-        svg=frame(draw_grid(y, 4) + draw_dots(view, spots, shades)),
-        x_ticks=x.ticks(4),
-        y_ticks=y.ticks(4),
-        points=tuple((left, up, facts.number) for left, up, facts in spots),
-        star=next(((left, up) for left, up, facts in spots if is_best(view, facts)), None),
+        title=same(dimension.name, code=True),
+        x=dimension_axis(dimension, ticks=4).model_copy(update={"name": None}),
+        y=_value_axis(ranks.view, shown).model_copy(update={"ticks": 4}),
+        points=points,
+        star=_star(points),
     )
 
 
-def draw_front(view: StudyView, shades: Shades) -> Picture | None:
-    """The first two objectives against each other, and what nothing beats in both."""
-    shown = [facts for facts in _shown(view, shades) if facts.values is not None]
+def front_figure(ranks: TrialRanks) -> ScatterFigure | None:
+    """The first two objectives against each other, with the Pareto front."""
+    view = ranks.view
+    shown = [facts for facts in ranks.best_first() if facts.values is not None]
     if len(view.metrics) < 2 or not shown:
         return None
-    values = {facts.number: [*(facts.values or ())] for facts in shown}
+    values = {facts.number: facts.values or () for facts in shown}
     x, y = (
-        value_axis(
-            [each[place] for each in values.values()],
+        metric_axis(
+            [objectives[place] for objectives in values.values()],
             view.metrics[place],
             smaller_is_better=view.directions[place] == "minimize",
+            name=same(view.metrics[place]),
         )
         for place in (1, 0)
     )
-    at = {number: (x.share(each[1]), y.share(each[0])) for number, each in values.items()}
-    spots = [(*at[facts.number], facts) for facts in shown]
-    edge = sorted(at[facts.number] for facts in view.front if facts.number in at)
-    line = draw_path("front", [join(edge)] if len(edge) > 1 else [])
-    return Picture(
+    front = sorted(
+        (values[facts.number][1], values[facts.number][0])
+        for facts in view.front
+        if facts.number in values
+    )
+    return ScatterFigure(
         id="front",
         title=text("study.front.title"),
-        svg=frame(draw_grid(y) + line + draw_dots(view, spots, shades)),
-        x_name=Markup("{}").format(view.metrics[1]),
-        y_name=Markup("{}").format(view.metrics[0]),
-        x_ticks=x.ticks(),
-        y_ticks=y.ticks(),
-        points=tuple((left, up, facts.number) for left, up, facts in spots),
+        x=x,
+        y=y,
+        points=_points(
+            ranks, ((facts, values[facts.number][1], values[facts.number][0]) for facts in shown)
+        ),
+        line=tuple(front) if len(front) > 1 else (),
+        line_kind="front",
         note=text("study.front.note", count=len(view.front)),
         wide=True,
     )
 
 
-def draw_spark(facts: TrialFacts, axis: Axis, rungs: int) -> Markup:
-    """A curve small enough for a cell."""
-    across = count_axis(rungs)
-    places = [(across.share(rung), axis.share(values[0])) for rung, values in facts.curve]
-    if not places:
-        return Markup("")
-    return frame(draw_path("spark", [join(places)]))
+def importance_figure(importance: Importance) -> BarFigure:
+    """The share of each dimension."""
+    return BarFigure(
+        id="importance",
+        title=text("study.importance.title"),
+        unit="percent",
+        bars=tuple(
+            Bar(
+                key=name,
+                name=same(name, code=True),
+                segments=(BarSegment(key=name, name=same(name, code=True), value=share),),
+                label=f"{share * 100:.0f} %",
+            )
+            for name, share in importance.shares.items()
+        ),
+    )
 
 
-def _draw_course(
-    view: StudyView,
-    seen: Sequence[_Seen],
-    places: Sequence[float],
+def forecast_figure(quantity: str, predicted: Mapping[str, float], measured: float) -> BarFigure:
+    """What was predicted of the study, with its interval, and what was measured."""
+    low, high = (show_amount(quantity, predicted[edge]) for edge in ("low", "high"))
+    values = {"predicted": predicted["value"], "measured": measured}
+    bars = [
+        Bar(
+            key=key,
+            name=text(f"study.forecast.{key}"),
+            segments=(BarSegment(key=key, name=text(f"study.forecast.{key}"), value=value),),
+            label=show_amount(quantity, value),
+        )
+        for key, value in values.items()
+    ]
+    interval = {
+        "interval": (predicted["low"], predicted["high"]),
+        "interval_label": f"{low} – {high}",
+    }
+    bars[0] = bars[0].model_copy(update=interval)
+    return BarFigure(
+        id=f"forecast-{quantity}", title=text(f"study.forecast.{quantity}"), bars=tuple(bars)
+    )
+
+
+def sparkline(view: StudyView, facts: TrialFacts) -> Sparkline:
+    """The curve of one trial."""
+    rungs = max(view.rungs, facts.trial.rung)
+    return Sparkline(
+        x=count_axis(rungs),
+        y=_value_axis(view, [facts]),
+        points=tuple((rung, values[0]) for rung, values in facts.curve),
+    )
+
+
+def _progress_figure(
+    ranks: TrialRanks,
+    evaluations: Sequence[_Evaluation],
+    positions: Sequence[float],
     x: Axis,
-    shades: Shades,
     *,
     over: str,
-) -> Picture:
-    y = value_axis(
+) -> ScatterFigure:
+    view = ranks.view
+    best = _best_so_far(view, evaluations)
+    y = metric_axis(
         [_value(facts) for facts in view.trials],
         view.metric,
         smaller_is_better=view.direction == "minimize",
-        line=_best_values(view, seen),
+        line=best,
     )
-    spots = [
-        (x.share(place), y.share(each.value), each.facts)
-        for place, each in zip(places, seen, strict=True)
-    ]
-    inside = [spot for spot, each in zip(spots, seen, strict=True) if y.low <= each.value <= y.high]
     steps: list[tuple[float, float]] = []
-    for (left, _, _), best in zip(spots, _best_values(view, seen), strict=True):
-        if math.isfinite(best):
-            steps += [(left, steps[-1][1])] if steps else []
-            steps.append((left, y.share(best)))
-    steps += [(1.0, steps[-1][1])] if steps else []
-    return Picture(
+    for position, value in zip(positions, best, strict=True):
+        if math.isfinite(value):
+            steps += [(position, steps[-1][1])] if steps else []
+            steps.append((position, value))
+    steps += [(x.high, steps[-1][1])] if steps else []
+    return ScatterFigure(
         id=f"best-{over}",
         title=text(f"study.best.{over}"),
-        svg=frame(
-            draw_grid(y)
-            + draw_dots(view, inside, shades, size="speck")
-            + draw_path("best", [join(steps)])
+        x=x,
+        y=y,
+        points=_points(
+            ranks,
+            (
+                (evaluation.facts, position, evaluation.value)
+                for position, evaluation in zip(positions, evaluations, strict=True)
+                if y.has(evaluation.value)
+            ),
         ),
-        x_name=text(f"study.best.{over}.axis"),
-        x_ticks=x.ticks(),
-        y_ticks=y.ticks(),
-        points=tuple((left, up, facts.number) for left, up, facts in inside),
+        small=True,
+        line=tuple(steps),
+        line_kind="best",
     )
 
 
-def _best_values(view: StudyView, seen: Sequence[_Seen]) -> list[float]:
+def _best_so_far(view: StudyView, evaluations: Sequence[_Evaluation]) -> list[float]:
     """The best value by each evaluation; not finite as long as there is none."""
     better = min if view.direction == "minimize" else max
-    best, found = math.nan, list[float]()
-    for each in seen:
-        if math.isfinite(each.value):
-            best = better(best, each.value) if math.isfinite(best) else each.value
-        found.append(best)
-    return found
+    best, values = math.nan, list[float]()
+    for evaluation in evaluations:
+        if math.isfinite(evaluation.value):
+            best = better(best, evaluation.value) if math.isfinite(best) else evaluation.value
+        values.append(best)
+    return values
 
 
-def _in_order(view: StudyView) -> list[_Seen]:
-    """Every evaluation, in the order in which they were taken, and what had been spent by then."""
-    found: list[tuple[float, int, int, float, float, TrialFacts]] = []
-    timed = all(len(facts.times) == len(facts.points) for facts in view.trials)
+def _in_order(view: StudyView) -> list[_Evaluation]:
+    """Every evaluation in the order in which they were made, with what had been spent by then."""
+    rows: list[tuple[float, int, int, float, float, TrialFacts]] = []
+    is_timed = all(len(facts.times) == len(facts.points) for facts in view.trials)
     for facts in view.trials:
         before_s = 0.0
         for place, (point, (_, values)) in enumerate(zip(facts.points, facts.curve, strict=True)):
-            at = facts.times[place] if timed else float(facts.number)
+            at = facts.times[place] if is_timed else float(facts.number)
             used_s = max(0.0, point.seconds - before_s)
             before_s = max(before_s, point.seconds)
-            found.append((at, facts.number, point.rung, used_s, values[0], facts))
-    began_at = view.began_at if view.began_at is not None else min((f[0] for f in found), default=0)
-    spent_s, seen = 0.0, list[_Seen]()
-    for at, _, _, used_s, value, facts in sorted(found, key=lambda each: each[:3]):
+            rows.append((at, facts.number, point.rung, used_s, values[0], facts))
+    began_at = view.began_at
+    if began_at is None:
+        began_at = min((row[0] for row in rows), default=0.0)
+    spent_s, evaluations = 0.0, list[_Evaluation]()
+    for at, _, _, used_s, value, facts in sorted(rows, key=lambda row: row[:3]):
         spent_s += used_s
-        at_s = max(0.0, at - began_at) if timed else None
-        seen.append(_Seen(at_s=at_s, spent_s=spent_s, value=value, facts=facts))
-    return seen
+        at_s = max(0.0, at - began_at) if is_timed else None
+        evaluations.append(_Evaluation(at_s=at_s, spent_s=spent_s, value=value, facts=facts))
+    return evaluations
 
 
-def _shown(view: StudyView, shades: Shades) -> list[TrialFacts]:
-    """Trials that have something to show, the best first; of very many the best."""
-    known = [facts for facts in view.trials if facts.number in shades.ranks]
-    known.sort(key=lambda facts: (not is_best(view, facts), shades.ranks[facts.number]))
-    return known[:_MOST_LINES]
+def _points(
+    ranks: TrialRanks, places: Iterable[tuple[TrialFacts, float, float]]
+) -> tuple[TrialPoint, ...]:
+    """Points of trials, the better after the worse, so that they are drawn on top."""
+    ordered = sorted(places, key=lambda place: -ranks.ranks.get(place[0].number, 2.0))
+    return tuple(
+        TrialPoint(trial=facts.number, x=x, y=y, shade=ranks.shade(facts))
+        for facts, x, y in ordered
+    )
 
 
-def _left_out(view: StudyView, shown: Sequence[TrialFacts]) -> Markup:
+def _star(points: Sequence[TrialPoint]) -> tuple[float, float] | None:
+    return next(((point.x, point.y) for point in points if point.shade == "best"), None)
+
+
+def _left_out(view: StudyView, shown: Sequence[TrialFacts]) -> BilingualText | None:
     total = sum(bool(facts.points) for facts in view.trials)
     if len(shown) >= total or len(shown) < _MOST_LINES:
-        return Markup("")
+        return None
     return text("study.left_out", shown=len(shown), total=total)
 
 
-def _values_of(view: StudyView, shown: Iterable[TrialFacts]) -> Axis:
+def _value_axis(view: StudyView, shown: Iterable[TrialFacts]) -> Axis:
     values = [values[0] for facts in shown for _, values in facts.curve]
-    return value_axis(values, view.metric, smaller_is_better=view.direction == "minimize")
+    return metric_axis(values, view.metric, smaller_is_better=view.direction == "minimize")
 
 
 def _value(facts: TrialFacts) -> float:
     return facts.value if facts.value is not None else math.nan
 
 
-def _beside(view: StudyView, axis: DimensionAxis, facts: TrialFacts) -> float:
-    """Trials that chose alike stand beside each other; the best one, which has a star, stands true."""
-    value = facts.params[axis.dimension.name]
-    return axis.share(value) if is_best(view, facts) else axis.share_beside(value, facts.number)
+def _place(ranks: TrialRanks, dimension: Dimension, facts: TrialFacts) -> float | None:
+    return _at(ranks, dimension, facts) if dimension.name in facts.params else None
 
 
-def _along(
-    places: Sequence[tuple[float, float]], between: int = 6
-) -> Iterator[tuple[float, float]]:
-    """Points on a line close enough for a pointer to find it anywhere."""
-    for (left, low), (right, high) in pairwise(places):
-        for step in range(between):
-            share = step / between
-            yield left + share * (right - left), low + share * (high - low)
-    yield places[-1]
-
-
-def _raise(share: float) -> float:
-    return _FLOOR + share * (1 - _FLOOR)
-
-
-def _raised(ticks: Sequence[Tick]) -> tuple[Tick, ...]:
-    return tuple(type(tick)(at=_raise(tick.at), label=tick.label) for tick in ticks)
+def _at(ranks: TrialRanks, dimension: Dimension, facts: TrialFacts) -> float:
+    """Trials with the same choice stand beside each other; the best one stands in the middle."""
+    beside = None if ranks.is_best(facts) else facts.number
+    return place_on(dimension, facts.params[dimension.name], beside=beside)

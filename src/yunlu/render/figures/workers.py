@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.jobs.report_model import WorkerGroupHistory
+    from yunlu.render.i18n.texts import BilingualText
     from yunlu.runs.events import WorkerRank
     from yunlu.runs.fold import GroupGeneration
-    from yunlu.render.i18n.texts import BilingualText
 
 _MOST_MARKS = 200
 _MOST_WORKERS = 8

@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.units import show_count, show_duration, show_number
-from yunlu.jobs.recorded import number
 from yunlu.render.figures.run import (
     comparison_figure,
     confusion_figure,
@@ -21,13 +20,14 @@ from yunlu.render.html_page import render_html
 from yunlu.render.i18n.texts import known_text, same, text
 from yunlu.render.run_report.communication import present_communication
 from yunlu.render.run_report.workers import present_workers
+from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from yunlu.jobs.report_model import ConfusionMatrix, EvaluationRow, Report
-    from yunlu.runs.fold import Incident
     from yunlu.render.i18n.texts import BilingualText
+    from yunlu.runs.fold import Incident
 
 _MOST_ROWS = 200
 _MOST_OPERATORS = 15
@@ -38,7 +38,9 @@ def render_page(report: Report, *, language: str = "en") -> str:
     """The whole page; ``language`` (``en`` or ``zh``) is what a reader sees first."""
     # Overflows are how a loss scale is found: one sentence, not a row each.
     incidents = [
-        incident for incident in report.incidents if incident.data.get("reason") != "overflow"
+        incident
+        for incident in report.incidents
+        if not (isinstance(incident, StepSkipped) and incident.reason == "overflow")
     ]
     return render_html(
         "run.html.j2",
@@ -49,9 +51,7 @@ def render_page(report: Report, *, language: str = "en") -> str:
         cards=list(_cards(report)),
         evaluations=_evaluations(report),
         figures=list(run_figures(report)),
-        comparisons=[
-            (row, comparison_figure(row)) for row in report.comparisons if row.is_known
-        ],
+        comparisons=[(row, comparison_figure(row)) for row in report.comparisons if row.is_known],
         time_figure=time_figure(report),
         time_totals=time_totals(report),
         metric_names=list(
@@ -114,18 +114,15 @@ def _incident(event: Incident) -> dict[str, Any]:
         case PrecisionChanged():
             reason = event.reason
             details = [
-                Markup("<code>{}</code>").format(event.module),
+                same(event.module, code=True),
                 text("incident.low_share", share=f"{event.low_share * 100:.1f} %"),
             ]
-    is_precision = isinstance(event, PrecisionChanged)
-    if reason:
-        details.insert(is_precision, known_text("reason", reason))
-    return {
-        "step": event.step,
-        "kind": event.kind,
-        "what": known_text("incident.to", event.to) if is_precision else known_text("mark", event.kind),
-        "details": details,
-    }
+    what = known_text("mark", event.kind)
+    if isinstance(event, PrecisionChanged):
+        what = known_text("incident.to", event.to)
+    if reason:  # after the module that it is about
+        details.insert(isinstance(event, PrecisionChanged), known_text("reason", reason))
+    return {"step": event.step, "kind": event.kind, "what": what, "details": details}
 
 
 def _show_steps(steps: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.units import show_duration
-from yunlu.jobs.crew import gist_of
+from yunlu.jobs.worker_groups import gist_of
 from yunlu.render.figures.workers import (
     layout_figure,
     progress_figure,
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.jobs.report_model import WorkerGroupHistory
-    from yunlu.runs.fold import LostWorker, GroupGeneration
     from yunlu.render.i18n.texts import BilingualText
+    from yunlu.runs.fold import GroupGeneration, LostWorker
 
 _MOST_LAYOUTS = 8
 _MOST_ROWS = 200

@@ -29,14 +29,20 @@ from yunlu.render.figures.study import (
     draw_slice,
     draw_spark,
 )
+from yunlu.render.format import (
+    shorten,
+    show_amount,
+    show_dollars,
+    show_param,
+    show_range,
+    show_value,
+)
 from yunlu.render.i18n.texts import BilingualText, known_text, same, text
 from yunlu.render.run_report.page import TEMPLATES as RUN_TEMPLATES
 from yunlu.render.study_report.commands import model_path, report_link, run_path, train_command
-from yunlu.render.format import shorten
-from yunlu.tuning.facts import rank_trials, wall_s
-from yunlu.render.format import show_amount, show_dollars, show_param, show_range, show_value
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log
+from yunlu.tuning.facts import rank_trials, wall_s
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point

@@ -65,7 +65,9 @@ def probe_page(result: ProbeResult) -> RenderableType:
         (f" · took {show_duration(probed.took_s)}{quick}", "dim"),
         "\n",
     )
-    return Group(title, indented(_paces(probed)), "", *_facts(probed), _lesson(result.calibration), "")
+    return Group(
+        title, indented(_paces(probed)), "", *_facts(probed), _lesson(result.calibration), ""
+    )
 
 
 def _paces(probed: MachineProfile) -> RenderableType:

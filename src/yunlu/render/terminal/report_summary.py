@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.jobs.communication import Communication
-    from yunlu.jobs.report_model import Comparison, ConfusionMatrix, WorkerGroupHistory, EvaluationRow, Report
+    from yunlu.jobs.report_model import (
+        Comparison,
+        ConfusionMatrix,
+        EvaluationRow,
+        Report,
+        WorkerGroupHistory,
+    )
     from yunlu.runs.events import TraceWritten
     from yunlu.runs.fold import GroupGeneration
 
@@ -240,7 +246,10 @@ def _crew_block(worker_group: WorkerGroupHistory) -> Group:
     line = Text.assemble("\n  workers  ", (f"{len(newest.ranks)} as {newest.layout}", "bold"))
     if worker_group.effective is not None:
         line.append(f"  effective training time {worker_group.effective:.1%}", "bold")
-        line.append(f"  ({show_duration(worker_group.lost_s)} of {show_duration(worker_group.wall_s)} lost)", "dim")
+        line.append(
+            f"  ({show_duration(worker_group.lost_s)} of {show_duration(worker_group.wall_s)} lost)",
+            "dim",
+        )
     blocks: list[RenderableType] = [_member_table(worker_group), _layout_table(newest)]
     if len(worker_group.changes) > 1 or worker_group.faults:
         blocks.insert(0, _happened_table(worker_group))

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_duration
-from yunlu.render.format import shorten
-from yunlu.render.format import show_param, show_value
+from yunlu.render.format import shorten, show_param, show_value
 from yunlu.render.terminal.page import ACCENT, indented
 from yunlu.render.terminal.study_tables import progress_line, study_page, trial_words
 from yunlu.tuning.values import TrialState

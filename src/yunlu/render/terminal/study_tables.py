@@ -11,12 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_duration
+from yunlu.render.format import shorten, show_amount, show_dollars, show_param, show_value
 from yunlu.render.study_report.commands import model_path, run_path, train_command
-from yunlu.render.format import shorten
-from yunlu.tuning.facts import rank_trials, wall_s
-from yunlu.render.format import show_amount, show_dollars, show_param, show_value
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
 from yunlu.render.terminal.report_summary import sparkline
+from yunlu.tuning.facts import rank_trials, wall_s
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ class JoinedNode:
 
 
 class JoinServer:
-    """Listens from the first moment of a life; ``crew.json`` says where."""
+    """Listens from the first moment of a life; ``worker_group.json`` says where."""
 
     def __init__(self, directory: RunStore) -> None:
         self._directory = directory

@@ -2,7 +2,7 @@
 
 ``python -m yunlu.training.elastic.supervisor RUN_DIR --devices N`` is how an executor starts it. It
 starts a *node* (see ``yunlu.training.elastic``), which forks the workers. If it is killed, a worker
-starts another one with ``--adopt``, which continues from ``crew.json``; training does not stop.
+starts another one with ``--adopt``, which continues from ``worker_group.json``; training does not stop.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.tuning.conducting.hosting import Elastic
     from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.conducting.story import Evaluated
+    from yunlu.tuning.conducting.story import RungScore
     from yunlu.tuning.facts import StudyState, StudyView
     from yunlu.tuning.records import Records
     from yunlu.tuning.study_dir import StudyStatus
@@ -255,7 +255,7 @@ class Conductor:
     def _total(self, live: Live) -> int:
         return live.story.rungs or self._records.asked.rungs
 
-    def _take_evaluation(self, live: Live, found: Evaluated) -> None:
+    def _take_evaluation(self, live: Live, found: RungScore) -> None:
         trial = self._records.trial(live.number)
         if found.rung <= trial.rung or trial.state.is_over:
             return  # made again after a crash: the same

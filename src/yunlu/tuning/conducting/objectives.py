@@ -13,7 +13,7 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.conducting.story import Evaluated, Story
+    from yunlu.tuning.conducting.story import RungScore, Story
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.study_dir import StudyAsked
 
@@ -22,7 +22,7 @@ ALIKE = 3
 
 
 def find_values(
-    asked: StudyAsked, story: Story, found: Evaluated, *, dollars: float | None
+    asked: StudyAsked, story: Story, found: RungScore, *, dollars: float | None
 ) -> tuple[float, ...]:
     """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
     figures = found.metrics | {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class RungScore:
     """One evaluation on the validation data."""
 
     rung: int
@@ -40,7 +40,7 @@ class Story:
     parameters: int = 0
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
     train_samples: int = 0
-    evaluated: dict[int, Evaluated] = field(default_factory=dict[int, Evaluated])
+    evaluated: dict[int, RungScore] = field(default_factory=dict[int, RungScore])
     """By rung; one that was made again after a crash is the same."""
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
     """By step, where each was written: a path inside the run's directory, or a URL."""
@@ -64,7 +64,7 @@ class Story:
         found = self.evaluated.get(rung)
         return None if found is None else found.step
 
-    def take(self, event: Event) -> Evaluated | None:
+    def take(self, event: Event) -> RungScore | None:
         """Take one more event in; an evaluation on the validation data is returned."""
         data, at = event.data, event.at
         match event.kind:
@@ -87,7 +87,7 @@ class Story:
             case EventKind.ERROR:
                 self.error = data
             case EventKind.EVALUATION if "rung" in data:
-                found = Evaluated(
+                found = RungScore(
                     rung=data["rung"],
                     step=data["step"],
                     metrics={"loss": _number(data["loss"])}

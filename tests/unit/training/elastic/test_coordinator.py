@@ -13,6 +13,7 @@ import pytest
 from yunlu.planning.layout import Layout
 from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
+from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.control_server import ControlConnection, ControlServer
 from yunlu.training.elastic.coordinator import MAX_START_FAILURES, Coordinator
@@ -190,7 +191,7 @@ def test_a_second_node_of_one_name_and_one_without_devices_are_refused(ship: Shi
 
 
 def test_figures_are_not_worth_a_run(ship: Ship) -> None:
-    ship.run.crew_metrics.mkdir()  # nothing can be appended to it
+    (ship.run.path / Log.RANK_METRICS).mkdir()  # nothing can be appended to it
     heartbeat = Heartbeat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
     ship.live(3, heartbeat, heartbeat)
     assert ship.coordinator.outcome is None

@@ -14,6 +14,7 @@ from torch import nn
 from tests.unit.training import tiny_hf
 from yunlu.core.errors import ModelError
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Area, Log
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_tokenizer
@@ -66,10 +67,10 @@ def start(tmp_path: Path) -> Path:
     task, model, splits = prepare(job)
     run = open_run(tmp_path / "first-run")
     run.path.mkdir()
-    run.events.touch()
+    (run.path / Log.EVENTS).touch()
     lineage = ModelLineage(splits=splits, environment={}, step=1, scores={})
     export(run, job, task, model, lineage)
-    return run.model
+    return run.path / Area.MODEL
 
 
 def weights_of(directory: Path) -> dict[str, Any]:
@@ -220,11 +221,13 @@ def test_an_adapted_model_is_exported_plain_with_the_adapter_beside_it(
     lineage = ModelLineage(splits=splits, environment={}, step=3, scores={})
     names = export(run, job, task, model, lineage)
     assert {"adapter/adapter_model.safetensors", "adapter/adapter_config.json"} <= set(names)
-    assert weights_of(run.model).keys() == weights_of(start).keys()
-    card = (run.model / "README.md").read_text()
+    assert weights_of(run.path / Area.MODEL).keys() == weights_of(start).keys()
+    card = (run.path / Area.MODEL / "README.md").read_text()
     assert "Fine-tuned from `run first-run` with lora (rank 2)" in card
-    assert json.loads((run.model / "job.json").read_text())["model"]["weights"] == str(start)
-    again, origin = begin(on(run.model, tmp_path, "bad", "good", "odd"))
+    assert json.loads((run.path / Area.MODEL / "job.json").read_text())["model"]["weights"] == str(
+        start
+    )
+    again, origin = begin(on(run.path / Area.MODEL, tmp_path, "bad", "good", "odd"))
     assert origin is not None
     assert origin.new == ()
     with torch.no_grad():
@@ -273,7 +276,9 @@ def test_trained_weights_keep_the_statistics_they_were_trained_with(
     export(run, job, first, net, ModelLineage(splits=splits, environment={}, step=1, scores={}))
     fewer = {**mapping, "data": {"train": data, "limit": 90}, "train": {"seed": 4}}
     fresh = prepare(job_from_mapping(fewer))[0]
-    again = job_from_mapping({**fewer, "model": {"name": model, "weights": str(run.model)}})
+    again = job_from_mapping(
+        {**fewer, "model": {"name": model, "weights": str(run.path / Area.MODEL)}}
+    )
     second, other, _ = prepare(again)
     assert load_initial_weights(other, again, second) is not None
 

@@ -48,7 +48,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Stand:
+class ScheduledRun:
     """All that is known of one run."""
 
     run: RunStore
@@ -117,7 +117,7 @@ def _phase_of_life(entry: Entry, notes: Notes, sight: Sight) -> Phase:
     return Phase.CHANGING if kind == "resize" or not sight.is_resizable else Phase.RUNNING
 
 
-def find_held(stand: Stand, nodes: AbstractSet[str]) -> Placement:
+def find_held(stand: ScheduledRun, nodes: AbstractSet[str]) -> Placement:
     """What the allocator is told that a run holds.
 
     What cannot be moved now holds nothing on machines that are gone or going: nobody is to make room
@@ -129,7 +129,7 @@ def find_held(stand: Stand, nodes: AbstractSet[str]) -> Placement:
     return Placement(tuple(claims.items())) if claims else NOTHING
 
 
-def make_demand(stand: Stand, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
+def make_demand(stand: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
     """The run as the allocator sees it.
 
     Args:
@@ -186,7 +186,7 @@ def make_teams(
     )
 
 
-def count_samples(stand: Stand) -> tuple[float, float | None]:
+def count_samples(stand: ScheduledRun) -> tuple[float, float | None]:
     """Samples trained, and still to be trained where that is known."""
     course, samples = stand.course, stand.entry.samples
     step = max(stand.sight.step, course.step) if stand.sight.is_alive else stand.sight.step
@@ -202,7 +202,7 @@ def count_samples(stand: Stand) -> tuple[float, float | None]:
     return float(step * base), max(steps - step, 0) * course.batch * worth
 
 
-def restart_s(stand: Stand) -> float:
+def restart_s(stand: ScheduledRun) -> float:
     """What being resized costs it: as measured, else a guess from how long it took to start."""
     resizes_s = stand.course.resizes_s
     if resizes_s:

@@ -26,7 +26,7 @@ from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Hands(Protocol):
         """The machines that are there now."""
         ...
 
-    def look(self, run: RunStore) -> Sight:
+    def look(self, run: RunStore) -> RunObservation:
         """How a run stands now."""
         ...
 
@@ -92,7 +92,7 @@ class ExecutorHands:
         lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
         return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in found)
 
-    def look(self, run: RunStore) -> Sight:
+    def look(self, run: RunStore) -> RunObservation:
         """How a run stands, by its own log and what its executor sees of it."""
         before = self._records.get(run.id) or new_record(run)
         if before is None:
@@ -104,7 +104,7 @@ class ExecutorHands:
         recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
         usable, is_ready = _crew_of(run) if is_alive else (None, False)
-        return Sight(
+        return RunObservation(
             state=record.state,
             is_alive=is_alive,
             has_begun=has_begun,

@@ -11,7 +11,7 @@ from yunlu.scheduler.monitor import Course
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import read_notes, resolve, write_notes
 from yunlu.scheduler.queue import Entry, read_entry, scan
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_phase
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Register:
                 needs=Needs(least=devices, most=devices, asked=devices),
             ),
             notes=notes,
-            sight=Sight(state=RunState.PENDING, is_alive=bool(notes.shares)),
+            sight=RunObservation(state=RunState.PENDING, is_alive=bool(notes.shares)),
             course=course,
             phase=Phase.TROUBLED,
             problem=problem,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.notes import Notes
     from yunlu.scheduler.policy.values import Speed
     from yunlu.scheduler.queue import Entry
-    from yunlu.scheduler.sight import Sight
+    from yunlu.scheduler.observation import RunObservation
 
 _LEAST_RESTART_S = 1.0
 
@@ -54,7 +54,7 @@ class ScheduledRun:
     run: RunStore
     entry: Entry
     notes: Notes
-    sight: Sight
+    sight: RunObservation
     course: Course
     phase: Phase
     age: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class ScheduledRun:
         return self.is_free or self.phase is Phase.RUNNING
 
 
-def find_phase(entry: Entry, notes: Notes, sight: Sight, *, now: float) -> Phase:
+def find_phase(entry: Entry, notes: Notes, sight: RunObservation, *, now: float) -> Phase:
     """Where a run stands."""
     if sight.is_alive or notes.shares:
         return _phase_of_life(entry, notes, sight)
@@ -107,7 +107,7 @@ def find_phase(entry: Entry, notes: Notes, sight: Sight, *, now: float) -> Phase
     return Phase.BACKING_OFF if notes.is_backing_off(now) else Phase.WAITING
 
 
-def _phase_of_life(entry: Entry, notes: Notes, sight: Sight) -> Phase:
+def _phase_of_life(entry: Entry, notes: Notes, sight: RunObservation) -> Phase:
     kind = notes.intention.kind if notes.intention is not None else None
     is_ending = not sight.state.is_active or sight.state is RunState.STOPPING
     if kind == "stop" or entry.wish != "run" or (is_ending and kind != "start"):

@@ -20,7 +20,7 @@ from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary, sparkline
 from yunlu.runs.events import StepSkipped
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Document, RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

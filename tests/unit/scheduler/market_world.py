@@ -10,7 +10,7 @@ from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Reserve, name_kind
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.runs.run_store import RunStore
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 
 TYPE = "cpu"
 _TOLD_S = 20.0
@@ -43,7 +43,7 @@ class MarketWorld(World):
             if node.name not in absent
         )
 
-    def look(self, run: RunStore) -> Sight:
+    def look(self, run: RunStore) -> RunObservation:
         sight = super().look(run)
         name, at = self.lost.get(run.id, ("", -math.inf))
         is_told = not sight.is_alive and self.steady - at < _TOLD_S

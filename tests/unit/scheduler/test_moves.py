@@ -11,7 +11,7 @@ from yunlu.scheduler.moves import free_devices, plan_moves
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import Intention, Notes
 from yunlu.scheduler.queue import Entry
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
 
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
@@ -24,7 +24,7 @@ def stand(name, shares=(), *, phase=None, intention=None):
         run=SimpleNamespace(id=name),
         entry=Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1)),
         notes=notes,
-        sight=Sight(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
+        sight=RunObservation(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
         course=None,
         phase=phase,
     )

@@ -8,7 +8,7 @@ from yunlu.runs.states import RunState
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.notes import MOST_FAILURES, STALLED, Intention, Notes, resolve
 from yunlu.scheduler.queue import Entry
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, find_phase
 
 ENTRY = Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1))
@@ -30,7 +30,7 @@ def intent(kind, count=0, *, by="me", reason=""):
 
 def test_start_comes_true_when_somebody_works():
     notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
-    after = settle(notes, Sight(state=RunState.PENDING, is_alive=True, has_begun=True))
+    after = settle(notes, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True))
     assert (after.shares, after.intention, after.held_since) == ((("here", 2),), None, 100.0)
     assert after.restarts == 0
 
@@ -38,21 +38,21 @@ def test_start_comes_true_when_somebody_works():
 def test_start_that_another_service_had_no_time_for_is_undone_and_nobodys_fault():
     notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2, by="dead"))
     for state in (RunState.PENDING, RunState.LOST, RunState.STOPPED):
-        after = settle(notes, Sight(state=state, is_alive=False, has_begun=False))
+        after = settle(notes, RunObservation(state=state, is_alive=False, has_begun=False))
         assert (after.shares, after.intention, after.failures) == ((), None, 0)
 
 
 def test_start_of_ours_that_left_no_trace_counts():
     notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
-    after = settle(notes, Sight(state=RunState.LOST, is_alive=False, has_begun=False))
+    after = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=False))
     assert after.failures == 1
 
 
 def test_shrinking_keeps_the_devices_until_the_others_are_gone():
     notes = held(4, intention=intent("resize", 2))
-    before = settle(notes, Sight(state=RunState.RUNNING, is_alive=True, devices=4))
+    before = settle(notes, RunObservation(state=RunState.RUNNING, is_alive=True, devices=4))
     assert before.claims == {"here": 4}
-    after = settle(before, Sight(state=RunState.RUNNING, is_alive=True, devices=2))
+    after = settle(before, RunObservation(state=RunState.RUNNING, is_alive=True, devices=2))
     assert after.claims == {"here": 2}
     assert after.restarts == 1
 
@@ -63,7 +63,7 @@ def test_growing_claims_the_devices_at_once():
 
 def test_resize_that_another_service_had_no_time_for_is_undone():
     notes = held(2, intention=intent("resize", 4, by="dead"))
-    sight = Sight(state=RunState.RUNNING, is_alive=True, devices=2)
+    sight = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2)
     after = settle(notes, sight)
     assert (after.claims, after.intention, after.restarts) == ({"here": 2}, None, 0)
     assert settle(held(2, intention=intent("resize", 4)), sight).claims == {"here": 4}  # our own
@@ -73,16 +73,16 @@ def test_move_keeps_the_devices_of_each_machine_until_they_are_left():
     was, wanted = (("a", 1), ("b", 1)), (("a", 1), ("c", 1))
     notes = Notes(ticket=1, shares=was, held_since=50.0,
                   intention=Intention(kind="resize", shares=wanted, by="me"))  # fmt: skip
-    moving = Sight(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
+    moving = RunObservation(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
     before = settle(notes, moving, nodes={"a", "b", "c"})
     assert before.claims == {"a": 1, "b": 1, "c": 1}
-    there = Sight(state=RunState.RUNNING, is_alive=True, devices=2, shares=wanted)
+    there = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=wanted)
     assert settle(before, there, nodes={"a", "b", "c"}).claims == {"a": 1, "c": 1}
 
 
 def test_what_came_out_otherwise_is_what_the_run_has():
     notes = held(1, intention=intent("resize", 3))
-    sight = Sight(state=RunState.RUNNING, is_alive=True, devices=2, shares=(("here", 2),),
+    sight = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=(("here", 2),),
                   is_settled=True)  # fmt: skip
     after = settle(notes, sight)
     assert (after.claims, after.intention) == ({"here": 2}, None)
@@ -90,17 +90,17 @@ def test_what_came_out_otherwise_is_what_the_run_has():
 
 def test_stop_of_ours_puts_the_run_back_without_blame():
     notes = held(4, intention=intent("stop", reason="preempted"))
-    leaving = settle(notes, Sight(state=RunState.STOPPED, is_alive=True, has_begun=True))
+    leaving = settle(notes, RunObservation(state=RunState.STOPPED, is_alive=True, has_begun=True))
     assert leaving.claims == {"here": 4}  # it has said its last word, but is still there
-    after = settle(leaving, Sight(state=RunState.STOPPED, is_alive=False, has_begun=True))
+    after = settle(leaving, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
     assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
-    phase = find_phase(ENTRY, after, Sight(state=RunState.STOPPED, is_alive=False), now=100.0)
+    phase = find_phase(ENTRY, after, RunObservation(state=RunState.STOPPED, is_alive=False), now=100.0)
     assert phase is Phase.WAITING
 
 
 def test_stalled_run_is_to_blame():
     notes = held(4, intention=intent("stop", reason=STALLED))
-    after = settle(notes, Sight(state=RunState.STOPPED, is_alive=False, has_begun=True))
+    after = settle(notes, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
     assert after.failures == 1
 
 
@@ -108,18 +108,18 @@ def test_faults_count_in_a_row_and_a_new_step_begins_anew():
     notes = Notes(ticket=1)
     for attempt in range(1, MOST_FAILURES + 1):
         notes = notes.model_copy(update={"shares": (("here", 1),), "held_since": 1.0})
-        notes = settle(notes, Sight(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
+        notes = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
         assert notes.failures == attempt
     assert notes.given_up
     fresh = notes.model_copy(update={"shares": (("here", 1),), "given_up": ""})
-    fresh = settle(fresh, Sight(state=RunState.LOST, is_alive=False, has_begun=True, step=6))
+    fresh = settle(fresh, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=6))
     assert (fresh.failures, fresh.given_up) == (1, "")
 
 
 def test_lost_machine_is_nobodys_fault():
-    after = settle(held(2), Sight(state=RunState.LOST, is_alive=False, has_begun=True), nodes=set())
+    after = settle(held(2), RunObservation(state=RunState.LOST, is_alive=False, has_begun=True), nodes=set())
     assert (after.failures, after.restarts, after.shares) == (0, 1, ())
-    told = Sight(state=RunState.LOST, is_alive=False, has_begun=True, lost_nodes=("here",))
+    told = RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, lost_nodes=("here",))
     assert settle(held(2), told).failures == 0  # though its cluster still lists the machine
 
 
@@ -134,7 +134,7 @@ def test_wait_grows_and_a_clock_put_back_ends_it():
 def test_new_ticket_forgives():
     notes = Notes(ticket=1, failures=3, failed_at=5.0, given_up="often")
     entry = ENTRY.model_copy(update={"ticket": 2})
-    after = settle(notes, Sight(state=RunState.FAILED, is_alive=False), entry=entry)
+    after = settle(notes, RunObservation(state=RunState.FAILED, is_alive=False), entry=entry)
     assert (after.failures, after.given_up, after.ticket) == (0, "", 2)
 
 
@@ -151,7 +151,7 @@ notes_ = st.builds(
     failures=st.integers(0, 2),
 )
 sights = st.builds(
-    Sight,
+    RunObservation,
     state=st.sampled_from(RunState),
     is_alive=st.booleans(),
     has_begun=st.booleans(),
@@ -183,13 +183,13 @@ def test_devices_in_use_are_never_free(notes, sight, wish):
 @pytest.mark.parametrize("wish", ["pause", "stop"])
 def test_run_that_is_not_wanted_is_not_blamed(wish):
     entry = ENTRY.model_copy(update={"wish": wish})
-    after = settle(held(2), Sight(state=RunState.FAILED, is_alive=False), entry=entry)
+    after = settle(held(2), RunObservation(state=RunState.FAILED, is_alive=False), entry=entry)
     assert after.failures == 0
 
 
 def test_run_that_was_paused_and_resumed_before_it_had_stopped_is_not_to_blame():
-    after = settle(held(2), Sight(state=RunState.STOPPED, is_alive=False, has_begun=True, step=3))
+    after = settle(held(2), RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True, step=3))
     assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
     for state, step in ((RunState.LOST, 3), (RunState.STOPPED, 0)):  # the latter never got anywhere
-        blamed = settle(held(2), Sight(state=state, is_alive=False, has_begun=True, step=step))
+        blamed = settle(held(2), RunObservation(state=state, is_alive=False, has_begun=True, step=step))
         assert blamed.failures == 1

@@ -32,7 +32,7 @@ from yunlu.scheduler.hands import NotNowError
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.queue import Entry
-from yunlu.scheduler.sight import Sight
+from yunlu.scheduler.observation import RunObservation
 
 NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
 
@@ -95,7 +95,7 @@ class World:
             for name, count in alive.items()
         )
 
-    def look(self, run: RunStore) -> Sight:
+    def look(self, run: RunStore) -> RunObservation:
         record = new_record(run)
         assert record is not None
         record = replay(run, record)
@@ -107,7 +107,7 @@ class World:
         if process is None and record.state.is_active and not is_kept:
             verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
             record = move(run, record, verdict, reason="vanished")
-        return Sight(
+        return RunObservation(
             state=record.state,
             is_alive=process is not None and (is_known or process.has_begun),
             has_begun=has_begun,

@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
-from yunlu.render.drawing.canvas import Shades
-from yunlu.render.drawing.study_axes import value_axis
 from yunlu.render.figures.study import (
-    draw_best,
-    draw_curves,
-    draw_front,
-    draw_pair,
-    draw_parallel,
-    draw_slice,
-    draw_spark,
+    TrialRanks,
+    curves_figure,
+    forecast_figure,
+    front_figure,
+    importance_figure,
+    pair_figure,
+    parallel_figure,
+    progress_figures,
+    slice_figure,
+    sparkline,
 )
 from yunlu.render.format import (
     shorten,
-    show_amount,
     show_dollars,
     show_param,
     show_range,
     show_value,
 )
-from yunlu.render.i18n.texts import BilingualText, known_text, same, text
-from yunlu.render.run_report.page import TEMPLATES as RUN_TEMPLATES
+from yunlu.render.html_page import render_html
+from yunlu.render.i18n.texts import known_text, same, text
 from yunlu.render.study_report.commands import model_path, report_link, run_path, train_command
-from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document, Log
+from yunlu.runs.directory_store import open_run
 from yunlu.tuning.facts import rank_trials, wall_s
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
+    from pathlib import Path
 
+    from yunlu.render.i18n.texts import BilingualText
     from yunlu.tuning.importance import Importance
     from yunlu.tuning.view import StudyView, TrialFacts
 
-TEMPLATES = Path(__file__).with_name("templates")
 _MOST_ROWS = 300
 _MOST_SLICES = 12
 _MOST_ERRORS = 5
@@ -99,65 +91,37 @@ def render_page(
         beside: Where the page will lie: links to the runs' reports start there.
         now: The time, where it is not the clock's.
     """
-    place = beside or view.path / "report.html"
-    script = _read(RUN_TEMPLATES / "page.js") + _read(TEMPLATES / "study.js")
-    style = _read(RUN_TEMPLATES / "style.css") + _read(TEMPLATES / "study.css")
-    shown = [facts.trial for facts in view.trials if facts.state is not TrialState.FAILED]
-    shades = Shades(ranks=rank(expect_finals(shown)))
+    location = beside or view.path / "report.html"
+    judged = [facts.trial for facts in view.trials if facts.state is not TrialState.FAILED]
+    ranks = TrialRanks(view=view, ranks=rank(expect_finals(judged)))
     importance = weigh(view)
-    ordered = _ranked(view, shades)
-    calls = {"w": text, "known": known_text, "param": show_param, "value": show_value}
-    page = _environment().get_template("study.html.j2", globals=calls)
-    return page.render(
+    ordered = rank_trials(view.trials, best=view.best) if ranks.ranks else list(view.trials)
+    curves = curves_figure(ranks)
+    return render_html(
+        "study.html.j2",
+        language=language,
+        scripts=["page.js", "study.js"],
+        styles=["style.css", "study.css"],
         view=view,
-        language="zh" if language == "zh" else "en",
-        style=Markup(style),  # noqa: S704 (our own files)
-        script=Markup(script),  # noqa: S704 (our own files)
-        # Only this very script may run, so nothing smuggled in through data ever does.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        short=shorten(each.name for each in view.dimensions),
+        short=shorten(dimension.name for dimension in view.dimensions),
         cards=list(_cards(view, now or time.time())),
-        best=_best(view, place),
+        best=_best(view, location),
         failures=_failures(view),
-        progress=[*draw_best(view, shades), *_there(draw_curves(view, shades))],
-        front=draw_front(view, shades),
-        space=_space(view, shades, importance),
+        progress=[*progress_figures(ranks), *([curves] if curves is not None else [])],
+        front=front_figure(ranks),
+        space=_space(ranks, importance),
         importance=importance,
+        importance_figure=importance_figure(importance) if importance else None,
         fewest=FEWEST,
-        judged=len(shades.ranks),
-        rows=[_row(view, facts, place) for facts in ordered[:_MOST_ROWS]],
+        judged=len(ranks.ranks),
+        rows=[_row(view, facts, location) for facts in ordered[:_MOST_ROWS]],
         comparisons=list(_comparisons(view, now or time.time())),
         facts={str(facts.number): _read_out(view, facts) for facts in view.trials},
     )
 
 
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(duration=show_duration, instant=_instant, dollars=show_dollars)
-    return environment
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _instant(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _there(picture: Any) -> list[Any]:
-    return [] if picture is None else [picture]
-
-
-def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
-    """Label, figure and remark of each headline figure."""
+def _cards(view: StudyView, now: float) -> Iterator[tuple[BilingualText, str, BilingualText]]:
+    """Label, value and remark of each headline number."""
     if (best := view.best) is not None:
         point = best_point(best.trial)
         remark = text("study.card.best_when", number=best.number)
@@ -168,11 +132,11 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[Markup, str, Markup]]:
         label = text("study.card.best", metric=known_text("metric", view.metric))
         yield label, show_value(view.metric, best.value), remark
     counts = [(state, view.count(state)) for state in TrialState]
-    remark = Markup(" · ").join(
-        Markup("{} {}").format(count, text(f"study.trial.{state.value}"))
-        for state, count in counts
-        if count
-    )
+    remark = same("")
+    for state, count in counts:
+        if count:
+            separator = " · " if remark.en else ""
+            remark = remark + f"{separator}{count} " + text(f"study.trial.{state.value}")
     begun = len(view.trials)
     limit = f" / {view.trials_limit}" if view.trials_limit else ""
     yield text("study.card.trials"), f"{begun}{limit}", remark
@@ -234,53 +198,39 @@ def _failures(view: StudyView) -> list[tuple[str, str, int]]:
     ]
 
 
-def _space(view: StudyView, shades: Shades, importance: Importance | None) -> dict[str, Any]:
-    """The pictures of the search space, the most important dimension first."""
-    shares: Mapping[str, float] = importance.shares if importance else {}
-    order = sorted(view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
+def _space(ranks: TrialRanks, importance: Importance | None) -> dict[str, Any]:
+    """The figures of the search space, the most important dimension first."""
+    shares = importance.shares if importance else {}
+    order = sorted(ranks.view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
     title = text("study.pair.title" if importance else "study.pair.first")
-    slices = [draw_slice(view, shades, each) for each in order[:_MOST_SLICES]]
+    slices = [slice_figure(ranks, dimension) for dimension in order[:_MOST_SLICES]]
     return {
         # Neighbours explain each other best: the most important stands next to the result.
-        "parallel": draw_parallel(view, shades, order[::-1]),
-        "pair": draw_pair(view, shades, order[0], order[1], title=title)
-        if len(order) > 1
-        else None,
-        "slices": [each for each in slices if each is not None],
-        "order": order,
+        "parallel": parallel_figure(ranks, order[::-1]),
+        "pair": pair_figure(ranks, *order[:2], title=title) if len(order) > 1 else None,
+        "slices": [figure for figure in slices if figure is not None],
     }
 
 
-def _ranked(view: StudyView, shades: Shades) -> list[TrialFacts]:
-    return rank_trials(view.trials, best=view.best) if shades.ranks else list(view.trials)
-
-
-def _row(view: StudyView, facts: TrialFacts, place: Path) -> dict[str, Any]:
-    values = [values[0] for _, values in facts.curve]
-    axis = value_axis(values, view.metric, smaller_is_better=view.direction == "minimize")
+def _row(view: StudyView, facts: TrialFacts, location: Path) -> dict[str, Any]:
     rungs = max(view.rungs, facts.trial.rung)
     copied = facts.trial.copied_from
     return {
         "facts": facts,
         "best": view.best is not None and view.best.number == facts.number,
-        "spark": draw_spark(facts, axis, rungs),
+        "spark": sparkline(view, facts),
         "rung": f"{facts.trial.rung} / {rungs}" if rungs else "–",
-        "link": report_link(view, facts, place),
+        "link": report_link(view, facts, location),
         "copied": text("study.trials.copied", number=copied[0], rung=copied[1]) if copied else "",
-        "why": facts.error or facts.reason,
+        "reason": facts.error or facts.reason,
     }
-
-
-def _both(label: BilingualText) -> tuple[str, str]:
-    return label.en, label.zh
 
 
 def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
     """What pointing at a trial tells."""
-    short = shorten(each.name for each in view.dimensions)
-    rows: list[tuple[Any, Any]] = [
-        (f"#{facts.number}", _both(text(f"study.trial.{facts.state.value}")))
-    ]
+    short = shorten(dimension.name for dimension in view.dimensions)
+    state = text(f"study.trial.{facts.state.value}")
+    rows: list[tuple[Any, Any]] = [(f"#{facts.number}", (state.en, state.zh))]
     for place, metric in enumerate(view.metrics):
         reached = facts.values[place] if facts.values is not None else None
         rows.append((metric, show_value(metric, reached)))
@@ -289,7 +239,7 @@ def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
 
 
 def _comparisons(view: StudyView, now: float) -> Iterator[dict[str, Any]]:
-    """What was foretold beside what came; bar lengths as shares of the longest."""
+    """What was predicted beside what was measured."""
     if not view.forecast:
         return
     measured = {
@@ -297,20 +247,12 @@ def _comparisons(view: StudyView, now: float) -> Iterator[dict[str, Any]]:
         "seconds": wall_s(view, now),
         "dollars": view.spent_dollars,
     }
-    for quantity, came in measured.items():
-        told: Mapping[str, float] | None = view.forecast.get(quantity)
-        if told is None or came is None:
+    for quantity, value in measured.items():
+        predicted = view.forecast.get(quantity)
+        if predicted is None or value is None:
             continue
-        longest = max(came, told["high"], told["value"]) or 1.0
         yield {
-            "quantity": quantity,
-            "told": show_amount(quantity, told["value"]),
-            "interval": [show_amount(quantity, told[edge]) for edge in ("low", "high")],
-            "came": show_amount(quantity, came),
-            "told_share": told["value"] / longest,
-            "low_share": told["low"] / longest,
-            "high_share": told["high"] / longest,
-            "came_share": came / longest,
-            "inside": told["low"] <= came <= told["high"],
+            "figure": forecast_figure(quantity, predicted, value),
+            "is_inside": predicted["low"] <= value <= predicted["high"],
             "is_over": view.state in {"finished", "failed"},
         }

@@ -44,7 +44,7 @@ def find_values(
 
 def refuse_silence(asked: StudyAsked, story: Story) -> None:
     """A run whose plan has no evaluations will never report anything."""
-    if story.plan and not story.plan.get("evaluate_every"):
+    if story.plan and not story.plan.evaluate_every:
         raise StudyError(
             f"{asked.metrics[0]} is never reported: the job has no evaluations on validation data",
             hint="name data.validation or hold out a share (data.split.validation), "

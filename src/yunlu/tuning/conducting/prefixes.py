@@ -18,6 +18,7 @@ from yunlu.spec.train import ScheduleSpec, TrainSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.tuning.conducting.story import Story
     from yunlu.tuning.values import Dimension
@@ -45,8 +46,8 @@ def may_share(dimensions: Sequence[Dimension]) -> bool:
 
 def shared_rung(one: Job, other: Job, story: Story) -> int:
     """The last evaluation of the run of ``one`` from whose checkpoint ``other`` can go on; 0: none."""
-    every = story.plan.get("evaluate_every")
-    if not every or not story.train_samples:
+    every = story.plan.evaluate_every if story.plan else 0
+    if story.plan is None or not every or not story.train_samples:
         return 0
     steps = shared_steps(one, other, samples=story.train_samples, plan=story.plan)
     rungs = [
@@ -58,11 +59,11 @@ def shared_rung(one: Job, other: Job, story: Story) -> int:
     return max(rungs, default=0)
 
 
-def shared_steps(one: Job, other: Job, *, samples: int, plan: dict[str, Any]) -> int:
+def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
     """How many of the first steps two jobs make alike; ``plan`` is the one of the first."""
     if _early(one) != _early(other):
         return 0
-    batch = int(plan["batch"])
+    batch = plan.batch
     courses = [find_course(job, samples=samples, batch=batch) for job in (one, other)]
     least = min(course.steps for course in courses)
     specs = one.train.schedule, other.train.schedule

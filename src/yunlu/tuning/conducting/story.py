@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from yunlu.runs.run_dir import EventKind
-from yunlu.runs.states import RunState, replay_move
+from yunlu.runs.events import AttemptStarted, Evaluated, StateChanged, WorkerGroupFormed
+from yunlu.runs.fold import RunView, apply
+from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
-    from yunlu.runs.run_dir import Event
+    from yunlu.planning.plan import Plan
+    from yunlu.runs.events import ErrorRaised, Event
     from yunlu.runs.run_store import RunStore
 
 
@@ -23,7 +25,7 @@ class RungScore:
     metrics: dict[str, float]
     at: float
     device_seconds: float
-    """Used by the run until then, over all its lives."""
+    """Used by the run until then, over all its attempts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,26 +35,51 @@ class Story:
     devices: int = 1
     """That it holds, or is given next."""
     offset: int = 0
-    state: RunState = RunState.PENDING
+    view: RunView = field(default_factory=RunView)
+    """What its events say."""
     reason: str = ""
     """Why it is stopping or has stopped."""
-    lives: int = 0
-    parameters: int = 0
-    plan: dict[str, Any] = field(default_factory=dict[str, Any])
-    train_samples: int = 0
     evaluated: dict[int, RungScore] = field(default_factory=dict[int, RungScore])
     """By rung; one that was made again after a crash is the same."""
-    checkpoints: dict[int, str] = field(default_factory=dict[int, str])
-    """By step, where each was written: a path inside the run's directory, or a URL."""
-    error: dict[str, Any] | None = None
     _spent_s: float = 0.0
     _since: float | None = None
 
     @property
+    def state(self) -> RunState:
+        """Of the run."""
+        return self.view.state
+
+    @property
+    def error(self) -> ErrorRaised | None:
+        """Of its newest attempt."""
+        return self.view.error
+
+    @property
+    def plan(self) -> Plan | None:
+        """None before it is made."""
+        return self.view.plan
+
+    @property
+    def train_samples(self) -> int:
+        """0 before the data is loaded."""
+        return self.view.data.train if self.view.data else 0
+
+    @property
+    def parameters(self) -> int:
+        """0 before the model is built."""
+        return self.view.model.parameters if self.view.model else 0
+
+    @property
+    def checkpoints(self) -> dict[int, str]:
+        """By step, where each was written: a path inside the run's directory, or a URL."""
+        return {checkpoint.step: checkpoint.path for checkpoint in self.view.checkpoints}
+
+    @property
     def rungs(self) -> int:
         """Evaluations of the whole training; 0 where there are none, or before the plan."""
-        every = self.plan.get("evaluate_every")
-        return ceil(self.plan["steps"] / every - 1e-9) if every else 0
+        if self.plan is None or not self.plan.evaluate_every:
+            return 0
+        return ceil(self.plan.steps / self.plan.evaluate_every - 1e-9)
 
     def device_seconds(self, now: float) -> float:
         """What it has used until now."""
@@ -66,37 +93,25 @@ class Story:
 
     def take(self, event: Event) -> RungScore | None:
         """Take one more event in; an evaluation on the validation data is returned."""
-        data, at = event.data, event.at
-        match event.kind:
-            case EventKind.STATE:
-                self._move(data, at)
-            case EventKind.LIFE:
-                self.lives += 1
-                self._since = min(data.get("began_at") or at, at)
-                self.devices = data.get("devices") or 1  # a worker alone does not say how many
-            case EventKind.CREW:
-                self.resize(max(len(data.get("ranks") or ()), 1), at)
-            case EventKind.PLAN:
-                self.plan = data
-            case EventKind.DATA:
-                self.train_samples = data.get("train") or 0
-            case EventKind.MODEL:
-                self.parameters = data.get("parameters") or 0
-            case EventKind.CHECKPOINT:
-                self.checkpoints[data["step"]] = data["path"]
-            case EventKind.ERROR:
-                self.error = data
-            case EventKind.EVALUATION if "rung" in data:
-                found = RungScore(
-                    rung=data["rung"],
-                    step=data["step"],
-                    metrics={"loss": _number(data["loss"])}
-                    | {name: _number(value) for name, value in data["metrics"].items()},
-                    at=at,
-                    device_seconds=self.device_seconds(at),
+        self.view = apply(self.view, event)
+        match event:
+            case StateChanged():
+                self._move(event)
+            case AttemptStarted():
+                self._since = min(event.began_at, event.at)
+                self.devices = event.devices or 1  # a worker alone does not say how many
+            case WorkerGroupFormed():
+                self.resize(max(len(event.ranks), 1), event.at)
+            case Evaluated() if event.rung is not None:
+                score = RungScore(
+                    rung=event.rung,
+                    step=event.step,
+                    metrics={"loss": event.loss, **event.metrics},
+                    at=event.at,
+                    device_seconds=self.device_seconds(event.at),
                 )
-                self.evaluated[found.rung] = found
-                return found
+                self.evaluated[score.rung] = score
+                return score
             case _:
                 pass
         return None
@@ -108,18 +123,17 @@ class Story:
             self._since = at
         self.devices = devices
 
-    def _move(self, data: dict[str, Any], at: float) -> None:
-        state = replay_move(self.state, RunState(data["state"]))
-        if state is RunState.PENDING:  # another life
-            self.error, self.reason = None, ""
-        self.reason = data.get("reason") or self.reason
-        if self._since is None and state is RunState.STOPPED:
+    def _move(self, event: StateChanged) -> None:
+        if self.state is RunState.PENDING:  # another attempt
+            self.reason = ""
+        self.reason = event.reason or self.reason
+        if self._since is None and self.state is RunState.STOPPED:
             self.reason = "it had just been started"  # and had no last words of its own
-        if not state.is_active and self._since is not None:
+        if not self.state.is_active and self._since is not None:
             # One that vanished cost nothing from its last sign until somebody looked for it.
-            self.resize(self.devices, max(min(data.get("seen_at") or at, at), self._since))
+            seen_at = min(event.seen_at or event.at, event.at)
+            self.resize(self.devices, max(seen_at, self._since))
             self._since = None
-        self.state = state
 
 
 def read_story(run: RunStore, *, devices: int = 1) -> Story:
@@ -134,7 +148,3 @@ def read_story(run: RunStore, *, devices: int = 1) -> Story:
 def has_finished(run: RunStore) -> bool:
     """Whether a run was trained to its end: somebody may have gone on with a held trial by hand."""
     return read_story(run).state is RunState.FINISHED
-
-
-def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.queue import Entry
-    from yunlu.scheduler.sight import Sight
+    from yunlu.scheduler.observation import RunObservation
 
 MOST_FAILURES = 3
 """Faults in a row without one new step, after which the run is given up."""
@@ -117,7 +117,7 @@ def write_notes(run: RunStore, notes: Notes, *, is_intention: bool = False) -> N
 def resolve(
     entry: Entry,
     notes: Notes,
-    sight: Sight,
+    sight: RunObservation,
     *,
     now: float,
     nodes: AbstractSet[str],
@@ -149,7 +149,7 @@ def resolve(
     return _count_failure(freed, sight, now)
 
 
-def _resolve_alive(notes: Notes, sight: Sight, now: float, service: str) -> Notes:
+def _resolve_alive(notes: Notes, sight: RunObservation, now: float, service: str) -> Notes:
     shares, intention, since = notes.shares, notes.intention, notes.held_since
     kind = intention.kind if intention is not None else None
     wanted = intention.shares if intention is not None else ()
@@ -175,7 +175,7 @@ def _resolve_alive(notes: Notes, sight: Sight, now: float, service: str) -> Note
 
 
 def _is_nobodys_fault(
-    entry: Entry, notes: Notes, sight: Sight, nodes: AbstractSet[str], service: str
+    entry: Entry, notes: Notes, sight: RunObservation, nodes: AbstractSet[str], service: str
 ) -> bool:
     """Whether a run that has ended need not answer for it."""
     if sight.state is RunState.FINISHED or entry.wish != "run":
@@ -194,7 +194,7 @@ def _is_nobodys_fault(
     return is_cut_short and _is_of_another(intention, service)
 
 
-def _count_failure(notes: Notes, sight: Sight, now: float) -> Notes:
+def _count_failure(notes: Notes, sight: RunObservation, now: float) -> Notes:
     has_moved = sight.step > notes.failed_step
     failures = 1 if has_moved else notes.failures + 1
     why = sight.error or f"it ended as {sight.state}"
@@ -219,7 +219,7 @@ def _is_of_another(intention: Intention | None, service: str) -> bool:
     return intention is not None and intention.by != service
 
 
-def _takes(sight: Sight, shares: Shares) -> bool:
+def _takes(sight: RunObservation, shares: Shares) -> bool:
     """Whether a run takes just this: on each machine, where that is known."""
     if sight.shares:
         return dict(sight.shares) == dict(shares)

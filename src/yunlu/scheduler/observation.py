@@ -16,7 +16,7 @@ _HOPELESS = frozenset({"job", "data", "model", "missing", MEMORY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class RunObservation:
     """One look at a run."""
 
     state: RunState

@@ -14,7 +14,7 @@ from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import PoolSettings
-from yunlu.scheduler.notes import Seen, read_notes
+from yunlu.scheduler.allocation_record import StepTiming, read_allocation
 from yunlu.scheduler.queue import Asked, enqueue, read_entry
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Lived:
     """Of those that its steps should have trained on: missing, or trained on twice."""
     sizes: tuple[tuple[float, int], ...]
     """When it went on with how many workers."""
-    seen: tuple[Seen, ...]
+    seen: tuple[StepTiming, ...]
     resize_s: tuple[float, ...]
 
     @property
@@ -100,7 +100,7 @@ def _read(run: RunStore, arrival: Arrival) -> Lived:
     events = [event for event, _ in run.read_events()]
     crews = [event for event in events if event.kind is EventKind.CREW]
     lives = [event for event in events if event.kind is EventKind.LIFE]
-    entry, notes = read_entry(run), read_notes(run)
+    entry, notes = read_entry(run), read_allocation(run)
     assert entry is not None
     times_s = [
         sum(float(record.get(key) or 0.0) for key in ("data_s", "compute_s", "communication_s"))

@@ -21,7 +21,7 @@ from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 from yunlu.scheduler import control
 from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.queue import Asked, enqueue, withdraw
 from yunlu.spec.load import load_job
 
@@ -159,4 +159,4 @@ def nodes_of(run: RunStore) -> list[str]:
 
 def held_by(run: RunStore) -> dict[str, int]:
     """What the pool has noted that it holds."""
-    return dict(read_notes(run).shares)
+    return dict(read_allocation(run).shares)

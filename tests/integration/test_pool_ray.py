@@ -19,7 +19,7 @@ from tests.integration.pool_drill import (
 from tests.integration.ray_rig import RayRig, why_no_ray
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.allocation_record import read_allocation
 
 pytestmark = [
     pytest.mark.distributed,
@@ -76,7 +76,7 @@ def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> No
         lambda: lost not in {node["name"] for node in pool.view()["nodes"]},
         "Ray has given it up",
     )
-    assert read_notes(first).failures == 0  # not counted against it
+    assert read_allocation(first).failures == 0  # not counted against it
 
     pool.dismiss(first)
     assert state(first) == "stopped"
@@ -107,7 +107,7 @@ def test_asynchronous_workers_share_the_pool_and_outlive_the_node_of_their_serve
     rig.kill(lost)
     pool.wait(lambda: lost not in held_by(first), f"{lost} is left")
     pool.wait(lambda: step(first) > before + 5, "it goes on elsewhere", 2 * PATIENCE_S)
-    assert read_notes(first).failures == 0  # not counted against it
+    assert read_allocation(first).failures == 0  # not counted against it
 
     pool.dismiss(first)
     assert state(first) == "stopped"

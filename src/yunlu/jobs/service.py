@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from yunlu.executors.executor import Executor, Resized
     from yunlu.hardware.fleet import Placement
     from yunlu.planning.plan import Plan
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 

@@ -31,7 +31,7 @@ _FIRST_WAIT_S, _MORE, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
 Shares = tuple[tuple[str, int], ...]
 
 
-class Intention(Value):
+class PendingAction(Value):
     """What is about to happen."""
 
     kind: Literal["start", "resize", "stop"]
@@ -42,7 +42,7 @@ class Intention(Value):
     """Which service meant to."""
 
 
-class Seen(Value):
+class StepTiming(Value):
     """How long steps took in one configuration; kept for runs that are alike."""
 
     device_type: str
@@ -53,7 +53,7 @@ class Seen(Value):
     step_s: float
 
 
-class Notes(Value):
+class AllocationRecord(Value):
     """All that the pool remembers of one run."""
 
     ticket: int = 0
@@ -61,7 +61,7 @@ class Notes(Value):
     shares: Shares = ()
     """What it holds, by node; a device is its own until nobody works on it any more."""
     held_since: float | None = None
-    intention: Intention | None = None
+    intention: PendingAction | None = None
     failures: int = 0
     """In a row, without a new step between them."""
     failed_at: float | None = None
@@ -72,7 +72,7 @@ class Notes(Value):
     restarts: int = 0
     served_device_s: float = 0.0
     spent_dollars: float = 0.0
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[StepTiming, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -100,29 +100,29 @@ class Notes(Value):
         return 0 <= now - self.failed_at < self.wait_s()
 
 
-def read_notes(run: RunStore) -> Notes:
+def read_allocation(run: RunStore) -> AllocationRecord:
     """The notes; empty ones where there are none, or none that can be read: they can be rebuilt."""
     try:
         content = run.read(Document.ALLOCATION)
-        return Notes() if content is None else Notes.model_validate_json(content)
+        return AllocationRecord() if content is None else AllocationRecord.model_validate_json(content)
     except (OSError, ValidationError):
-        return Notes()
+        return AllocationRecord()
 
 
-def write_notes(run: RunStore, notes: Notes, *, is_intention: bool = False) -> None:
+def write_allocation(run: RunStore, notes: AllocationRecord, *, is_intention: bool = False) -> None:
     """Publish the notes; an intention is on the disk before anything is done about it."""
     run.write(Document.ALLOCATION, notes.model_dump_json(), durable=is_intention)
 
 
-def resolve(
+def reconcile(
     entry: Entry,
-    notes: Notes,
+    notes: AllocationRecord,
     sight: RunObservation,
     *,
     now: float,
     nodes: AbstractSet[str],
     service: str = "",
-) -> Notes:
+) -> AllocationRecord:
     """The notes in the light of what the run itself shows. Pure, and the same when done twice.
 
     Args:
@@ -149,7 +149,7 @@ def resolve(
     return _count_failure(freed, sight, now)
 
 
-def _resolve_alive(notes: Notes, sight: RunObservation, now: float, service: str) -> Notes:
+def _resolve_alive(notes: AllocationRecord, sight: RunObservation, now: float, service: str) -> AllocationRecord:
     shares, intention, since = notes.shares, notes.intention, notes.held_since
     kind = intention.kind if intention is not None else None
     wanted = intention.shares if intention is not None else ()
@@ -175,7 +175,7 @@ def _resolve_alive(notes: Notes, sight: RunObservation, now: float, service: str
 
 
 def _is_nobodys_fault(
-    entry: Entry, notes: Notes, sight: RunObservation, nodes: AbstractSet[str], service: str
+    entry: Entry, notes: AllocationRecord, sight: RunObservation, nodes: AbstractSet[str], service: str
 ) -> bool:
     """Whether a run that has ended need not answer for it."""
     if sight.state is RunState.FINISHED or entry.wish != "run":
@@ -194,7 +194,7 @@ def _is_nobodys_fault(
     return is_cut_short and _is_of_another(intention, service)
 
 
-def _count_failure(notes: Notes, sight: RunObservation, now: float) -> Notes:
+def _count_failure(notes: AllocationRecord, sight: RunObservation, now: float) -> AllocationRecord:
     has_moved = sight.step > notes.failed_step
     failures = 1 if has_moved else notes.failures + 1
     why = sight.error or f"it ended as {sight.state}"
@@ -214,7 +214,7 @@ def _count_failure(notes: Notes, sight: RunObservation, now: float) -> Notes:
     return notes.model_copy(update=changes)
 
 
-def _is_of_another(intention: Intention | None, service: str) -> bool:
+def _is_of_another(intention: PendingAction | None, service: str) -> bool:
     """Whether a service meant to do it that is no more."""
     return intention is not None and intention.by != service
 

@@ -17,7 +17,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import service
 from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
-from yunlu.scheduler.notes import Intention, read_notes, write_notes
+from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
 from yunlu.scheduler.queue import put_back, read_entry, scan
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
             time.sleep(_POLL_S)
     if stop_jobs:
         # They keep their place in the queue: the next service goes on with them.
-        leaving = Intention(kind="stop", reason="the pool went down")
+        leaving = PendingAction(kind="stop", reason="the pool went down")
         for run in scan(home):
-            notes = read_notes(run)
+            notes = read_allocation(run)
             if notes.shares:
                 notes = notes.model_copy(update={"intention": leaving})
-                write_notes(run, notes, is_intention=True)
+                write_allocation(run, notes, is_intention=True)
                 service.request_stop(run)
     return found is not None
 

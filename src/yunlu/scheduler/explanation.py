@@ -11,14 +11,14 @@ from yunlu.core.value import Value
 from yunlu.jobs.service import read_record
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.journal import Journal
-from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.queue import read_entry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.notes import Notes
+    from yunlu.scheduler.allocation_record import AllocationRecord
     from yunlu.scheduler.queue import Entry
 
 _FEW = 8
@@ -69,14 +69,14 @@ def explain(home: Path, run: RunStore) -> Explanation:
     history = [told for line in journal.read_decisions(run.id) if (told := _told(line))]
     return Explanation(
         run=run.id,
-        standing=_standing(run, entry, read_notes(run), own, is_up=is_up),
+        standing=_standing(run, entry, read_allocation(run), own, is_up=is_up),
         holders=holders if is_up else {},
         history=tuple(history[-_FEW:]),
     )
 
 
 def _standing(
-    run: RunStore, entry: Entry, notes: Notes, own: dict[str, Any] | None, *, is_up: bool
+    run: RunStore, entry: Entry, notes: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
 ) -> str:
     state = read_record(run).state
     again = f"yunlu resume {run.id} queues it again"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.jobs.run_log import step_s
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.fold import RunView, apply
-from yunlu.scheduler.notes import Seen
+from yunlu.scheduler.allocation_record import StepTiming
 
 if TYPE_CHECKING:
     from yunlu.runs.events import Event
@@ -76,9 +76,9 @@ class Course:
             self.moved_at = time.monotonic()
         return has_moved
 
-    def seen(self, device_type: str) -> tuple[Seen, ...]:
+    def seen(self, device_type: str) -> tuple[StepTiming, ...]:
         """How long steps took, for each number of workers."""
-        found: list[Seen] = []
+        found: list[StepTiming] = []
         for (nodes, devices), group in sorted(self._groups.items()):
             if len(group.steps_s) < 2 or self.batch is None:
                 continue
@@ -88,7 +88,7 @@ class Course:
             passes = -(-share // local)
             pass_s = max(whole_s - wait_s, 1e-9) / passes
             found.append(
-                Seen(
+                StepTiming(
                     device_type=device_type,
                     nodes=nodes,
                     devices=devices,

@@ -24,7 +24,7 @@ import psutil
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
 from yunlu.executors.finding import open_executor
-from yunlu.scheduler.hands import ExecutorHands
+from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.scaling import make_scaler
@@ -69,7 +69,7 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
     able = executor.capabilities()
     steward = Steward(
         home,
-        ExecutorHands(executor),
+        ExecutorAdapter(executor),
         open_policy(settings.policy),
         open_estimator,
         settings=settings,

@@ -1,7 +1,7 @@
 """The queue: what the pool must know of a run, in files of the run's own directory.
 
 ``queue.json`` holds what people want; only the verbs write it. ``allocation.json`` holds what the pool has
-done and is about to do (see ``yunlu.scheduler.notes``); only the service writes that. Neither needs the
+done and is about to do (see ``yunlu.scheduler.allocation_record``); only the service writes that. Neither needs the
 other's lock.
 """
 

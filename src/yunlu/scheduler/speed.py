@@ -10,7 +10,7 @@ from yunlu.scheduler.policy.mixed_speed import NoForeknowledge
 from yunlu.scheduler.policy.observations import BatchLimits, Noise, Observations, Timing
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.notes import Seen
+    from yunlu.scheduler.allocation_record import StepTiming
     from yunlu.scheduler.policy.observations import Estimator, Model
     from yunlu.scheduler.run_status import ScheduledRun
 
@@ -105,7 +105,7 @@ def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:
     return BatchLimits(base=base, most=most, local_most=local_most or most)
 
 
-def _timing(seen: Seen) -> Timing:
+def _timing(seen: StepTiming) -> Timing:
     return Timing(
         device_type=seen.device_type,
         nodes=seen.nodes,

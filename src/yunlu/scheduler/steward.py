@@ -17,13 +17,13 @@ from yunlu.executors.executor import name_kind
 from yunlu.executors.finding import LOCAL, scheme_of
 from yunlu.scheduler import markets
 from yunlu.scheduler.clock import SteadyClock
-from yunlu.scheduler.deeds import Deeds
+from yunlu.scheduler.actions import ActionRunner
 from yunlu.scheduler.forecast import forecast, with_start
-from yunlu.scheduler.gauge import Gauge
+from yunlu.scheduler.usage_monitor import UsageMonitor
 from yunlu.scheduler.moves import hold_still, is_under_way, plan_moves
 from yunlu.scheduler.policy.staying import stay_near
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
-from yunlu.scheduler.register import Register
+from yunlu.scheduler.run_registry import RunRegistry
 from yunlu.scheduler.speed import Knowledge
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
 from yunlu.scheduler.view import make_view
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Node
     from yunlu.scheduler.arrivals import Arrival
     from yunlu.scheduler.forecast import Forecast
-    from yunlu.scheduler.hands import Hands
+    from yunlu.scheduler.executor_adapter import RunControl
     from yunlu.scheduler.journal import Journal, PoolSettings
     from yunlu.scheduler.policy.values import Policy
     from yunlu.scheduler.scaling import Scaler
@@ -56,7 +56,7 @@ class Steward:
     def __init__(
         self,
         home: Path,
-        hands: Hands,
+        hands: RunControl,
         policy: Policy,
         make_estimator: MakeEstimator,
         *,
@@ -71,8 +71,8 @@ class Steward:
         self.settings, self.journal = settings, journal
         self.clock = clock or SteadyClock()
         self.hands, self.policy = hands, policy
-        self.register = Register(home, hands, self.clock, name=name)
-        self.deeds = Deeds(self.register, hands, self.clock, name=name)
+        self.register = RunRegistry(home, hands, self.clock, name=name)
+        self.deeds = ActionRunner(self.register, hands, self.clock, name=name)
         self.knowledge = Knowledge(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
@@ -93,7 +93,7 @@ class Steward:
         )
         self._teams = journal.read_teams()
         self._kept_at = self._charged_at = self.clock.now()
-        self._gauge = Gauge(is_local=scheme_of(settings.executor) == LOCAL)
+        self._gauge = UsageMonitor(is_local=scheme_of(settings.executor) == LOCAL)
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Node
     from yunlu.scheduler.arrivals import Arrival
     from yunlu.scheduler.forecast import Forecast
-    from yunlu.scheduler.gauge import Gauge, Usage
+    from yunlu.scheduler.usage_monitor import UsageMonitor, Usage
     from yunlu.scheduler.journal import PoolSettings
     from yunlu.scheduler.policy.values import Decision
     from yunlu.scheduler.run_status import ScheduledRun
@@ -28,7 +28,7 @@ def make_view(
     *,
     arrivals: Sequence[Arrival] = (),
     now: float,
-    gauge: Gauge,
+    gauge: UsageMonitor,
     settings: PoolSettings,
     limits: str = "",
     decided_ms: float,

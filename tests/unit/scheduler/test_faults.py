@@ -14,9 +14,9 @@ from tests.unit.scheduler.world import Killed
 from yunlu.core.errors import StoreError
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.states import RunState
-from yunlu.scheduler import register as register_module
+from yunlu.scheduler import run_registry as register_module
 from yunlu.scheduler.autoscaling.values import Rules
-from yunlu.scheduler.notes import MOST_FAILURES
+from yunlu.scheduler.allocation_record import MOST_FAILURES
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.queue import change_entry, read_entry
 from yunlu.scheduler.scaling import Scaler

@@ -9,7 +9,7 @@ from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.states import RunState
 from yunlu.scheduler.moves import free_devices, plan_moves
 from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.notes import Intention, Notes
+from yunlu.scheduler.allocation_record import PendingAction, AllocationRecord
 from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
@@ -18,7 +18,7 @@ NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 
 
 def stand(name, shares=(), *, phase=None, intention=None):
-    notes = Notes(shares=shares, intention=intention)
+    notes = AllocationRecord(shares=shares, intention=intention)
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
     return ScheduledRun(
         run=SimpleNamespace(id=name),
@@ -58,7 +58,7 @@ def test_nobody_makes_room_for_who_cannot_come_yet():
 def test_who_is_not_named_is_stopped_and_who_changes_is_left_alone():
     stands = [
         stand("out", (("a", 1),)),
-        stand("busy", (("a", 1),), phase=Phase.CHANGING, intention=Intention(kind="resize")),
+        stand("busy", (("a", 1),), phase=Phase.CHANGING, intention=PendingAction(kind="resize")),
     ]
     assert gist(plan_moves(stands, {}, NODES)) == [("out", "stop", {})]
 
@@ -99,7 +99,7 @@ def test_no_device_is_ever_promised_twice(held, wanted, growing):
     placements = {f"{number}": Placement(shares_of(pair)) for number, pair in enumerate(wanted)}
     for move in plan_moves(stands, placements, NODES):
         found = next(each for each in stands if each.id == move.run_id)
-        intention = Intention(kind=move.kind, shares=move.placement.shares)
+        intention = PendingAction(kind=move.kind, shares=move.placement.shares)
         shares = found.notes.shares or intention.shares
         found.notes = found.notes.model_copy(update={"intention": intention, "shares": shares})
     assert all(count >= 0 for count in free_devices(stands, NODES).values())

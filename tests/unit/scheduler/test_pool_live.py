@@ -7,11 +7,11 @@ from benchmarks.pool_parts.live import Lived
 from benchmarks.pool_parts.queue import BATCH, QUEUE, Arrival, Kind, make_job, make_queue
 
 from yunlu.scheduler.needs import find_needs
-from yunlu.scheduler.notes import Seen
+from yunlu.scheduler.allocation_record import StepTiming
 
 
 def seen(devices, step_s):
-    return Seen(
+    return StepTiming(
         device_type="cpu", nodes=1, devices=devices, local_batch=BATCH // devices,
         accumulate_s=step_s, step_s=step_s,
     )  # fmt: skip

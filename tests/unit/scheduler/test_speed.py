@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.policy.fitting import Fitter
 from yunlu.scheduler.policy.observations import BatchLimits, Observations, Timing
@@ -55,4 +55,4 @@ def test_run_of_a_new_program_begins_on_no_more_than_its_owner_asked_for(
     world = make_world({"here": 8}, steps=200)
     run = world.submit("a", least=least, most=8, asked=asked)
     make_steward(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
-    assert read_notes(run).placement.devices == given
+    assert read_allocation(run).placement.devices == given

@@ -11,11 +11,11 @@ from tests.unit.scheduler.world import Fair
 from yunlu.runs.events import ErrorRaised, StateChanged
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document
-from yunlu.scheduler import gauge as gauge_module
-from yunlu.scheduler import register as register_module
-from yunlu.scheduler.gauge import Usage, find_lie
+from yunlu.scheduler import usage_monitor as gauge_module
+from yunlu.scheduler import run_registry as register_module
+from yunlu.scheduler.usage_monitor import Usage, find_lie
 from yunlu.scheduler.journal import PoolSettings
-from yunlu.scheduler.notes import MOST_FAILURES, STALLED, read_notes
+from yunlu.scheduler.allocation_record import MOST_FAILURES, STALLED, read_allocation
 from yunlu.scheduler.queue import change_entry, put_back, read_entry, set_priority
 from yunlu.scheduler.run_status import Phase
 
@@ -44,7 +44,7 @@ def test_queued_run_is_started_grown_and_seen_to_its_end(make_world, make_stewar
     assert states(run) == ["pending", "planning", "running", "finished"]
     assert not steward.register.stands
     assert not world.processes
-    assert read_notes(run).shares == ()
+    assert read_allocation(run).shares == ()
 
 
 def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
@@ -61,11 +61,11 @@ def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
     steward = make_steward(world, queue_s=1e-9)
     turn(world, steward, 3)
     assert "called off" in decided(steward, run)
-    assert read_notes(run).intention.kind == "stop"
+    assert read_allocation(run).intention.kind == "stop"
     world.dawdles = 0.0
     turn(world, steward, 30)
     assert states(run)[-1] == "finished"
-    assert read_notes(run).failures == 0
+    assert read_allocation(run).failures == 0
 
 
 def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, make_steward):
@@ -73,14 +73,14 @@ def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, mak
     first = world.submit("a")
     steward = make_steward(world)
     turn(world, steward, 4)
-    assert read_notes(first).placement.devices == 4
+    assert read_allocation(first).placement.devices == 4
     second = world.submit("b")
     steward.step()
-    notes = read_notes(first)
+    notes = read_allocation(first)
     assert notes.intention.kind == "resize"
     assert world.process_of(second) is None  # the first has not yet made room
     turn(world, steward, 3)
-    assert read_notes(first).placement.devices == read_notes(second).placement.devices == 2
+    assert read_allocation(first).placement.devices == read_allocation(second).placement.devices == 2
 
 
 def test_rigid_run_that_does_not_fit_waits_and_is_explained(make_world, make_steward):
@@ -108,7 +108,7 @@ def test_higher_priority_is_served_first(make_world, make_steward):
     turn(world, steward, 6)
     assert world.process_of(high) is not None
     assert states(low)[-1] == "stopped"
-    assert read_notes(low).restarts == 1
+    assert read_allocation(low).restarts == 1
     assert steward.register.stands["low"].phase is Phase.WAITING
 
 
@@ -156,7 +156,7 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     turn(world, steward, 200, seconds=1.0)
     assert states(run).count("pending") >= MOST_FAILURES
     assert states(run)[-1] == "failed"
-    notes = read_notes(run)
+    notes = read_allocation(run)
     assert notes.failures == MOST_FAILURES
     assert "3 times in a row" in notes.given_up
     assert states(good)[-1] == "finished"
@@ -198,7 +198,7 @@ def test_fault_that_would_come_again_is_not_tried_again(make_world, make_steward
 
     world.look = look
     turn(world, steward, 3)
-    assert "would fail again: no such file" in read_notes(run).given_up
+    assert "would fail again: no such file" in read_allocation(run).given_up
     assert world.starts == 1
 
 
@@ -221,7 +221,7 @@ def test_lost_notes_are_rebuilt_from_the_run(make_world, make_steward):
     (run.path / Document.ALLOCATION).unlink()
     world.kill_service()
     turn(world, make_steward(world), 2)
-    assert read_notes(run).placement.devices == 4
+    assert read_allocation(run).placement.devices == 4
     assert world.starts == 1
 
 
@@ -230,10 +230,10 @@ def test_machine_that_dies_is_nobodys_fault(make_world, make_steward):
     run = world.submit("a", most=2)
     steward = make_steward(world)
     turn(world, steward, 4)
-    ((name, _),) = read_notes(run).shares
+    ((name, _),) = read_allocation(run).shares
     world.break_machine(name)
     turn(world, steward, 60)
-    notes = read_notes(run)
+    notes = read_allocation(run)
     assert notes.failures == 0
     assert notes.restarts >= 1
     assert states(run)[-1] == "finished"
@@ -299,7 +299,7 @@ def test_entry_that_cannot_be_read_keeps_what_it_has(make_world, make_steward):
     (run.path / Document.QUEUE_ENTRY).write_text(json.dumps({"from": "the future"}))
     other = world.submit("b", most=4)
     turn(world, steward, 4)
-    assert read_notes(other).placement.devices == 2
+    assert read_allocation(other).placement.devices == 2
     assert world.process_of(run) is not None
     (run.path / Document.QUEUE_ENTRY).write_text(text)
     turn(world, steward, 60)
@@ -332,7 +332,7 @@ def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_st
     run = world.submit("a", most=2)
     steward = make_steward(world)
     turn(world, steward, 5)
-    assert read_notes(run).placement.devices == 2
+    assert read_allocation(run).placement.devices == 2
     resize, asked = world.resize, []
 
     def note(store, placement):
@@ -346,7 +346,7 @@ def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_st
     world.dawdles = 0.0
     turn(world, steward, 5)
     assert asked == [1]
-    assert read_notes(run).placement.devices == 1
+    assert read_allocation(run).placement.devices == 1
 
 
 def test_spent_budget_pauses_a_run(make_world, make_steward):
@@ -358,7 +358,7 @@ def test_spent_budget_pauses_a_run(make_world, make_steward):
     assert states(run)[-1] == "stopped"
     assert steward.register.stands["a"].phase is Phase.PAUSED
     assert "over budget" in decided(steward, run)
-    assert read_notes(run).spent_dollars == pytest.approx(0.01, rel=0.6)
+    assert read_allocation(run).spent_dollars == pytest.approx(0.01, rel=0.6)
 
 
 def test_run_resized_by_hand_is_believed(make_world, make_steward):
@@ -368,9 +368,9 @@ def test_run_resized_by_hand_is_believed(make_world, make_steward):
     turn(world, steward, 4)
     world.process_of(run).wanted = {"here": 5}
     turn(world, steward, 1)
-    assert sum(read_notes(run).claims.values()) == 5
+    assert sum(read_allocation(run).claims.values()) == 5
     turn(world, steward, 4)
-    assert read_notes(run).placement.devices == 2
+    assert read_allocation(run).placement.devices == 2
 
 
 def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
@@ -384,12 +384,12 @@ def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
     world.dawdles = 1.0
     for _ in range(3):
         steward.step()
-    assert read_notes(run).intention.reason == STALLED
+    assert read_allocation(run).intention.reason == STALLED
     assert "stalled" in decided(steward, run)
     world.dawdles = 0.0
     steward.settings = PoolSettings()
     turn(world, steward, 4)
-    assert read_notes(run).failures == 1
+    assert read_allocation(run).failures == 1
     turn(world, steward, 120)
     assert states(run)[-1] == "finished"
 

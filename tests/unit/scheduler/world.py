@@ -28,7 +28,7 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
-from yunlu.scheduler.hands import NotNowError
+from yunlu.scheduler.executor_adapter import NotNowError
 from yunlu.scheduler.needs import Needs
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.queue import Entry

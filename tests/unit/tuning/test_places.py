@@ -17,7 +17,7 @@ from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.journal import Journal
-from yunlu.scheduler.notes import Notes, write_notes
+from yunlu.scheduler.allocation_record import AllocationRecord, write_allocation
 from yunlu.scheduler.queue import Entry, read_entry, scan
 from yunlu.spec.job import Job
 from yunlu.tuning.conducting.hosting import Hosting
@@ -90,7 +90,7 @@ def test_letting_go_of_what_was_never_queued_is_no_error() -> None:
 def test_the_pool_says_what_a_trial_holds() -> None:
     places = PoolPlaces()
     run = places.submit(make_job())
-    write_notes(run, Notes(shares=(("a", 2), ("b", 1))))
+    write_allocation(run, AllocationRecord(shares=(("a", 2), ("b", 1))))
     assert places.held(run) == 3
 
 

@@ -97,8 +97,10 @@ def tell_outlook(
     repacks[has] &= stay_s[has] > in_all_s[at]
     in_all_s[at] = np.where(repacks[has], in_all_s[at], stay_s[has])
     left_s[at] = np.where(repacks[has], left_s[at], stay_s[has])
-    # Whoever waits has to start once, whenever that is: it is part of its work, and no loss.
-    gained_s = work_s + np.where(has, 0.0, restart_s)
+    # A job that waits has to start once, whenever that is: its start is part of its work, and no
+    # loss. A job that runs has to start again if it is stopped, so running saves it a start. With
+    # the same work counted for both, a job is never worth more stopped than it was running.
+    gained_s = work_s + restart_s
     values = (urgency * gained_s * weights)[:, None] / in_all_s
     values = np.where(np.isfinite(in_all_s), values, -np.inf)
     _add_deadlines(values, jobs, in_all_s, now=now, unit=weights.max(initial=1.0))

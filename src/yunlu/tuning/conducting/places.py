@@ -26,10 +26,10 @@ from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler.control import find_service
-from yunlu.scheduler.hands import ExecutorHands, NotNowError
+from yunlu.scheduler.executor_adapter import ExecutorAdapter, NotNowError
 from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.needs import find_needs
-from yunlu.scheduler.notes import read_notes
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.queue import Entry, change_entry, put_back, read_entry, sign
 from yunlu.tuning.study_dir import StudyError
 
@@ -125,7 +125,7 @@ class LocalPlaces:
     def __init__(self, devices: int | None = None) -> None:
         """Takes as many devices as there are GPUs, or cores, where no number is given."""
         address = "local" if devices is None else f"local://?devices={devices}"
-        self._hands = ExecutorHands(open_executor(address))
+        self._hands = ExecutorAdapter(open_executor(address))
         self._node = self._hands.nodes()[0]
         self._most: dict[str, int] = {}
         self._sent_off: dict[str, float] = {}
@@ -293,7 +293,7 @@ class PoolPlaces:
 
     def held(self, run: RunStore) -> int:
         """As ``Places.held``: what the pool has given it, and nobody else may have."""
-        return sum(read_notes(run).claims.values())
+        return sum(read_allocation(run).claims.values())
 
     def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``: the pool finds out, too, and gives no more."""

@@ -94,7 +94,7 @@ class Rests:
             self._places.let_go(live.run, for_good=False)
 
     def _fail(self, live: Live, cost: dict[str, Any]) -> None:
-        told = live.story.error or {}
-        message = told.get("message") or live.story.reason or "its worker vanished"
+        error = live.story.error
+        message = (error.message if error else live.story.reason) or "its worker vanished"
         self._records.end(live.number, TrialState.FAILED, error=message, **cost)
-        refuse_failures(self._records.facts(), message, hint=told.get("hint"))
+        refuse_failures(self._records.facts(), message, hint=error.hint if error else None)

@@ -11,26 +11,26 @@ from yunlu.executors.worker_process import launch_lock, record_worker, this_proc
 from yunlu.jobs.run import move as move_state
 from yunlu.jobs.service import read_record
 from yunlu.runs.states import RunState
-from yunlu.scheduler.hands import NotNowError
-from yunlu.scheduler.notes import STALLED, Intention
+from yunlu.scheduler.executor_adapter import NotNowError
+from yunlu.scheduler.allocation_record import STALLED, PendingAction
 from yunlu.scheduler.queue import change_entry
 
 if TYPE_CHECKING:
     from yunlu.scheduler.clock import SteadyClock
-    from yunlu.scheduler.hands import Hands
+    from yunlu.scheduler.executor_adapter import RunControl
     from yunlu.scheduler.moves import Move
-    from yunlu.scheduler.register import Register
+    from yunlu.scheduler.run_registry import RunRegistry
     from yunlu.scheduler.run_status import ScheduledRun
 
 _AGAIN_S = 10.0
 _STALLED_S = 60.0
 
 
-class Deeds:
+class ActionRunner:
     """What is done to runs."""
 
     def __init__(
-        self, register: Register, hands: Hands, clock: SteadyClock, *, name: str = ""
+        self, register: RunRegistry, hands: RunControl, clock: SteadyClock, *, name: str = ""
     ) -> None:
         self.register, self.hands, self.clock, self.name = register, hands, clock, name
         self._asked: dict[str, tuple[float, float]] = {}
@@ -38,7 +38,7 @@ class Deeds:
 
     def do(self, stand: ScheduledRun, move: Move) -> str | None:
         """Carry out one move; the words say why it was not."""
-        intention = Intention(
+        intention = PendingAction(
             kind=move.kind, shares=move.placement.shares, reason=move.reason, by=self.name
         )
         try:
@@ -51,7 +51,7 @@ class Deeds:
                     self.hands.start(stand.run, move.placement)
                 case "resize":
                     if not self.hands.resize(stand.run, move.placement):
-                        self._intend(stand, Intention(kind="stop", reason="moved", by=self.name))
+                        self._intend(stand, PendingAction(kind="stop", reason="moved", by=self.name))
                         self._ask_to_stop(stand)
                 case "stop":
                     self._ask_to_stop(stand)
@@ -97,7 +97,7 @@ class Deeds:
     def end_stalled(self, stand: ScheduledRun) -> None:
         """Take devices back from a run that does nothing with them."""
         try:
-            self._intend(stand, Intention(kind="stop", reason=STALLED, by=self.name))
+            self._intend(stand, PendingAction(kind="stop", reason=STALLED, by=self.name))
             self._ask_to_stop(stand)
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"it is stalled, and cannot be stopped: {error}"
@@ -105,7 +105,7 @@ class Deeds:
     def call_off(self, stand: ScheduledRun, reason: str) -> None:
         """Take a run out of the queue of its cluster, to be started elsewhere. That is no fault of its own."""
         try:
-            self._intend(stand, Intention(kind="stop", reason=reason, by=self.name))
+            self._intend(stand, PendingAction(kind="stop", reason=reason, by=self.name))
             self._ask_to_stop(stand)
         except (YunluError, OSError) as error:
             self.register.troubles[stand.id] = f"{reason}, but it cannot be called off: {error}"
@@ -134,7 +134,7 @@ class Deeds:
         self._asked[stand.id] = (self._asked.get(stand.id, (now, now))[0], now)
         self.hands.stop(stand.run)
 
-    def _intend(self, stand: ScheduledRun, intention: Intention) -> None:
+    def _intend(self, stand: ScheduledRun, intention: PendingAction) -> None:
         notes = stand.notes.model_copy(update={"intention": intention})
         if intention.kind == "start":
             self._asked.pop(stand.id, None)

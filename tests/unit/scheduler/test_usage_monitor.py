@@ -9,8 +9,8 @@ from yunlu.executors.record import Record, write_record
 from yunlu.executors.usage import LeaseUse, Meter, NodeUse, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
 from yunlu.runs.home import open_run
-from yunlu.scheduler import gauge as gauge_module
-from yunlu.scheduler.gauge import Gauge
+from yunlu.scheduler import usage_monitor as gauge_module
+from yunlu.scheduler.usage_monitor import Gauge
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from yunlu.runs.states import RunState
 from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.notes import MOST_FAILURES, STALLED, Intention, Notes, resolve
+from yunlu.scheduler.allocation_record import MOST_FAILURES, STALLED, PendingAction, AllocationRecord, reconcile
 from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, find_phase
@@ -16,34 +16,34 @@ NODES = {"here"}
 
 
 def settle(notes, sight, *, now=100.0, nodes=NODES, entry=ENTRY, service="me"):
-    return resolve(entry, notes, sight, now=now, nodes=nodes, service=service)
+    return reconcile(entry, notes, sight, now=now, nodes=nodes, service=service)
 
 
 def held(count, **more):
-    return Notes(ticket=1, shares=(("here", count),), held_since=50.0, **more)
+    return AllocationRecord(ticket=1, shares=(("here", count),), held_since=50.0, **more)
 
 
 def intent(kind, count=0, *, by="me", reason=""):
     shares = (("here", count),) if count else ()
-    return Intention(kind=kind, shares=shares, by=by, reason=reason)
+    return PendingAction(kind=kind, shares=shares, by=by, reason=reason)
 
 
 def test_start_comes_true_when_somebody_works():
-    notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
+    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
     after = settle(notes, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True))
     assert (after.shares, after.intention, after.held_since) == ((("here", 2),), None, 100.0)
     assert after.restarts == 0
 
 
 def test_start_that_another_service_had_no_time_for_is_undone_and_nobodys_fault():
-    notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2, by="dead"))
+    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2, by="dead"))
     for state in (RunState.PENDING, RunState.LOST, RunState.STOPPED):
         after = settle(notes, RunObservation(state=state, is_alive=False, has_begun=False))
         assert (after.shares, after.intention, after.failures) == ((), None, 0)
 
 
 def test_start_of_ours_that_left_no_trace_counts():
-    notes = Notes(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
+    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
     after = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=False))
     assert after.failures == 1
 
@@ -71,8 +71,8 @@ def test_resize_that_another_service_had_no_time_for_is_undone():
 
 def test_move_keeps_the_devices_of_each_machine_until_they_are_left():
     was, wanted = (("a", 1), ("b", 1)), (("a", 1), ("c", 1))
-    notes = Notes(ticket=1, shares=was, held_since=50.0,
-                  intention=Intention(kind="resize", shares=wanted, by="me"))  # fmt: skip
+    notes = AllocationRecord(ticket=1, shares=was, held_since=50.0,
+                  intention=PendingAction(kind="resize", shares=wanted, by="me"))  # fmt: skip
     moving = RunObservation(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
     before = settle(notes, moving, nodes={"a", "b", "c"})
     assert before.claims == {"a": 1, "b": 1, "c": 1}
@@ -105,7 +105,7 @@ def test_stalled_run_is_to_blame():
 
 
 def test_faults_count_in_a_row_and_a_new_step_begins_anew():
-    notes = Notes(ticket=1)
+    notes = AllocationRecord(ticket=1)
     for attempt in range(1, MOST_FAILURES + 1):
         notes = notes.model_copy(update={"shares": (("here", 1),), "held_since": 1.0})
         notes = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
@@ -124,15 +124,15 @@ def test_lost_machine_is_nobodys_fault():
 
 
 def test_wait_grows_and_a_clock_put_back_ends_it():
-    notes = Notes(failures=2, failed_at=1000.0)
-    assert notes.wait_s() > Notes(failures=1).wait_s()
+    notes = AllocationRecord(failures=2, failed_at=1000.0)
+    assert notes.wait_s() > AllocationRecord(failures=1).wait_s()
     assert notes.is_backing_off(1000.0 + notes.wait_s() / 2)
     assert not notes.is_backing_off(1000.0 + notes.wait_s())
     assert not notes.is_backing_off(900.0)
 
 
 def test_new_ticket_forgives():
-    notes = Notes(ticket=1, failures=3, failed_at=5.0, given_up="often")
+    notes = AllocationRecord(ticket=1, failures=3, failed_at=5.0, given_up="often")
     entry = ENTRY.model_copy(update={"ticket": 2})
     after = settle(notes, RunObservation(state=RunState.FAILED, is_alive=False), entry=entry)
     assert (after.failures, after.given_up, after.ticket) == (0, "", 2)
@@ -143,7 +143,7 @@ intentions = st.none() | st.builds(
     intent, kinds, st.integers(1, 4), by=st.sampled_from(["me", "dead"])
 )
 notes_ = st.builds(
-    Notes,
+    AllocationRecord,
     ticket=st.just(1),
     shares=st.just(()) | st.integers(1, 4).map(lambda n: (("here", n),)),
     held_since=st.none() | st.just(50.0),

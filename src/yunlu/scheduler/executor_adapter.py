@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Node, Placement
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.notes import Shares
+    from yunlu.scheduler.allocation_record import Shares
 
 
-class Hands(Protocol):
+class RunControl(Protocol):
     """What can be done to runs."""
 
     def nodes(self) -> tuple[Node, ...]:
@@ -73,7 +73,7 @@ class NotNowError(StoreError):
     """The run cannot be asked at this moment; later it can."""
 
 
-class ExecutorHands:
+class ExecutorAdapter:
     """Runs with one executor."""
 
     def __init__(self, executor: Executor) -> None:
@@ -170,22 +170,22 @@ class ExecutorHands:
                     ),
                 )
 
-    def _find_life(self, run: RunStore) -> _Life:
+    def _find_life(self, run: RunStore) -> _Liveness:
         if read_leases(run) is None:  # never with an executor, or started by hand
             worker = recorded_worker(run)
             by_hand = worker is not None and worker.detached and worker.is_alive()
             if not by_hand and worker_lock_is_free(run):
-                return _Life(is_alive=False)
+                return _Liveness(is_alive=False)
             crew = read_crew(run)
-            return _Life(is_alive=True, devices=crew.target if crew is not None else 1)
+            return _Liveness(is_alive=True, devices=crew.target if crew is not None else 1)
         status = self.executor.status(run)
         lost = self._note_losses(run, status)
         if not status.is_alive:
-            return _Life(is_alive=False, lost_nodes=lost)
+            return _Liveness(is_alive=False, lost_nodes=lost)
         # Who was sent away takes a device until the next step's end; who is to come, already.
         if is_elsewhere(run):
             shares = _taken(status)
-            return _Life(
+            return _Liveness(
                 is_alive=True,
                 devices=sum(count for _, count in shares),
                 shares=shares,
@@ -193,7 +193,7 @@ class ExecutorHands:
                 waits_for=(status.reason or "it was just asked for") if status.is_waiting else "",
             )
         held = status.held.devices
-        return _Life(
+        return _Liveness(
             is_alive=True,
             devices=max(held, status.wanted.devices, status.workers),
             is_settled=status.workers == held == status.wanted.devices,
@@ -224,7 +224,7 @@ class ExecutorHands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Life:
+class _Liveness:
     """Whether anybody works on a run, and what is taken for it: 0 where that is not known."""
 
     is_alive: bool

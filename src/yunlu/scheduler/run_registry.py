@@ -9,7 +9,7 @@ from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler.monitor import Course
 from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.notes import read_notes, resolve, write_notes
+from yunlu.scheduler.allocation_record import read_allocation, reconcile, write_allocation
 from yunlu.scheduler.queue import Entry, read_entry, scan
 from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_phase
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.clock import SteadyClock
-    from yunlu.scheduler.hands import Hands
-    from yunlu.scheduler.notes import Notes
+    from yunlu.scheduler.executor_adapter import RunControl
+    from yunlu.scheduler.allocation_record import AllocationRecord
 
 
-class Register:
+class RunRegistry:
     """Stands of all runs that are not over."""
 
-    def __init__(self, home: Path, hands: Hands, clock: SteadyClock, *, name: str = "") -> None:
+    def __init__(self, home: Path, hands: RunControl, clock: SteadyClock, *, name: str = "") -> None:
         self.home, self.hands, self.clock, self.name = home, hands, clock, name
         self.stands: dict[str, ScheduledRun] = {}
         self.troubles: dict[str, str] = {}
@@ -51,7 +51,7 @@ class Register:
         fresh = [d for d in found.values() if self._over.get(d.id) != _age(d)]
         if not self._has_looked:
             self._has_looked = True
-            starting = [d for d in fresh if _was_starting(read_notes(d))]
+            starting = [d for d in fresh if _was_starting(read_allocation(d))]
             self.hands.find_strays(starting)
         for run in fresh:
             self._look(run, types)
@@ -62,10 +62,10 @@ class Register:
             self.stands.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
         )
 
-    def put(self, stand: ScheduledRun, notes: Notes, *, is_intention: bool = False) -> None:
+    def put(self, stand: ScheduledRun, notes: AllocationRecord, *, is_intention: bool = False) -> None:
         """Change the notes on a run; an intention that cannot be written must not be acted on."""
         if is_intention:
-            write_notes(stand.run, notes, is_intention=True)
+            write_allocation(stand.run, notes, is_intention=True)
             self._unkept.discard(stand.id)
         else:
             self._keep(stand, notes)
@@ -106,7 +106,7 @@ class Register:
     def _look(self, run: RunStore, types: Mapping[str, str]) -> None:
         self._over.pop(run.id, None)
         before = self.stands.get(run.id)
-        notes = before.notes if before is not None else read_notes(run)
+        notes = before.notes if before is not None else read_allocation(run)
         course = before.course if before is not None else Course(run)
         now, age = self.clock.now(), _age(run)
         try:
@@ -118,7 +118,7 @@ class Register:
         except (YunluError, OSError, ValueError) as error:
             self._hold(run, notes, course, before, str(error))
             return
-        after = resolve(entry, notes, sight, now=now, nodes=types.keys(), service=self.name)
+        after = reconcile(entry, notes, sight, now=now, nodes=types.keys(), service=self.name)
         if sight.is_alive and (seen := course.seen(_type_of(after, types))):
             after = after.model_copy(update={"seen": seen})
         phase = find_phase(entry, after, sight, now=now)
@@ -141,7 +141,7 @@ class Register:
             self._keep(stand, after)
 
     def _hold(
-        self, run: RunStore, notes: Notes, course: Course, before: ScheduledRun | None, problem: str
+        self, run: RunStore, notes: AllocationRecord, course: Course, before: ScheduledRun | None, problem: str
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
         self.troubles[run.id] = problem
@@ -162,9 +162,9 @@ class Register:
             problem=problem,
         )
 
-    def _keep(self, stand: ScheduledRun, notes: Notes) -> None:
+    def _keep(self, stand: ScheduledRun, notes: AllocationRecord) -> None:
         try:
-            write_notes(stand.run, notes)
+            write_allocation(stand.run, notes)
             self._unkept.discard(stand.id)
         except (
             OSError
@@ -174,16 +174,16 @@ class Register:
             self._unkept.add(stand.id)
 
 
-def _gist(notes: Notes) -> object:
+def _gist(notes: AllocationRecord) -> object:
     """What must be on disk at once: all that is not counted or measured."""
     return notes.model_dump(exclude={"seen", "served_device_s", "spent_dollars"})
 
 
-def _was_starting(notes: Notes) -> bool:
+def _was_starting(notes: AllocationRecord) -> bool:
     return notes.intention is not None and notes.intention.kind == "start"
 
 
-def _type_of(notes: Notes, types: Mapping[str, str]) -> str:
+def _type_of(notes: AllocationRecord, types: Mapping[str, str]) -> str:
     names = [name for name, _ in notes.shares] or [*types]
     return types.get(names[0], "device") if names else "device"
 

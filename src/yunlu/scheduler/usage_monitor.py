@@ -41,7 +41,7 @@ class Usage:
     memory_bytes: float
 
 
-class Gauge:
+class UsageMonitor:
     """Looks now and then."""
 
     def __init__(self, *, is_local: bool) -> None:

@@ -82,6 +82,13 @@ def own_home(
 
 
 @pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes get five times as long: on a loaded machine a healthy one may be late."""
+    if "unit" not in request.path.parts:
+        monkeypatch.setenv("YUNLU_PATIENCE", "5")
+
+
+@pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """What a test draws does not depend on which tests ran before it."""
     random.seed(0)  # Keras takes its seeds from here

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from benchmarks.pool_parts.queue import BATCH, make_job
 from yunlu.core.files import read_lines
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
-from yunlu.scheduler.journal import PoolSettings
 from yunlu.scheduler.allocation_record import StepTiming, read_allocation
-from yunlu.scheduler.queue import Asked, enqueue, read_entry
+from yunlu.scheduler.pool_store import PoolSettings
+from yunlu.scheduler.queue import SubmitOptions, enqueue, read_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def live_through(
                 watch(_count_over(runs), len(runs))
                 time.sleep(_POLL_S)
             kind = arrival.kind
-            asked = Asked(min_devices=kind.least, max_devices=kind.most)
+            asked = SubmitOptions(min_devices=kind.least, max_devices=kind.most)
             runs[arrival.name] = enqueue(make_job(arrival), asked)
         while (over := _count_over(runs)) < len(runs):
             watch(over, len(runs))
@@ -98,8 +98,8 @@ def _count_over(runs: dict[str, RunStore]) -> int:
 
 def _read(run: RunStore, arrival: Arrival) -> Lived:
     events = [event for event, _ in run.read_events()]
-    crews = [event for event in events if event.kind is EventKind.CREW]
-    lives = [event for event in events if event.kind is EventKind.LIFE]
+    crews = [event for event in events if isinstance(event, WorkerGroupFormed)]
+    lives = [event for event in events if isinstance(event, AttemptStarted)]
     entry, notes = read_entry(run), read_allocation(run)
     assert entry is not None
     times_s = [
@@ -117,19 +117,19 @@ def _read(run: RunStore, arrival: Arrival) -> Lived:
         resizes=max(len(crews) - len(lives), 0),
         trained_s=sum(times_s),
         samples_lost=_count_lost(run, events, arrival.kind.steps),
-        sizes=tuple((event.at, len(event.data["ranks"])) for event in crews),
+        sizes=tuple((event.at, len(event.ranks)) for event in crews),
         seen=notes.seen,
         resize_s=tuple(_lost_s(crews)),
     )
 
 
 def _lost_s(crews: list[Event]) -> list[float]:
-    return [float(event.data["lost_s"]) for event in crews if event.data.get("lost_s") is not None]
+    return [float(event.lost_s) for event in crews if event.lost_s is not None]
 
 
 def _count_lost(run: RunStore, events: list[Event], steps: int) -> int:
     """By the ledger, which says of each step how many samples it took."""
-    count = next((e.data["train"] for e in events if e.kind is EventKind.DATA), BATCH)
+    count = next((e.train for e in events if isinstance(e, DataOpened)), BATCH)
     full, rest = divmod(int(count), BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
     taken: dict[int, int] = {}

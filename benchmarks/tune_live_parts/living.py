@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.jobs.service import make_plan
+from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.places import LocalPlaces
 from yunlu.tuning.forecast import StudyForecast, foretell, trial_time_of
@@ -105,7 +105,7 @@ def live_through(
     assert view.best is not None
     runs = {facts.number: open_run(home / facts.run) for facts in view.trials if facts.run}
     events = {number: [event for event, _ in run.read_events()] for number, run in runs.items()}
-    lives = sum(event.kind is EventKind.LIFE for each in events.values() for event in each)
+    lives = sum(isinstance(event, AttemptStarted) for each in events.values() for event in each)
     return Lived(
         mode=mode,
         makespan_s=ended_at - began_at,
@@ -121,7 +121,7 @@ def live_through(
 
 def count_lost(run: RunStore, events: list[Event]) -> int:
     """By the log of steps: each once, with all of its samples, however often the crew changed."""
-    count = next((int(e.data["train"]) for e in events if e.kind is EventKind.DATA), 0)
+    count = next((int(e.train) for e in events if isinstance(e, DataOpened)), 0)
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
     lost, before, due = 0, 0, 0
@@ -138,9 +138,9 @@ def count_lost(run: RunStore, events: list[Event]) -> int:
 
 
 def _count_resizes(events: list[Event]) -> int:
-    crews = sum(event.kind is EventKind.CREW for event in events)
+    crews = sum(isinstance(event, WorkerGroupFormed) for event in events)
     supervised = sum(
-        event.kind is EventKind.LIFE and _is_crew(events, place)
+        isinstance(event, AttemptStarted) and _is_crew(events, place)
         for place, event in enumerate(events)
     )
     return max(crews - supervised, 0)
@@ -149,9 +149,9 @@ def _count_resizes(events: list[Event]) -> int:
 def _is_crew(events: list[Event], place: int) -> bool:
     """Whether the life that begins here has a supervisor."""
     for event in events[place + 1 :]:
-        if event.kind is EventKind.LIFE:
+        if isinstance(event, AttemptStarted):
             return False
-        if event.kind is EventKind.CREW:
+        if isinstance(event, WorkerGroupFormed):
             return True
     return False
 
@@ -160,9 +160,9 @@ def _sizes(events: list[Event], began_at: float) -> list[tuple[float, int]]:
     sizes: list[tuple[float, int]] = []
     for place, event in enumerate(events):
         workers: Any = None
-        if event.kind is EventKind.CREW:
-            workers = len(event.data["ranks"])
-        elif event.kind is EventKind.LIFE and not _is_crew(events, place):
+        if isinstance(event, WorkerGroupFormed):
+            workers = len(event.ranks)
+        elif isinstance(event, AttemptStarted) and not _is_crew(events, place):
             workers = 1
         if workers is not None:
             sizes.append((round(event.at - began_at, 1), workers))

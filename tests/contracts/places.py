@@ -8,15 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from tests.sample_events import EventT
 from tests.waiting import wait_until
 from yunlu.executors.executor import Executor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
 from yunlu.runs.worker_group import read_crew
 from yunlu.spec.load import load_job
@@ -69,12 +69,12 @@ def submit(directory: Path, *, steps: int = FOR_EVER) -> RunStore:
     return service.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
 
 
-def told(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is kind]
+def told(run: RunStore, kind: type[EventT]) -> list[EventT]:
+    return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def state(run: RunStore) -> str:
-    return told(run, EventKind.STATE)[-1]["state"]
+    return told(run, StateChanged)[-1].state
 
 
 def step(run: RunStore) -> int:
@@ -91,14 +91,14 @@ def await_(run: RunStore, until: Callable[[], bool], what: str) -> None:
             run.path / Log.LEASE_EVENTS,
         ]
         logs = (f"--- {file.name}\n{file.read_text()[-2500:]}" for file in files if file.exists())
-        return "\n".join([str(told(run, EventKind.STATE)), *logs])
+        return "\n".join([str(told(run, StateChanged)), *logs])
 
     wait_until(until, what, explain=explain)
 
 
 def await_step(run: RunStore, wanted: int) -> None:
     def is_there() -> bool:
-        assert not (errors := told(run, EventKind.ERROR)), errors
+        assert not (errors := told(run, ErrorRaised)), errors
         return step(run) >= wanted
 
     await_(run, is_there, f"step {wanted}")
@@ -108,7 +108,7 @@ def await_workers(run: RunStore, count: int) -> None:
     """Until steps are made by so many."""
 
     def is_there() -> bool:
-        crews = told(run, EventKind.CREW)
+        crews = told(run, WorkerGroupFormed)
         return bool(crews) and len(crews[-1]["ranks"]) == count
 
     await_(run, is_there, f"{count} workers")
@@ -120,7 +120,7 @@ def check_samples(run: RunStore) -> None:
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     committed = {record["step"]: record for record in records}
     assert sorted(committed) == [*range(1, max(committed) + 1)]
-    samples = told(run, EventKind.DATA)[0]["train"]
+    samples = told(run, DataOpened)[0].train
     for number, rows in enumerate(StepOrder(samples=samples, batch=BATCH, seed=0).steps_from(0), 1):
         if number not in committed:
             break

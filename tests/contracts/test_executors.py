@@ -28,7 +28,7 @@ from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import ExecutorError, LeaseState, Scaling
-from yunlu.executors.finding import executor_of, open_executor
+from yunlu.executors.registry import executor_of, open_executor
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import service
 from yunlu.runs.home import open_run
@@ -150,7 +150,7 @@ from yunlu.runs.run_store import RunStore
 from yunlu.runs.home import open_run
 from yunlu.jobs import service
 from yunlu.hardware.fleet import Placement
-from yunlu.executors.finding import open_executor
+from yunlu.executors.registry import open_executor
 
 path, address, shares, starter, moment = sys.argv[1:]
 module, _, name = starter.partition(":")

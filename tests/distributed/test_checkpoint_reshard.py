@@ -147,7 +147,7 @@ def store(root: Path, world: World, group: Any = None, **options: Any) -> Checkp
     settings = {"keep_last": 3, "keep_best": 1, "saved": lambda entry, seconds: None} | options
     return CheckpointStore(
         root, metric="loss", lower_is_better=True,
-        crew=SaveGroup(rank=world.rank, size=world.layout.world, token="g1", group=group), **settings,
+        group=SaveGroup(rank=world.rank, size=world.layout.world, token="g1", group=group), **settings,
     )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def _saver(world: World, directory: str, token: str) -> CheckpointStore:
         metric="loss",
         lower_is_better=True,
         saved=_ignore,
-        crew=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
+        group=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
     )
 
 

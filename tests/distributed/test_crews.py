@@ -9,16 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from tests.sample_events import EventT
 from tests.waiting import wait_until
 from yunlu.core.errors import StoreError
 from yunlu.jobs.resize import resize
+from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
 from yunlu.runs.worker_group import Crew, read_crew
 from yunlu.training.data.sample_order import StepOrder, digest_of
@@ -115,8 +115,8 @@ def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is kind]
+def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
+    return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def crew_of(run: RunStore) -> Crew:
@@ -133,7 +133,7 @@ def wait(run: RunStore, until: Callable[[], bool], what: str) -> None:
         return f"at step {max(losses(run), default=0)}\n{log}"
 
     def check() -> None:
-        errors = events(run, EventKind.ERROR)
+        errors = events(run, ErrorRaised)
         assert not errors, (errors, explain())
 
     wait_until(until, what, meanwhile=check, explain=explain)
@@ -162,7 +162,7 @@ def wait_for_workers(run: RunStore, count: int) -> None:
     """Until steps are made by so many."""
 
     def is_there() -> bool:
-        told = events(run, EventKind.CREW)
+        told = events(run, WorkerGroupFormed)
         return bool(told) and len(told[-1]["ranks"]) == count
 
     wait(run, is_there, f"{count} workers")
@@ -170,7 +170,7 @@ def wait_for_workers(run: RunStore, count: int) -> None:
 
 def wait_for_end(run: RunStore) -> None:
     def is_over() -> bool:
-        return events(run, EventKind.STATE)[-1]["state"] in {"finished", "stopped", "failed"}
+        return events(run, StateChanged)[-1].state in {"finished", "stopped", "failed"}
 
     wait(run, is_over, "the end")
     wait(run, lambda: not _family(run, []), "everyone gone")
@@ -183,7 +183,7 @@ def strike(run: RunStore, rank: int, number: int) -> None:
     os.kill(victim.pid, number)
 
     def is_past() -> bool:
-        told = events(run, EventKind.CREW)
+        told = events(run, WorkerGroupFormed)
         return bool(told) and told[-1]["generation"] > before.generation
 
     wait(run, is_past, f"signal {number} to rank {rank}")
@@ -191,10 +191,10 @@ def strike(run: RunStore, rank: int, number: int) -> None:
 
 def check_run(run: RunStore, alone: dict[int, float], *, steps: int = STEPS) -> None:
     """The curve is the undisturbed one's; each step took exactly its samples, each of them once."""
-    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    assert events(run, StateChanged)[-1].state == "finished"
     expected_losses = {step: loss for step, loss in alone.items() if step <= steps}
     assert losses(run) == pytest.approx(expected_losses, abs=1e-5)
-    about = events(run, EventKind.DATA)[0]
+    about = events(run, DataOpened)[0]
     order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
@@ -267,6 +267,6 @@ def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int,
     assert done < FEWER
     assert runs.call("resume", run.id, "--detach").returncode == 0
     wait_for_end(run)
-    assert [event["resumed_from_step"] for event in events(run, EventKind.STATE)
+    assert [event["resumed_from_step"] for event in events(run, StateChanged)
             if event.get("state") == "running"] == [None, done]  # fmt: skip
     check_run(run, alone, steps=FEWER)

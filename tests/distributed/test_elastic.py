@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from tests.distributed.toy_crew import BATCH, ENOUGH
+from tests.sample_events import EventT
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.errors import StoreError
+from yunlu.runs.events import ErrorRaised, StateChanged, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import WORKER_LOG, Area, Document
 from yunlu.runs.worker_group import Crew, ask, read_crew
 
@@ -57,11 +58,11 @@ class Voyage:
     def pid_of(self, rank: int) -> int:
         return next(member.pid for member in self.crew().members if member.rank == rank)
 
-    def events(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [event.data for event, _ in self.run.read_events() if event.kind is kind]
+    def events(self, kind: type[EventT]) -> list[EventT]:
+        return [event for event, _ in self.run.read_events() if isinstance(event, kind)]
 
     def states(self) -> list[str]:
-        return [data["state"] for data in self.events(EventKind.STATE)]
+        return [data["state"] for data in self.events(StateChanged)]
 
     def is_resting(self) -> bool:
         return self.states()[-1:] in (["finished"], ["stopped"], ["failed"])
@@ -73,8 +74,8 @@ class Voyage:
         wait_until(condition, "what the test waits for", meanwhile=check, explain=self.tell)
 
     def wait_generation(self, number: int) -> dict[str, Any]:
-        self.wait(lambda: len(self.events(EventKind.CREW)) >= number)
-        return self.events(EventKind.CREW)[number - 1]
+        self.wait(lambda: len(self.events(WorkerGroupFormed)) >= number)
+        return self.events(WorkerGroupFormed)[number - 1]
 
     def finish(self) -> None:
         (self.run.path / ENOUGH).touch()
@@ -162,9 +163,9 @@ def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
         assert voyage.next_crew(f"resize to {devices}")["layout"] == f"dp{devices}"
     os.kill(voyage.pid_of(1), signal.SIGTERM)
     assert voyage.next_crew("SIGTERM")["layout"] == "dp2"
-    told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
+    told = [fault["what"] for fault in voyage.events(WorkerLost)]
     assert told == ["killed", "killed", "hung", "left"]
-    assert not any(crew["redone_steps"] for crew in voyage.events(EventKind.CREW))
+    assert not any(crew["redone_steps"] for crew in voyage.events(WorkerGroupFormed))
     voyage.finish()
     voyage.check_samples()
     assert voyage.states()[-1] == "finished"
@@ -179,7 +180,7 @@ def test_a_leader_killed_at_the_very_end_is_replaced_too(voyage: Voyage) -> None
     voyage.rest()
     voyage.check_samples()
     assert voyage.states()[-1] == "finished"
-    assert [fault["what"] for fault in voyage.events(EventKind.FAULT)] == ["killed"]
+    assert [fault["what"] for fault in voyage.events(WorkerLost)] == ["killed"]
 
 
 def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: Voyage) -> None:
@@ -201,7 +202,7 @@ def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None
         ask(voyage.crew(), {"kind": "resize", "devices": devices})
         crew = voyage.next_crew(f"fsdp to {devices}")
         assert crew["layout"] == (f"fsdp{devices}" if devices > 1 else "single")
-    assert [crew["redone_steps"] for crew in voyage.events(EventKind.CREW)] == [0] * 5
+    assert [crew["redone_steps"] for crew in voyage.events(WorkerGroupFormed)] == [0] * 5
     # With a shard lost and no copy of it, everything starts again from what is on disk: nothing.
     os.kill(voyage.pid_of(1), signal.SIGKILL)
     crew = voyage.next_crew("SIGKILL under fsdp, no copies")
@@ -251,7 +252,7 @@ def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage
     assert voyage.process is not None
     voyage.process.send_signal(signal.SIGTERM)
     voyage.rest()
-    assert len(voyage.events(EventKind.CREW)) == 1
+    assert len(voyage.events(WorkerGroupFormed)) == 1
     assert voyage.states()[-2:] == ["stopping", "stopped"]
     voyage.check_samples()
 
@@ -264,12 +265,12 @@ def test_the_first_failure_is_told_once(voyage: Voyage, where: str, words: str) 
     voyage.start(devices=2, fail=where)
     voyage.rest()
     assert voyage.states()[-1] == "failed"
-    (error,) = voyage.events(EventKind.ERROR)
+    (error,) = voyage.events(ErrorRaised)
     assert words in error["message"]
     assert words in error["traceback"]
     if where == "step":
         assert error["rank"] == 1
-        assert [fault["what"] for fault in voyage.events(EventKind.FAULT)] == ["failed"]
+        assert [fault["what"] for fault in voyage.events(WorkerLost)] == ["failed"]
 
 
 @pytest.fixture
@@ -319,7 +320,7 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
         assert voyage.next_crew("a node joins again")["layout"] == "dp3"
         far_net("link", "set", f"{name}a", "down")
         assert voyage.next_crew("a node is cut off")["layout"] == "single"
-        told = [fault["what"] for fault in voyage.events(EventKind.FAULT)]
+        told = [fault["what"] for fault in voyage.events(WorkerLost)]
         assert told == ["left", "left", "cut off", "cut off"]
         given_up = _children(nodes[1])
         assert len(given_up) == 2, "nobody can reach them"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 from yunlu.core.errors import DataError, YunluError
+from yunlu.runs.events import WorkerLost
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
     ProcessGroupSupervisor,
@@ -63,7 +63,7 @@ def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
     assert tries == 2
     with pytest.raises(ProcessLookupError):
         os.kill(idle, 0)
-    (fault,) = [event.data for event, _ in open_run(tmp_path).read_events()]
+    (fault,) = [event for event, _ in open_run(tmp_path).read_events()]
     assert (fault["what"], fault["member"]) == ("killed", 0)
     assert fault["detail"] == "ended by SIGKILL"
 
@@ -84,6 +84,6 @@ def test_after_several_quick_deaths_the_first_failure_is_told(tmp_path: Path):
     code, message, _, tries = answer
     assert (code, message, tries) == ("internal", "RuntimeError: try 1", 5)
     faults = [
-        event for event, _ in open_run(tmp_path).read_events() if event.kind is EventKind.FAULT
+        event for event, _ in open_run(tmp_path).read_events() if isinstance(event, WorkerLost)
     ]
-    assert [fault.data["what"] for fault in faults] == ["failed"] * 5
+    assert [fault.cause for fault in faults] == ["failed"] * 5

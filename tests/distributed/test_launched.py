@@ -11,14 +11,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from tests.sample_events import EventT
 from tests.waiting import LIMIT_S, wait_until
+from yunlu.runs.events import (
+    AttemptStarted,
+    CommunicationChosen,
+    DataOpened,
+    ErrorRaised,
+    StateChanged,
+    WorkerGroupFormed,
+)
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -206,17 +213,17 @@ def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is kind]
+def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
+    return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def states(run: RunStore) -> list[str]:
-    return [data["state"] for data in events(run, EventKind.STATE)]
+    return [data["state"] for data in events(run, StateChanged)]
 
 
 def check_ledger(run: RunStore) -> None:
     """Each step took exactly its samples."""
-    order = StepOrder(samples=events(run, EventKind.DATA)[0]["train"], batch=BATCH, seed=0)
+    order = StepOrder(samples=events(run, DataOpened)[0].train, batch=BATCH, seed=0)
     steps = order.steps_from(0)
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert {record["step"]: int(record["digest"], 16) for record in records} == {
@@ -235,7 +242,7 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
     finish(bench.start(*torchrun, *port, "--no-python", *command))
 
     run = bench.run()
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert (error["rank"], error["host"]) == (1, os.uname().nodename)
     assert "rank 1 cannot count" in error["message"]
     assert "ArithmeticError" in error["traceback"]
@@ -243,7 +250,7 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
         *("pending", "planning", "running", "failed"),
         *("pending", "planning", "running", "finished"),
     ]
-    assert events(run, EventKind.STATE)[6]["resumed_from_step"] == 10
+    assert events(run, StateChanged)[6].resumed_from_step == 10
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
     assert (run.path / Area.MODEL / "model.safetensors").exists()
@@ -259,7 +266,7 @@ def test_a_script_under_srun_gets_the_same_run_in_each_task(
     assert [err.splitlines()[-1] for _, err in told] == [f"{run.id} finished"] * 2
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
-    (crew,) = events(run, EventKind.CREW)
+    (crew,) = events(run, WorkerGroupFormed)
     assert [each["rank"] for each in crew["ranks"]] == [0, 1]
     assert not bench.left()
 
@@ -272,7 +279,7 @@ def test_asynchronous_workers_can_be_launched_and_come_to_their_end(bench: Bench
         finish(process)
     run = bench.run()
     assert states(run) == ["pending", "planning", "running", "finished"]
-    ranks = events(run, EventKind.CREW)[-1]["ranks"]
+    ranks = events(run, WorkerGroupFormed)[-1].ranks
     assert [each["member"] for each in ranks] == [0, "rank-1.0"]
     assert sorted(losses(run)) == [*range(1, STEPS + 1)]
     check_ledger(run)
@@ -288,8 +295,8 @@ def test_those_who_were_launched_give_way_to_asynchronous_workers(bench: Bench) 
         finish(process)
     run = bench.run()
     assert states(run) == ["pending", "planning", "running", "finished"]
-    assert len(events(run, EventKind.LIFE)) == 1
-    assert events(run, EventKind.COMMUNICATION)[-1]["setting"]["method"] == "asynchronous"
+    assert len(events(run, AttemptStarted)) == 1
+    assert events(run, CommunicationChosen)[-1].setting.method == "asynchronous"
     check_ledger(run)
 
 
@@ -307,7 +314,7 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     _, shown = finish(first, code=1)
     out, err = finish(second, code=1)
     run = bench.run()
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert error["rank"] == 1
     assert "ArithmeticError" in error["traceback"]
     assert states(run)[-1] == "failed"
@@ -338,9 +345,9 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
     wait_until(marker.exists, "the next step")
     second.kill()  # its worker goes with it
     finish(first, code=1)
-    assert events(run, EventKind.STATE)[-2]["resumed_from_step"] == done
+    assert events(run, StateChanged)[-2].resumed_from_step == done
     assert states(run)[-1] == "failed"
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert (error["rank"], error["host"]) == (1, os.uname().nodename)
     assert "vanished" in error["message"]
     wait_until(lambda: not bench.left(), "everyone gone")

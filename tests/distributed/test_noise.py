@@ -28,7 +28,7 @@ from tests.distributed.test_crews import (
 )
 from yunlu.jobs.resize import resize
 from yunlu.planning.layout import Layout
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import BatchChanged, DataOpened, StateChanged
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.spec.job import Job
 from yunlu.training import loop
@@ -185,21 +185,21 @@ def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
         wait_for_end(run)
     finally:
         runs.end()
-    turns = events(run, EventKind.BATCH)
+    turns = events(run, BatchChanged)
     sizes = read_sizes(run)
     batches = {turn["batch"] for turn in turns}
     assert min(batches) == BATCH < max(batches) <= BATCH * 3 // 2  # as far as noise allows
     assert batches <= set(sizes.values())
     assert max(sizes.values()) == max(batches)
     assert len(sizes) == max(sizes) == turns[-1]["steps"]
-    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    assert events(run, StateChanged)[-1].state == "finished"
 
 
 def read_sizes(run: RunStore) -> dict[int, int]:
     """How many samples each step took; they are those that follow the ones of the step before."""
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     ledger = {record["step"]: record for record in records}
-    samples, done = events(run, EventKind.DATA)[0]["train"], 0
+    samples, done = events(run, DataOpened)[0].train, 0
     for step in sorted(ledger):
         epoch, first = divmod(done, samples)
         places = np.arange(first, first + ledger[step]["samples"], dtype=np.uint64)

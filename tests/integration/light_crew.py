@@ -32,7 +32,6 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew
 
@@ -58,7 +57,7 @@ class LightCrew:
 
     def live(self) -> int:
         run = self.run
-        lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+        lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
         self.save()
         host = socket.gethostname()
         record_worker(run, WorkerProcess(pid=os.getpid(), process_started_at=self.started_at,

@@ -14,15 +14,15 @@ import psutil
 from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
-from yunlu.executors.record import read_record
+from yunlu.executors.lease_record import read_record
 from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 from yunlu.scheduler import control
-from yunlu.scheduler.journal import Journal, PoolSettings
 from yunlu.scheduler.allocation_record import read_allocation
-from yunlu.scheduler.queue import Asked, enqueue, withdraw
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.scheduler.queue import SubmitOptions, enqueue, withdraw
 from yunlu.spec.load import load_job
 
 PATIENCE_S = LIMIT_S
@@ -53,7 +53,7 @@ class Drill:
         source = self.place / f"{name}.yaml"
         job = JOB.replace("STEPS", str(steps)).replace("every: 1000", "every: 50")
         source.write_text(f"name: {name}\ncommunication: {exchange}\n{job}")
-        self.runs.append(enqueue(load_job(source), Asked.model_validate(asked), source=source))
+        self.runs.append(enqueue(load_job(source), SubmitOptions.model_validate(asked), source=source))
         return self.runs[-1]
 
     def wait(self, until: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -84,7 +84,7 @@ class Drill:
             self._doubles[run.id] = found
 
     def view(self) -> dict[str, Any]:
-        return Journal(self.home).read_view() or {}
+        return PoolStore(self.home).read_view() or {}
 
     def phase(self, run: RunStore) -> str:
         """What the pool thinks of it."""
@@ -99,7 +99,7 @@ class Drill:
         return None not in [*cores, *busy] and len(busy) == len(machines) > 0
 
     def tell(self) -> str:
-        journal = Journal(self.home)
+        journal = PoolStore(self.home)
         texts = [str(self.view()), *(str(line)[:400] for line in journal.read_decisions())]
         texts.append(journal.log.read_text()[-3000:] if journal.log.exists() else "")
         for run in self.runs:
@@ -110,7 +110,7 @@ class Drill:
                 run.path / WORKER_LOG,
             ]
             files += sorted((run.path / Area.LOGS).glob("*.log"))
-            texts += [f"=== {run.id} {state(run)}", *map(str, told(run, EventKind.STATE))]
+            texts += [f"=== {run.id} {state(run)}", *map(str, told(run, StateChanged))]
             texts += [f"--- {f.name}\n{f.read_text()[-1500:]}" for f in files if f.exists()]
         return "\n".join(texts)
 
@@ -143,12 +143,12 @@ def supervisors_of(run: RunStore) -> list[psutil.Process]:
 
 
 def lives_of(run: RunStore) -> int:
-    return len(told(run, EventKind.LIFE))
+    return len(told(run, AttemptStarted))
 
 
 def sizes_of(run: RunStore) -> list[int]:
     """Workers of each generation."""
-    return [len(crew["ranks"]) for crew in told(run, EventKind.CREW)]
+    return [len(crew["ranks"]) for crew in told(run, WorkerGroupFormed)]
 
 
 def nodes_of(run: RunStore) -> list[str]:

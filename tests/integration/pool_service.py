@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from yunlu.executors import local
-from yunlu.scheduler import program
+from yunlu.scheduler import service
 
 LIGHT_CREW = (sys.executable, str(Path(__file__).with_name("light_crew.py")))
 
@@ -17,4 +17,4 @@ def light_program(run: object, devices: int) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     local.lead_program = light_program
-    sys.exit(program.main())
+    sys.exit(service.main())

@@ -13,8 +13,8 @@ from tests.integration.conftest import Yunlu
 from tests.waiting import LIMIT_S
 from yunlu.jobs import service
 from yunlu.jobs.report_builder import build_report
+from yunlu.runs.events import AttemptStarted, CommunicationChosen, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area
 from yunlu.runs.worker_group import read_crew
 
@@ -77,8 +77,8 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     (path,) = own_home.glob("*-*")
     run = open_run(path)
     assert service.read_record(run).state == "finished"
-    assert len(near.told(run, EventKind.LIFE)) == 1
-    (choice,) = near.told(run, EventKind.COMMUNICATION)
+    assert len(near.told(run, AttemptStarted)) == 1
+    (choice,) = near.told(run, CommunicationChosen)
     assert choice["setting"]["method"] == "asynchronous"
     fast, also_fast, slow = choice["links"]["compute_s"]
     assert slow > 3 * max(fast, also_fast)
@@ -114,7 +114,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     run = open_run(path)
     try:
         near.wait_for_step(run, 10)
-        assert near.told(run, EventKind.COMMUNICATION)[-1]["setting"]["method"] != "asynchronous"
+        assert near.told(run, CommunicationChosen)[-1].setting.method != "asynchronous"
         crew = read_crew(run)
         assert crew is not None
         (tmp_path / "token").write_text(crew.token)
@@ -122,10 +122,10 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         command = [sys.executable, "-m", "yunlu.cli.main", *words]
         far = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
         near.wait_until(run, lambda: near.count_done(run, "far.") > 3, "work of the joined machine")
-        chosen = near.told(run, EventKind.COMMUNICATION)[-1]
+        chosen = near.told(run, CommunicationChosen)[-1]
         assert chosen["setting"]["method"] == "asynchronous"
         assert chosen["step"] >= 10
-        crews = near.told(run, EventKind.CREW)
+        crews = near.told(run, WorkerGroupFormed)
         assert [each["generation"] for each in crews] == [*range(1, len(crews) + 1)]
         members = [each["member"] for each in crews[-1]["ranks"]]
         assert members == [0, 1, "far.0"]
@@ -135,7 +135,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         near.check_ledger(run, kept)
         assert yunlu("resume", run.id, "--detach").code == 0
         near.wait_for_step(run, kept + 5)
-        assert near.told(run, EventKind.COMMUNICATION)[-1]["reason"].startswith("as before")
+        assert near.told(run, CommunicationChosen)[-1].reason.startswith("as before")
         assert service.stop(run).state == "stopped"
         near.check_ledger(run, max(near.losses(run)))
     finally:

@@ -13,8 +13,8 @@ from benchmarks.netrig import Rig, why_no_rig
 from tests.integration import test_asynchronous as near
 from tests.waiting import LIMIT_S
 from yunlu.jobs import service
+from yunlu.runs.events import WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.worker_group import read_crew
 
@@ -72,5 +72,5 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
 
 def _no_more(run: RunStore) -> bool:
     """Whether the crew is told to be those of the first host."""
-    ranks = near.told(run, EventKind.CREW)[-1]["ranks"]
+    ranks = near.told(run, WorkerGroupFormed)[-1].ranks
     return [each["member"] for each in ranks] == [0, 1, 2]

@@ -25,7 +25,14 @@ from tests.distributed.test_crews import (
 )
 from yunlu.jobs import service
 from yunlu.jobs.resize import resize
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import (
+    CommunicationChosen,
+    DataOpened,
+    Evaluated,
+    ModelExported,
+    StateChanged,
+    WorkerGroupFormed,
+)
 from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -57,8 +64,8 @@ def start(runs: Runs, communication: str, *, steps: int = STEPS) -> RunStore:
 
 def check_run(run: RunStore, *, steps: int = STEPS) -> None:
     """It is finished, and the last time that a step was made it took its samples, each of them once."""
-    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
-    about = events(run, EventKind.DATA)[0]
+    assert events(run, StateChanged)[-1].state == "finished"
+    about = events(run, DataOpened)[0]
     order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
@@ -72,8 +79,8 @@ def test_who_is_killed_is_replaced_by_one_who_has_to_choose_alike(runs: Runs) ->
     strike(run, 1, signal.SIGKILL)
     wait_for_end(run)
     check_run(run, steps=40)
-    assert [crew["redone_steps"] for crew in events(run, EventKind.CREW)] == [0, 0]
-    chosen = {told["setting"]["codec"] for told in events(run, EventKind.COMMUNICATION)}
+    assert [crew["redone_steps"] for crew in events(run, WorkerGroupFormed)] == [0, 0]
+    chosen = {told["setting"]["codec"] for told in events(run, CommunicationChosen)}
     assert chosen == {"int8"}
 
 
@@ -90,7 +97,7 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     run = start(runs, communication)
     wait_for_step(run, 15)
     strike(run, 0, signal.SIGKILL)  # the one who speaks for all
-    told = events(run, EventKind.CREW)[-1]
+    told = events(run, WorkerGroupFormed)[-1]
     assert told["redone_steps"] <= 4 + 1  # back to where they last met
     resize(run, devices=3)
     wait_for_workers(run, 3)
@@ -101,17 +108,17 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     assert runs.call("resume", run.id, "--detach").returncode == 0
     wait_for_end(run)
     check_run(run)
-    assert [event["resumed_from_step"] for event in events(run, EventKind.STATE)
+    assert [event["resumed_from_step"] for event in events(run, StateChanged)
             if event.get("state") == "running"] == [None, done]  # fmt: skip
     check_exported(run)
 
 
 def check_exported(run: RunStore) -> None:
     """What was best is what is saved and exported, to the bit."""
-    scores = {event["step"]: event["loss"] for event in events(run, EventKind.EVALUATION)
+    scores = {event["step"]: event["loss"] for event in events(run, Evaluated)
               if event["split"] == "validation"}  # fmt: skip
     best = min(scores, key=lambda step: scores[step])
-    assert events(run, EventKind.EXPORT)[-1]["from_step"] == best
+    assert events(run, ModelExported)[-1].from_step == best
     saved = load(read(run.path / Area.CHECKPOINTS / f"step-{best:010d}"), "model")
     exported = load_file(run.path / Area.MODEL / "model.safetensors")
     assert exported

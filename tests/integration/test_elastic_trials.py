@@ -13,11 +13,11 @@ from tests.waiting import wait_until
 from yunlu.core.files import read_lines, write_atomically
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
-from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.spec.job import Job
 from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces
 
@@ -68,8 +68,8 @@ def wait(condition: Callable[[], bool], run: RunStore) -> None:
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
-    return [len(event.data["ranks"]) for event in crews]
+    crews = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
+    return [len(event.ranks) for event in crews]
 
 
 def steps_of(run: RunStore) -> list[int]:
@@ -85,7 +85,7 @@ def check_samples(run: RunStore) -> None:
     """Every step was made once; where a crew made it, with all of its samples."""
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
-    count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
+    count = next(e.train for e, _ in run.read_events() if isinstance(e, DataOpened))
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
     taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.path / Log.LEDGER)]
@@ -153,7 +153,7 @@ def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> No
             wait(lambda: places.held(run) == 0, run)
     finally:
         control.bring_down(own_home, stop_jobs=True)
-    lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+    lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
     assert lives == 2  # nobody else started it while it was held
     check_samples(run)
-    assert "Traceback" not in Journal(own_home).log.read_text()
+    assert "Traceback" not in PoolStore(own_home).log.read_text()

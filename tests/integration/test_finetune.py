@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
+from yunlu.runs.events import AttemptStarted, ErrorRaised, ProgressReported
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, RunStore
 from yunlu.training.data.synthetic_text import generate_reviews
 
@@ -58,9 +58,9 @@ def the_run(home: Path, name: str) -> RunStore:
 
 def told(run: RunStore) -> list[str]:
     return [
-        str(event.data["phase"])
+        str(event.phase)
         for event, _ in run.read_events()
-        if event.kind is EventKind.PROGRESS
+        if isinstance(event, ProgressReported)
     ]
 
 
@@ -132,8 +132,8 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
     subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
     run = the_run(home, "halted")
     while not any(step >= 25 for step in _losses(run)):
-        assert not [e for e, _ in run.read_events() if e.kind is EventKind.ERROR]
-    lives = [event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE]
+        assert not [e for e, _ in run.read_events() if isinstance(e, ErrorRaised)]
+    lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
     worker = psutil.Process(lives[0]["pid"])
     worker.send_signal(signal.SIGTERM)
     worker.wait()

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
 JOB = """
@@ -51,7 +51,7 @@ def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunStore,
 def worker_of(run: RunStore, *, life: int) -> psutil.Process:
     """The worker of a life; waits until it has told its number."""
     while True:
-        lives = [event.data for event, _ in run.read_events() if event.kind is EventKind.LIFE]
+        lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
         if len(lives) >= life:
             return psutil.Process(lives[life - 1]["pid"])
 
@@ -99,7 +99,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
         shown.stdout.read()
         assert shown.wait() == 130
     run = open_run(next(own_home.glob("stopped-*")))
-    states = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    states = [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
     assert states[-2:] == ["stopping", "stopped"]
     assert yunlu("resume", run.id, "--json").code == 0
     assert max(losses(run)) == 3 * -(-1437 // 32)

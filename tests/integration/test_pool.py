@@ -21,14 +21,14 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import read_lines
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler import control, queue
 from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.queue import Asked, enqueue
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.scheduler.queue import SubmitOptions, enqueue
 from yunlu.spec.job import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -73,7 +73,7 @@ class Pool:
                 "devices": devices,
             }
         )
-        self.runs.append(enqueue(job, Asked.model_validate(asked)))
+        self.runs.append(enqueue(job, SubmitOptions.model_validate(asked)))
         return self.runs[-1]
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class Pool:
             assert steps == list(range(1, len(steps) + 1)), run.id
 
     def tell(self) -> str:
-        journal = Journal(self.home)
+        journal = PoolStore(self.home)
         texts = [str(journal.read_view()), *map(str, journal.read_decisions())]
         texts.append(journal.log.read_text() if journal.log.exists() else "")
         for run in self.runs:
@@ -137,12 +137,12 @@ def processes_of(run: RunStore) -> list[int]:
 
 
 def state_of(run: RunStore) -> RunState:
-    told = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    told = [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
     return RunState(told[-1])
 
 
 def lives_of(run: RunStore) -> int:
-    return sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+    return sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_queue_survives_the_service_being_killed_at_random_moments(pool: Pool) -
     pool.wait_states(RunState.FINISHED)
     pool.wait(lambda: not any(processes_of(run) for run in pool.runs))
     pool.check_samples()
-    view = Journal(pool.home).read_view()
-    pool.wait(lambda: (Journal(pool.home).read_view() or {}).get("held") == 0)
+    view = PoolStore(pool.home).read_view()
+    pool.wait(lambda: (PoolStore(pool.home).read_view() or {}).get("held") == 0)
     assert view is not None
 
 
@@ -204,7 +204,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.wait(lambda: (read_crew(second) or Nothing).target == 4)
     pool.wait(lambda: "paused" in explain(pool.home, first).standing)
     queue.set_priority(first, 2)  # else it might wait: the other makes good use of all devices
-    queue.put_back(first)
+    queue.requeue(first)
     pool.wait(lambda: state_of(first) is RunState.RUNNING)
     assert lives_of(first) == 2
 
@@ -212,7 +212,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
         queue.withdraw(run)
         service.stop(run)
     pool.wait(lambda: not processes_of(first) and not processes_of(second))
-    pool.wait(lambda: (Journal(pool.home).read_view() or {}).get("held") == 0)
+    pool.wait(lambda: (PoolStore(pool.home).read_view() or {}).get("held") == 0)
     pool.check_samples()
     assert [lives_of(first), lives_of(second)] == [2, 1]
 

@@ -18,8 +18,8 @@ from tests.integration.pool_drill import (
 )
 from tests.integration.ray_rig import RayRig, why_no_ray
 from yunlu.executors.ray_executor import RayExecutor
-from yunlu.scheduler.journal import Journal, PoolSettings
 from yunlu.scheduler.allocation_record import read_allocation
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 
 pytestmark = [
     pytest.mark.distributed,
@@ -84,7 +84,7 @@ def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> No
     pool.wait(lambda: not any(map(processes_of, pool.runs)), "nobody is left")
     for run in pool.runs:
         check_samples(run)
-    assert "Traceback" not in Journal(pool.home).log.read_text()
+    assert "Traceback" not in PoolStore(pool.home).log.read_text()
 
 
 def test_asynchronous_workers_share_the_pool_and_outlive_the_node_of_their_servers(
@@ -114,4 +114,4 @@ def test_asynchronous_workers_share_the_pool_and_outlive_the_node_of_their_serve
     pool.wait(lambda: pool.view().get("held") == 0, "every device is given back")
     for run in pool.runs:
         check_samples(run)
-    assert "Traceback" not in Journal(pool.home).log.read_text()
+    assert "Traceback" not in PoolStore(pool.home).log.read_text()

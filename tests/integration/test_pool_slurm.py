@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.scheduler.queue import read_entry
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     said = yunlu("pool", "why", first.id)
     assert (said.code, first.id in said.out) == (0, True), said.err
     moved = [
-        line for line in Journal(pool.home).read_decisions(first.id) if line["code"] == "moved"
+        line for line in PoolStore(pool.home).read_decisions(first.id) if line["code"] == "moved"
     ]
     assert any(lost in dict(line["was"]) and lost not in dict(line["shares"]) for line in moved)
 
@@ -110,7 +110,7 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     )
     for run in pool.runs:
         check_samples(run)
-    assert "Traceback" not in Journal(pool.home).log.read_text()
+    assert "Traceback" not in PoolStore(pool.home).log.read_text()
 
 
 def test_run_that_others_keep_from_its_devices_is_placed_elsewhere(make_drill: MakeDrill) -> None:
@@ -150,7 +150,7 @@ def test_nodes_are_resumed_for_a_queue_and_suspended_when_idle(make_drill: MakeD
     pool.wait(lambda: pool.view()["devices"] == 2, "the pool knows")
     assert rig.power_log().count("resume c1") == 1  # once: nobody changed his mind
     told = [
-        line["text"] for line in Journal(pool.home).read_decisions("") if line["code"] == "machines"
+        line["text"] for line in PoolStore(pool.home).read_decisions("") if line["code"] == "machines"
     ]
     assert any(re.search(r"more of gpu", text) for text in told), told
     assert any("idle" in text for text in told), told
@@ -184,6 +184,6 @@ def test_when_spot_is_taken_away_on_demand_makes_the_deadline(make_drill: MakeDr
     pool.await_end(run)
     ended_at = [event.at for event, _ in run.read_events()][-1]
     assert ended_at <= entry.deadline_at
-    told = " / ".join(line["text"] for line in Journal(pool.home).read_decisions(run.id))
+    told = " / ".join(line["text"] for line in PoolStore(pool.home).read_decisions(run.id))
     assert re.search("(on|for) spot.* to make its deadline", told), told
     check_samples(run)

@@ -11,13 +11,13 @@ from tests.waiting import wait_until
 from yunlu.core.files import read_lines
 from yunlu.jobs import service
 from yunlu.jobs.run import log_tail
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.queue import Asked, enqueue, withdraw
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.scheduler.queue import SubmitOptions, enqueue, withdraw
 from yunlu.spec.job import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -36,12 +36,12 @@ def submit(name: str, steps: int) -> RunStore:
             "spares": 0,
         }
     )
-    return enqueue(job, Asked(max_devices=2))
+    return enqueue(job, SubmitOptions(max_devices=2))
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    crews = [event for event, _ in run.read_events() if event.kind is EventKind.CREW]
-    return [len(event.data["ranks"]) for event in crews]
+    crews = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
+    return [len(event.ranks) for event in crews]
 
 
 def wait(condition: Callable[[], bool], *runs: RunStore) -> None:
@@ -62,7 +62,7 @@ def wait(condition: Callable[[], bool], *runs: RunStore) -> None:
 def check_samples(run: RunStore, steps: int | None = None) -> None:
     """Every step was made once, with all of its samples: the last one of an epoch has the rest."""
     taken = [(line["step"], line["samples"]) for line, _ in read_lines(run.path / Log.LEDGER)]
-    count = next(e.data["train"] for e, _ in run.read_events() if e.kind is EventKind.DATA)
+    count = next(e.train for e, _ in run.read_events() if isinstance(e, DataOpened))
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
     steps = len(taken) if steps is None else steps
@@ -90,4 +90,4 @@ def test_runs_make_room_for_each_other_and_lose_nothing(own_home: Path) -> None:
     assert 1 in sizes_of(runs[0])
     check_samples(runs[1], 200)
     check_samples(runs[0])
-    assert "Traceback" not in Journal(own_home).log.read_text()
+    assert "Traceback" not in PoolStore(own_home).log.read_text()

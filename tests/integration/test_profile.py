@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import TraceWritten
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.training.tasks.python_objects import ObjectTask
@@ -71,7 +71,7 @@ def test_tracing_changes_no_bit_of_the_training(make_run: Callable[..., RunStore
         run = make_run(steps=30, batch=8, micro_batch=4, evaluate=7, profile=profile)
         assert live(run.path, task=ObjectTask(model=network, data=data)) is RunState.FINISHED
         losses.append([record["loss"] for record, _ in run.read_metrics()])
-        traces = [event for event, _ in run.read_events() if event.kind is EventKind.TRACE]
+        traces = [event for event, _ in run.read_events() if isinstance(event, TraceWritten)]
         assert len(traces) == profile
 
     assert losses[0] == losses[1]

@@ -32,7 +32,7 @@ from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import WorkerGroupFormed
 from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [
@@ -103,7 +103,7 @@ def await_crew(run: RunStore, count: int) -> None:
     """Until so many make steps; each node has to load torch first, all of them on this machine."""
 
     def is_there() -> bool:
-        crews = told(run, EventKind.CREW)
+        crews = told(run, WorkerGroupFormed)
         return bool(crews) and len(crews[-1]["ranks"]) == count
 
     await_(run, is_there, f"{count} workers")
@@ -147,7 +147,7 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
     assert "raylet" in executor.status(run).leases[2].reason
     await_crew(run, 2)
     await_step(run, step(run) + 20)
-    crew = told(run, EventKind.CREW)[-1]
+    crew = told(run, WorkerGroupFormed)[-1]
     assert crew["redone_steps"] == 0
     first = next(each for each, _ in run.read_metrics() if each["step"] > crew["from_step"])
     sys.stdout.write(f"a step again {first['at'] - killed_at:.2f} s after the kill of a raylet\n")
@@ -258,7 +258,7 @@ def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
         await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
         await_crew(run, 2)
         await_step(run, step(run) + 20)
-        assert told(run, EventKind.CREW)[-1]["redone_steps"] == 0
+        assert told(run, WorkerGroupFormed)[-1].redone_steps == 0
         rest(run, executor)
     finally:
         executor.close()

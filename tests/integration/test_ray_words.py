@@ -11,7 +11,7 @@ from yunlu.executors import ray_link
 from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.executors.ray_keeper import RAYLET_GONE
-from yunlu.executors.ray_words import (
+from yunlu.executors.ray_parse import (
     Group,
     RayNode,
     Survey,
@@ -23,7 +23,7 @@ from yunlu.executors.ray_words import (
     size_bundles,
     size_selectors,
 )
-from yunlu.executors.record import Record
+from yunlu.executors.lease_record import LeaseRecord
 from yunlu.hardware.fleet import Node
 
 CPUS = RayNode(id="aaaaaaaa", name="10.0.0.1", resources={"CPU": 4.0, "memory": 1e9})
@@ -36,8 +36,8 @@ GPUS = RayNode(
 HEAD = RayNode(id="cccccccc", name="10.0.0.3", resources={"memory": 1e9})
 
 
-def _record(*nodes: str) -> Record:
-    record = Record(address="ray")
+def _record(*nodes: str) -> LeaseRecord:
+    record = LeaseRecord(address="ray")
     for place, node in enumerate(nodes):
         record, _ = record.grant(node, 2, is_lead=place == 0)
     return record

@@ -29,7 +29,7 @@ def open_store(
 ) -> CheckpointStore:
     return CheckpointStore(
         ROOT, keep_last=2, keep_best=1, metric="loss", lower_is_better=True, options=options,
-        crew=crew, **({"saved": lambda entry, seconds: None} | settings),
+        group=crew, **({"saved": lambda entry, seconds: None} | settings),
     )  # fmt: skip
 
 

@@ -23,12 +23,11 @@ from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import wait_until
 from yunlu.executors import slurm
 from yunlu.executors.executor import ExecutorError, LeaseState
-from yunlu.executors.record import known_record
+from yunlu.executors.lease_record import known_record
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
-from yunlu.runs.events import AttemptStarted
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed, WorkerLost
 from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -166,7 +165,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     await_step(run, saved + 5)
     assert service.stop(run).state == "stopped"
     check_samples(run)
-    resumed = [each.get("resumed_from_step") for each in told(run, EventKind.STATE)]
+    resumed = [each.get("resumed_from_step") for each in told(run, StateChanged)]
     assert saved in resumed  # nothing was done twice
 
 
@@ -177,10 +176,10 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     await_workers(run, 3)
     blocker = block(rig, "n2")
     await_workers(run, 1)
-    faults = [fault["what"] for fault in told(run, EventKind.FAULT)]
+    faults = [fault["what"] for fault in told(run, WorkerLost)]
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
-    await_(run, lambda: len(told(run, EventKind.CREW)[-1]["ranks"]) == 3, "it is back")
+    await_(run, lambda: len(told(run, WorkerGroupFormed)[-1].ranks) == 3, "it is back")
     service.stop(run)
     check_samples(run)
 
@@ -230,7 +229,7 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
     await_(run, lambda: executor.status(run).held == fewer, "the devices to be given back")
     service.stop(run)
     check_samples(run)
-    assert told(run, EventKind.FAULT) == []
+    assert told(run, WorkerLost) == []
 
 
 @pytest.mark.long

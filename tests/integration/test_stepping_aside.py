@@ -24,8 +24,8 @@ from tests.distributed.test_crews import (
     write_job,
 )
 from tests.waiting import LIMIT_S
+from yunlu.runs.events import CommunicationChosen, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import RunStore
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow]
@@ -61,7 +61,7 @@ def call(rig: Rig, host: int, runs: Runs, *words: str, **more: str) -> subproces
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    return [len(told["ranks"]) for told in events(run, EventKind.CREW)]
+    return [len(told["ranks"]) for told in events(run, WorkerGroupFormed)]
 
 
 def test_launched_workers_go_on_without_the_slow_one_and_end_together(
@@ -82,12 +82,12 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     run = open_run(path)
     check_run(run, alone, steps=FEWER)
     # Of the other two, the first alone may be faster: the model is small.
-    first, *later = events(run, EventKind.CREW)
+    first, *later = events(run, WorkerGroupFormed)
     assert [each["member"] for each in first["ranks"]] == [0, 1, 2]
     assert later
     assert all({each["member"] for each in told["ranks"]} <= {0, 1} for told in later)
     assert "aside" in later[0]["reason"]
-    chosen, *anew = events(run, EventKind.COMMUNICATION)
+    chosen, *anew = events(run, CommunicationChosen)
     refused = {"name": "asynchronous", "reason": "a worker stands aside"}
     assert all(refused in each["refused"] for each in anew)
     assert 2 in chosen["aside"]
@@ -115,13 +115,13 @@ def test_machine_that_joined_steps_aside_and_stays_at_hand(
     call(rig, 2, runs, *words, "--token-file", "token", YUNLU_BIND=rig.address(2))
 
     def has_left() -> bool:
-        reasons = [told["reason"] for told in events(run, EventKind.CREW)]
+        reasons = [told["reason"] for told in events(run, WorkerGroupFormed)]
         return any("steps aside" in reason for reason in reasons)
 
     wait(run, has_left, "the slow one to step aside")
     assert sizes_of(run)[-1] == 2
     assert crew_of(run).target == 3  # its device is still the run's
-    assert not events(run, EventKind.FAULT)
+    assert not events(run, WorkerLost)
     for step in range(150, steps, 150):
         wait_for_step(run, step)
     wait_for_end(run)

@@ -22,8 +22,8 @@ from tests.integration import toy_study
 from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
 from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
 from yunlu.executors.worker_process import recorded_worker
+from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.study import Study
@@ -157,7 +157,7 @@ def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: 
         run = open_run(own_home / str(facts.run))
         assert steps_of(run) == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
         assert [point.rung for point in facts.points] == [*range(1, EPOCHS + 1)]
-        lives = [event for event, _ in run.read_events() if event.kind is EventKind.LIFE]
+        lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
         assert 1 <= len(lives) <= EPOCHS
 
 
@@ -165,7 +165,7 @@ def test_a_trial_that_is_let_on_never_leaves_its_place(own_home: Path) -> None:
     study = Study(toy_job(), name="eager")
     conduct(study.records, method=Eager(), places=ToyPlaces(), elastic=False)
     run = open_run(own_home / str(study.trials[0].run))
-    assert [event.kind for event, _ in run.read_events()].count(EventKind.LIFE) == 1
+    assert [event.kind for event, _ in run.read_events()].count(AttemptStarted) == 1
 
 
 def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) -> None:
@@ -177,7 +177,7 @@ def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) ->
         run = open_run(own_home / str(facts.run))
         assert facts.reason == "pruned at rung 1: an even number"
         last = [event for event, _ in run.read_events()][-1]
-        assert (last.data["state"], last.data["reason"]) == ("stopped", facts.reason)
+        assert (last.state, last.reason) == ("stopped", facts.reason)
         assert steps_of(run) == [*range(1, STEPS_PER_RUNG + 1)]
         assert not (run.path / Area.CHECKPOINTS).exists()
 

@@ -14,8 +14,8 @@ import pytest
 
 from yunlu.core.files import write_atomically
 from yunlu.jobs import service
+from yunlu.runs.events import Evaluated, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
@@ -77,7 +77,7 @@ def losses(run: RunStore) -> dict[int, float]:
 
 
 def scores(run: RunStore) -> list[tuple[int, float]]:
-    found = [event.data for event, _ in run.read_events() if event.kind is EventKind.EVALUATION]
+    found = [event for event, _ in run.read_events() if isinstance(event, Evaluated)]
     return [(data["rung"], data["loss"]) for data in found if data["split"] == "validation"]
 
 
@@ -96,7 +96,7 @@ def whole() -> RunStore:
 def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunStore) -> None:
     run = make_trial(make_job("held"), {"hold": "others first"})
     assert train(run) == "stopped"
-    states = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]
+    states = [event for event, _ in run.read_events() if isinstance(event, StateChanged)]
     # A word that came before the first step is heard after it.
     assert states[-1]["reason"] == "held at rung 0: others first"
     assert states[-2]["state"] == "stopping"

@@ -30,7 +30,6 @@ from yunlu.runs.events import (
     StateChanged,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.training.trial_control import TrialControl
 
@@ -60,7 +59,7 @@ class ToyTrial:
 
     def live(self) -> None:
         run = self.run
-        lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+        lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
         started_at = psutil.Process().create_time()
         run.emit(
             AttemptStarted(number=lives + 1, pid=os.getpid(), process_started_at=started_at,

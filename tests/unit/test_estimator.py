@@ -94,7 +94,7 @@ def test_held_out_samples_choose_the_weights() -> None:
     ).fit(x, y)
     assert model.run_dir_ is not None
     [run] = yunlu.runs()
-    assert {event.data["split"] for event in run.events() if event.kind == "evaluation"} == {
+    assert {event.split for event in run.events() if event.kind == "evaluation"} == {
         "validation"
     }
 

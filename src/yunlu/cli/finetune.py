@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from yunlu.cli.train import leave, watch, watch_launched
-from yunlu.client.api import finetuning_job, source_of
-from yunlu.jobs import service
-from yunlu.jobs.launch import find_launch
-from yunlu.render.terminal.page import ACCENT, make_console
-
-if TYPE_CHECKING:
-    from yunlu.runs.run_store import RunStore
-    from yunlu.spec.job import Job
+from yunlu.cli.watching import watch_started
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import ACCENT
 
 
 def finetune(
@@ -28,35 +22,24 @@ def finetune(
     json: bool = False,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> int:
-    """Go on from a trained model with other data: every weight, or a LoRA adapter.
+    """Fine-tune a trained model on other data: every weight, or a LoRA adapter.
 
-    The model, its tokenizer and labels come from the start, so the job needs only task and data.
+    Model, tokenizer and labels come from the trained model, so the job needs only task and data.
     --set model.adapter=lora trains an adapter; the exported model has it merged.
 
     Args:
-        start: A run (its id, a unique beginning of it, or: last), a model directory, or hf:NAME.
+        start: A run (its id, a unique prefix of it, or: last), a model directory, or hf:NAME.
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set model.adapter=lora; may be repeated.
-        devices: Workers that share the training, one for each device.
-        detach: Return at once; the run goes on. `yunlu logs -f last` watches it.
+        devices: Number of workers, one for each device.
+        detach: Return at once; the run continues. `yunlu logs -f last` watches it.
         json: Write every event and metric record as one JSON line, and nothing else.
-        name: Name the run.
+        name: Name of the run.
     """
-    said = [f"name={name}"] if name else []
-    said += [f"devices={devices}"] if devices is not None else []
-    asked = finetuning_job(start, job, (*overrides, *said))
-    place = find_launch(asked, waits=not detach)
-    if place is not None:
-        return watch_launched(asked, place, source=source_of(job), json=json)
-    run = service.submit(asked, source=source_of(job))
-    if not json:
-        _print_title(run, asked, start)
-    service.start(run)
-    if detach:
-        return leave(run, json=json)
-    return watch(run, json=json)
-
-
-def _print_title(run: RunStore, job: Job, start: str) -> None:
-    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{run.id}[/]  [dim]{job.task}, from[/] {start}\n"
-    make_console().print(title, highlight=False)
+    options = [f"name={name}"] if name else []
+    options += [f"devices={devices}"] if devices is not None else []
+    client = default_client()
+    started = client.finetune(start, job, overrides=(*overrides, *options), detach=detach)
+    about = f"[dim]{started.task}, from[/] {start}"
+    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{started.id}[/]  {about}\n"
+    return watch_started(client, started, title=title, json=json, detach=detach)

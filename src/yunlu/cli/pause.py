@@ -1,31 +1,28 @@
-"""``yunlu pause``: save and stop a queued run, and let others have its devices."""
+"""``yunlu pause``: save and stop a queued run, and release its devices."""
 
 from __future__ import annotations
 
-from yunlu.jobs import service
-from yunlu.render.terminal.page import make_console, state_text, to_json
-from yunlu.scheduler import queue
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import make_console, print_json, state_text
 
 
 def pause(run: str = "last", /, *, json: bool = False) -> int:
-    """Save a checkpoint, give the devices back, and wait for `yunlu resume`.
+    """Save a checkpoint, release the devices, and wait for `yunlu resume`.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
+        run: Its id, a unique prefix of it, or: last.
         json: Print one JSON line.
     """
-    store = service.find(run)
-    queue.pause(store)
-    console = make_console()
-    with console.status(f"pausing {store.id}: saving a checkpoint"):
-        record = service.stop(store)
+    client, console = default_client(), make_console()
+    run_id = client.run(run).id
+    with console.status(f"pausing {run_id}: saving a checkpoint"):
+        paused = client.pause(run_id)
     if json:
-        print(to_json({"run": store.id, "state": record.state, "step": record.step}))
+        print_json({"run": paused.id, "state": paused.state, "step": paused.step})
         return 0
-    step = f" at step {record.step}" if record.step else ""
-    again = f"yunlu resume {store.id} queues it again"
-    words = f"is paused{step}; {again}"
-    if not record.state.can_resume:
-        words = f"has ended{step} before it could be paused"
-    console.print(state_text(record.state), f" {store.id} {words}")
+    step = f" at step {paused.step}" if paused.step else ""
+    result = f"is paused{step}; yunlu resume {paused.id} queues it again"
+    if not paused.state.can_resume:
+        result = f"has ended{step} before it could be paused"
+    console.print(state_text(paused.state), f" {paused.id} {result}")
     return 0

@@ -18,7 +18,7 @@ from yunlu.render.terminal.pool_tables import pool_page, terms_line, why_page
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.pool_store import PoolStore, PoolSettings
 from yunlu.scheduler.queue import change_terms, read_entry, scan
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def change(
 
 def look(home: Path) -> dict[str, Any]:
     """What the service last saw; without one, the queue as its files have it."""
-    found, view = control.find_service(home), Journal(home).read_view()
+    found, view = control.find_service(home), PoolStore(home).read_view()
     if found is not None and view is not None:
         return {"is_up": True, "pid": found.pid, **view}
     queued: list[dict[str, Any]] = []
@@ -286,7 +286,7 @@ def _as_before(home: Path, said: PoolSettings) -> PoolSettings | None:
     if said != nothing:
         return None
     with suppress(StoreError):  # of another version: a new one is written
-        before = Journal(home).read_settings()
+        before = PoolStore(home).read_settings()
         return before if before != nothing else None
     return None
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from yunlu.jobs import service
-from yunlu.render.terminal.page import make_console, to_json
-from yunlu.scheduler.queue import set_priority
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import make_console, print_json
 
 
 def priority(run: str, number: int, /, *, json: bool = False) -> int:
-    """Change the priority of a queued run; the pool follows at its next look.
+    """Change the priority of a queued run; the pool applies it at its next decision.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
+        run: Its id, a unique prefix of it, or: last.
         number: Higher goes first; 0 is usual.
         json: Print one JSON line.
     """
-    store = service.find(run)
-    entry = set_priority(store, number)
+    client = default_client()
+    run_id = client.run(run).id
+    entry = client.pool_change(run_id, priority=number)
     if json:
-        print(to_json({"run": store.id, "priority": entry.priority}))
+        print_json({"run": run_id, "priority": entry.priority})
         return 0
-    make_console().print(f"[bold]{store.id}[/]: priority {entry.priority}")
+    make_console().print(f"[bold]{run_id}[/]: priority {entry.priority}")
     return 0

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from yunlu.jobs import service
-from yunlu.jobs.resize import resize as ask_to_resize
+from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console
 
 
 def resize(run: str = "last", /, *, devices: int) -> int:
-    """Go on with more or fewer workers from the next step on; no step and no sample is lost.
+    """Continue with more or fewer workers from the next step on; no step and no sample is lost.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
-        devices: How many workers.
+        run: Its id, a unique prefix of it, or: last.
+        devices: Number of workers.
     """
-    store = service.find(run)
-    resized = ask_to_resize(store, devices=devices)
-    console = make_console()
-    console.print(f"[bold]{store.id}[/]: {resized.text}, as [bold]{resized.layout}[/]")
+    client = default_client()
+    run_id = client.run(run).id
+    resized = client.resize(run_id, devices=devices)
+    make_console().print(f"[bold]{run_id}[/]: {resized.text}, as [bold]{resized.layout}[/]")
     return 0

@@ -1,18 +1,10 @@
-"""``yunlu resume``: another life for a run that was stopped, failed or was lost."""
+"""``yunlu resume``: another attempt at a run that was stopped, failed or was lost."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from yunlu.cli.train import leave, watch, watch_launched
-from yunlu.jobs import service
-from yunlu.jobs.follow import end_of
-from yunlu.jobs.launch import find_launch
-from yunlu.render.terminal.page import make_console, to_json
-from yunlu.scheduler.control import is_queued_again
-
-if TYPE_CHECKING:
-    from yunlu.runs.run_store import RunStore
+from yunlu.cli.watching import watch_started
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import make_console, print_json
 
 
 def resume(
@@ -22,32 +14,21 @@ def resume(
     detach: bool = False,
     json: bool = False,
 ) -> int:
-    """Go on with a stopped, failed or lost run from its newest good checkpoint.
+    """Continue a stopped, failed or lost run from its newest good checkpoint.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
-        detach: Return at once; the run goes on.
+        run: Its id, a unique prefix of it, or: last.
+        detach: Return at once; the run continues.
         json: Write every event and metric record as one JSON line, and nothing else.
     """
-    store = service.find(run)
-    place = find_launch(waits=not detach)
-    if place is not None:
-        return watch_launched(store, place, json=json)
-    if is_queued_again(store):
-        return _tell_queued(store, json=json)
-    since = end_of(store)
-    service.resume(store)
-    if not json:
-        make_console().print(f"\n resuming    [bold]{store.id}[/]")
-    if detach:
-        return leave(store, json=json)
-    return watch(store, json=json, since=since)
-
-
-def _tell_queued(run: RunStore, *, json: bool) -> int:
+    client = default_client()
+    started = client.resume(run, detach=detach)
+    if not started.is_queued:
+        title = f"\n resuming    [bold]{started.id}[/]"
+        return watch_started(client, started, title=title, json=json, detach=detach)
     if json:
-        print(to_json({"run": run.id, "dir": run.address, "queued": True}))
+        print_json({"run": started.id, "dir": started.dir, "queued": True})
     else:
-        words = f"\n queued again  [bold]{run.id}[/]; yunlu pool shows when it goes on"
-        make_console().print(words)
+        text = f"\n queued again  [bold]{started.id}[/]; yunlu pool shows when it continues"
+        make_console().print(text)
     return 0

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from yunlu.jobs import service
-from yunlu.render.terminal.page import make_console, state_text, to_json
-from yunlu.scheduler.queue import withdraw
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import make_console, print_json, state_text
 
 
 def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
-    """Ask a run to save a checkpoint and stop, and wait until it rests.
+    """Ask a run to save a checkpoint and stop, and wait until it is no longer active.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
-        now: Do not save: end it at once.
+        run: Its id, a unique prefix of it, or: last.
+        now: End it at once, without saving.
         json: Print one JSON line.
     """
-    console = make_console()
-    store = service.find(run)
-    withdraw(store)  # else the pool would go on with it
+    client, console = default_client(), make_console()
     if json:
-        record = service.stop(store, now=now)
-        print(to_json({"run": store.id, "state": record.state, "step": record.step}))
+        stopped = client.stop(run, now=now)
+        print_json({"run": stopped.id, "state": stopped.state, "step": stopped.step})
         return 0
-    before = service.read_record(store)
+    before = client.run(run)
     if not before.state.is_active:
-        console.print(state_text(before.state), f" {store.id} rests already: nothing to stop")
+        client.stop(before.id)  # the pool would start it again
+        console.print(state_text(before.state), f" {before.id} has ended: nothing to stop")
         return 0
-    said = "ending it" if now else "saving a checkpoint"
-    with console.status(f"stopping {store.id}: {said}"):
-        record = service.stop(store, now=now)
-    again = f"; yunlu resume {record.id} goes on" if record.state.can_resume else ""
-    step = f" at step {record.step}" if record.step else ""
-    console.print(state_text(record.state), f" {record.id}{step}{again}")
+    doing = "ending it" if now else "saving a checkpoint"
+    with console.status(f"stopping {before.id}: {doing}"):
+        stopped = client.stop(before.id, now=now)
+    again = f"; yunlu resume {stopped.id} continues it" if stopped.state.can_resume else ""
+    step = f" at step {stopped.step}" if stopped.step else ""
+    console.print(state_text(stopped.state), f" {stopped.id}{step}{again}")
     return 0

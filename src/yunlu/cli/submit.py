@@ -12,8 +12,8 @@ from yunlu.core.errors import StoreError, nearest
 from yunlu.jobs import service
 from yunlu.render.terminal.page import ACCENT, make_console, to_json
 from yunlu.scheduler.control import find_service
-from yunlu.scheduler.journal import Journal
-from yunlu.scheduler.queue import enqueue, read_asked, read_entry
+from yunlu.scheduler.pool_store import PoolStore
+from yunlu.scheduler.queue import enqueue, read_options, read_entry
 
 Number = Annotated[int | None, Parameter(show_default=False)]
 
@@ -50,7 +50,7 @@ def submit(
     """
     said = [f"name={name}"] if name else []
     asked = validate(job, overrides=(*overrides, *said))
-    wanted = read_asked(
+    wanted = read_options(
         priority=priority,
         team=team,
         min_devices=min_devices,
@@ -82,7 +82,7 @@ def submit(
 def _find_near_team(team: str) -> str | None:
     """A team of the pool that was probably meant; none where the team is known, or like no other."""
     with suppress(StoreError):  # of another version
-        known = Journal(service.home()).read_settings()
+        known = PoolStore(service.home()).read_settings()
         if team and known is not None and team not in known.quotas:
             return nearest(team, known.quotas)
     return None

@@ -23,7 +23,7 @@ from yunlu.runs.events import Evaluated, Event
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import is_queued_again
-from yunlu.scheduler.queue import enqueue, read_asked, withdraw
+from yunlu.scheduler.queue import enqueue, read_options, withdraw
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 
@@ -347,7 +347,7 @@ def submit(
         deadline: When it should be done: ``90min``, ``36h``, ``1d 12h`` from now.
         budget: What it may cost, in dollars; it is paused when that is spent.
     """
-    asked = read_asked(
+    asked = read_options(
         priority=priority,
         team=team,
         min_devices=min_devices,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from yunlu.scheduler.explanation import Explanation
     from yunlu.scheduler.pool_view import PoolDown, PoolUp, PoolView, QueuedRun
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
     from yunlu.spec.job import Job
 
 
@@ -39,9 +39,9 @@ class LocalPool:
         """As ``PoolVerbs.submit``."""
         from yunlu.jobs import service
         from yunlu.scheduler.pool_view import view_submitted
-        from yunlu.scheduler.queue import enqueue, read_asked
+        from yunlu.scheduler.queue import enqueue, read_options
 
-        asked = read_asked(
+        asked = read_options(
             priority=priority,
             team=team,
             min_devices=min_devices,
@@ -76,7 +76,7 @@ class LocalPool:
         """As ``PoolVerbs.pool_up``."""
         from yunlu.core.settings import read_settings
         from yunlu.jobs import service
-        from yunlu.scheduler.journal import PoolSettings
+        from yunlu.scheduler.pool_store import PoolSettings
         from yunlu.scheduler.pool_view import start_pool
 
         settings = PoolSettings(
@@ -119,7 +119,7 @@ class LocalPool:
         budget: str | None = None,
         min_devices: int | None = None,
         max_devices: int | None = None,
-    ) -> Entry:
+    ) -> QueueEntry:
         """As ``PoolVerbs.pool_change``."""
         from yunlu.scheduler.queue import change_terms
 

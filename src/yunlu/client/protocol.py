@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Event
     from yunlu.scheduler.explanation import Explanation
     from yunlu.scheduler.pool_view import PoolDown, PoolUp, PoolView, QueuedRun
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
     from yunlu.spec.job import Job
     from yunlu.spec.validation import Validation
     from yunlu.tuning.facts import StudyView
@@ -210,7 +210,7 @@ class PoolVerbs(Protocol):
         budget: str | None = None,
         min_devices: int | None = None,
         max_devices: int | None = None,
-    ) -> Entry:
+    ) -> QueueEntry:
         """Change priority, deadline, budget or devices of a queued run."""
         ...
 

@@ -21,6 +21,9 @@ class Settings:
     """What this machine costs an hour: ``YUNLU_DOLLARS_PER_HOUR``; prices the plan."""
     language: str
     """``zh`` where ``YUNLU_LANG`` or the locale asks for Chinese, else ``en``."""
+    patience: float
+    """Factor on the time limits of watchdogs: ``YUNLU_PATIENCE``, else 1. Raise it on machines that other
+    programs keep busy, where a healthy worker may send its heartbeat late."""
 
 
 def read_settings() -> Settings:
@@ -33,7 +36,23 @@ def read_settings() -> Settings:
         cache=Path(env.get("YUNLU_CACHE") or cache_root / "yunlu").expanduser().absolute(),
         dollars_per_hour=_price(env.get("YUNLU_DOLLARS_PER_HOUR")),
         language="zh" if language.lower().startswith("zh") else "en",
+        patience=_patience(env.get("YUNLU_PATIENCE")),
     )
+
+
+def _patience(text: str | None) -> float:
+    if not text:
+        return 1.0
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise YunluError(
+            f"YUNLU_PATIENCE is {text!r}, which is not a factor.",
+            hint="Set it to a number above 0 such as 2, or unset it.",
+        )
+    return factor
 
 
 def _price(text: str | None) -> float | None:

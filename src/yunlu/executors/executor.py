@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from yunlu.executors.record import Happening, Lease
+    from yunlu.executors.lease_record import LeaseEvent, Lease
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
 
@@ -172,7 +172,7 @@ class Executor(Protocol):
         """Files with what its processes printed, the lead's first."""
         ...
 
-    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
         """What happened to its leases, from a byte offset on, each with the offset after it."""
         ...
 

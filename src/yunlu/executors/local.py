@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.executors import limits, memory
+from yunlu.executors import memory_limits
+from yunlu.executors import cpu_limits
 from yunlu.executors.executor import (
     Capabilities,
     ExecutorError,
@@ -17,18 +18,18 @@ from yunlu.executors.executor import (
     Resized,
     RunStatus,
 )
-from yunlu.executors.finding import read_address
-from yunlu.executors.lease import lead_program
-from yunlu.executors.record import (
-    Happening,
+from yunlu.executors.registry import read_address
+from yunlu.executors.lease_runner import lead_program
+from yunlu.executors.lease_record import (
+    LeaseEvent,
     Lease,
-    Record,
+    LeaseRecord,
     known_record,
     locked,
-    read_happenings,
+    read_lease_events,
     read_record,
     record_lock,
-    tell,
+    append_lease_event,
     write_record,
 )
 from yunlu.executors.worker_group import end_workers, living_workers
@@ -93,7 +94,7 @@ class LocalExecutor:
         with record_lock(run), locked(require_local(run).home / _DEVICES_LOCK):
             before = read_record(run)
             slots = self._choose_gpus(run, devices) if self._gpus else ()
-            record = Record(
+            record = LeaseRecord(
                 address=self.address,
                 next_lease=before.next_lease if before else 0,
                 directory=str(directory) if directory else None,
@@ -104,11 +105,11 @@ class LocalExecutor:
             program = lead_program(run, devices)
             worker = start_worker(run, program, directory=directory, environment=seen)
             if not self._gpus:
-                limits.sweep(memory.has_outgrown)
-                memory.sweep()
-                memory.limit(run.id, worker.pid, most_bytes=self._memory(run, devices))
-                limits.limit(run.id, worker.pid, cpus=self._cpus(devices))
-            tell(run, lease, "asked", reason=str(worker.pid))
+                cpu_limits.sweep(memory_limits.has_exceeded)
+                memory_limits.sweep()
+                memory_limits.limit(run.id, worker.pid, most_bytes=self._memory(run, devices))
+                cpu_limits.limit(run.id, worker.pid, cpus=self._cpus(devices))
+            append_lease_event(run, lease, "asked", reason=str(worker.pid))
             write_record(run, record.change(lease.name, handle=str(worker.pid)))
 
     def resize(self, run: RunStore, placement: Placement) -> Resized:
@@ -158,15 +159,15 @@ class LocalExecutor:
             state = LeaseState.RUNNING if is_alive else LeaseState.GONE
             reason = "" if is_alive else _last_words(worker, lease)
             if lease.state != state:
-                tell(run, lease, state, reason)
+                append_lease_event(run, lease, state, reason)
                 write_record(run, record.change(lease.name, state=state, reason=reason))
-        has_outgrown = memory.tell_outgrown(run.id) is not None
+        has_outgrown = memory_limits.report_exceeded(run.id) is not None
         if is_alive and has_outgrown:
             # One worker of it was ended, and another would grow as large: it ends whole.
             _end(run, worker)
         elif not is_alive and not has_outgrown:  # else whoever writes down its end reads why
-            limits.forget(run.id)
-            memory.forget(run.id)
+            cpu_limits.forget(run.id)
+            memory_limits.forget(run.id)
         seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
         workers = count_workers(crew) if crew else 0
         return RunStatus(
@@ -178,10 +179,10 @@ class LocalExecutor:
         known_record(run)
         return text_logs(run)
 
-    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
         """As ``Executor.events``."""
         known_record(run)
-        yield from read_happenings(run, offset=offset)
+        yield from read_lease_events(run, offset=offset)
 
     def _check(self, run: RunStore, placement: Placement) -> int:
         strange = [node for node, _ in placement.shares if node != self._node]
@@ -229,22 +230,22 @@ class LocalExecutor:
         return self._cores * devices / self._devices
 
     def _memory(self, run: RunStore, devices: int) -> int:
-        return memory.choose_bytes(
-            total=memory.total_bytes(),
+        return memory_limits.choose_bytes(
+            total=memory_limits.total_bytes(),
             devices=devices,
             of=self._devices,
             declared_gb=_declared_gb(run),
         )
 
     def _limit_anew(self, run: RunStore, worker: WorkerProcess, devices: int) -> None:
-        limits.change(run.id, worker.pid, cpus=self._cpus(devices))
-        memory.change(run.id, most_bytes=self._memory(run, devices))
+        cpu_limits.change(run.id, worker.pid, cpus=self._cpus(devices))
+        memory_limits.change(run.id, most_bytes=self._memory(run, devices))
 
     def _describe_limits(self) -> str:
         if self._gpus:
             return ""
         share = self._cores / self._devices
-        kind = limits.find_kind()
+        kind = cpu_limits.find_kind()
         if kind == "affinity":
             cores = f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
         else:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import IO, Any
 
 from yunlu.executors.ray_actor import LeaseActor
-from yunlu.executors.ray_words import NODE_LABEL, OURS
+from yunlu.executors.ray_parse import NODE_LABEL, OURS
 
 _LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
 """States of a placement group that holds devices, or may come to."""

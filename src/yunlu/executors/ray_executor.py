@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from yunlu import __version__
 from yunlu.core.settings import worker_environment
 from yunlu.executors.executor import Capabilities, ExecutorError, Reserve
-from yunlu.executors.finding import read_address
-from yunlu.executors.leased import LeasedExecutor, Seen
+from yunlu.executors.registry import read_address
+from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
 from yunlu.executors.ray_link import find_link
-from yunlu.executors.ray_words import (
+from yunlu.executors.ray_parse import (
     Survey,
     count_awake,
     lease_name,
@@ -22,14 +22,14 @@ from yunlu.executors.ray_words import (
     size_bundles,
     size_selectors,
 )
-from yunlu.executors.record import read_happenings
+from yunlu.executors.lease_record import read_lease_events
 from yunlu.runs.run_store import WORKER_LOG, Area
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from yunlu.executors.record import Lease, Record
+    from yunlu.executors.lease_record import Lease, LeaseRecord
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
 
@@ -119,10 +119,10 @@ class RayExecutor(LeasedExecutor):
         )
         return name
 
-    def look(self, run: RunStore, record: Record) -> dict[str, Seen]:
+    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.look``."""
         ended = {
-            told.lease: told.reason for told, _ in read_happenings(run) if told.what == "ended"
+            told.lease: told.reason for told, _ in read_lease_events(run) if told.what == "ended"
         }
         return read_leases(self.survey(), run=run.id, record=record, ended=ended)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.executors.record import read_record, tell
+from yunlu.executors.lease_record import read_record, append_lease_event
 from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
 """The one word that the actor may say: the lease is to leave."""
-_LEASE = (sys.executable, "-m", "yunlu.executors.lease")
+_LEASE = (sys.executable, "-m", "yunlu.executors.lease_runner")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 _LOOK_S = 0.5
 
@@ -182,7 +182,7 @@ def _tell_run(run: RunStore, name: str, reason: str) -> None:
     lease = record.find(name) if record else None
     if lease is not None:
         with suppress(OSError):  # a full disk; or the run was removed
-            tell(run, lease, "ended", reason)
+            append_lease_event(run, lease, "ended", reason)
 
 
 def _take_note(*_: object) -> None:

@@ -18,10 +18,10 @@ from yunlu.executors.executor import (
     Reserve,
     name_kind,
 )
-from yunlu.executors.finding import read_address
-from yunlu.executors.lease import AGAIN
-from yunlu.executors.leased import LeasedExecutor, Seen
-from yunlu.executors.slurm_words import (
+from yunlu.executors.registry import read_address
+from yunlu.executors.lease_runner import AGAIN
+from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
+from yunlu.executors.slurm_parse import (
     QUEUE_FORMAT,
     QueuedJob,
     SlurmNode,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.executors.record import Lease, Record
+    from yunlu.executors.lease_record import Lease, LeaseRecord
     from yunlu.runs.run_store import RunStore
 
 _ANSWER_S = 20.0
@@ -166,7 +166,7 @@ class SlurmExecutor(LeasedExecutor):
         program = [
             sys.executable,
             "-m",
-            "yunlu.executors.lease",
+            "yunlu.executors.lease_runner",
             run.address,
             lease.name,
         ]
@@ -174,9 +174,9 @@ class SlurmExecutor(LeasedExecutor):
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
         return _slurm(*words, script=script).partition(";")[0]
 
-    def look(self, run: RunStore, record: Record) -> dict[str, Seen]:
+    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.look``."""
-        found: dict[str, Seen] = {}
+        found: dict[str, ObservedLeases] = {}
         beginning = _job_name(run, "")
         needed = {
             _job_name(run, lease.name) for lease in record.leases if lease.state != LeaseState.GONE
@@ -186,7 +186,7 @@ class SlurmExecutor(LeasedExecutor):
             jobs, key=lambda job: (job.lease_state is not LeaseState.GONE, int(job.id))
         ):
             if job.name.startswith(beginning):
-                found[job.name.removeprefix(beginning)] = Seen(
+                found[job.name.removeprefix(beginning)] = ObservedLeases(
                     handle=job.id,
                     state=job.lease_state,
                     reason=job.words,

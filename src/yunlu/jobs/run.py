@@ -8,8 +8,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, error_of_code
-from yunlu.executors import memory
-from yunlu.executors.finding import is_elsewhere, is_held, last_reason
+from yunlu.executors import memory_limits
+from yunlu.executors.registry import is_elsewhere, is_held, last_reason
 from yunlu.executors.worker_group import living_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -107,10 +107,10 @@ def settle(run: RunStore, record: RunRecord) -> RunRecord:
 
 def _reap(run: RunStore, record: RunRecord) -> RunRecord:
     """Write down how a run ended whose worker could not; the caller holds its lock."""
-    outgrown = memory.tell_outgrown(run.id) if not is_elsewhere(run) else None
+    outgrown = memory_limits.report_exceeded(run.id) if not is_elsewhere(run) else None
     if outgrown is not None:
         run.emit(ErrorRaised(code=MEMORY, message=outgrown, hint=_MORE_MEMORY))
-        memory.forget(run.id)
+        memory_limits.forget(run.id)
         return move(run, record, RunState.FAILED, seen_at=_last_sign(run))
     # Who was asked to stop and is gone has stopped, if not gracefully.
     verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST

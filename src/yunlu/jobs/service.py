@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.core.settings import read_settings
-from yunlu.executors.finding import executor_of, is_elsewhere, is_held, open_executor
-from yunlu.executors.record import read_record as read_leases
+from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
+from yunlu.executors.lease_record import read_record as read_leases
 from yunlu.executors.worker_group import end_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,

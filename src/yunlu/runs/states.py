@@ -25,6 +25,11 @@ class RunState(StrEnum):
         return self in ACTIVE
 
     @property
+    def is_failure(self) -> bool:
+        """Whether an error ended the run."""
+        return self in {RunState.FAILED, RunState.LOST}
+
+    @property
     def can_resume(self) -> bool:
         """Whether ``yunlu resume`` may start another life."""
         return RunState.PENDING in LEGAL_MOVES[self]

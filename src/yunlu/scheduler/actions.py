@@ -18,7 +18,7 @@ from yunlu.scheduler.queue import change_entry
 if TYPE_CHECKING:
     from yunlu.scheduler.clock import SteadyClock
     from yunlu.scheduler.executor_adapter import RunControl
-    from yunlu.scheduler.moves import Move
+    from yunlu.scheduler.moves import AllocationMove
     from yunlu.scheduler.run_registry import RunRegistry
     from yunlu.scheduler.run_status import ScheduledRun
 
@@ -36,7 +36,7 @@ class ActionRunner:
         self._asked: dict[str, tuple[float, float]] = {}
         """When a run was first and last asked to stop, on the monotonic clock."""
 
-    def do(self, stand: ScheduledRun, move: Move) -> str | None:
+    def do(self, stand: ScheduledRun, move: AllocationMove) -> str | None:
         """Carry out one move; the words say why it was not."""
         intention = PendingAction(
             kind=move.kind, shares=move.placement.shares, reason=move.reason, by=self.name

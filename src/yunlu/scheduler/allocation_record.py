@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
     from yunlu.scheduler.observation import RunObservation
 
 MOST_FAILURES = 3
@@ -115,7 +115,7 @@ def write_allocation(run: RunStore, notes: AllocationRecord, *, is_intention: bo
 
 
 def reconcile(
-    entry: Entry,
+    entry: QueueEntry,
     notes: AllocationRecord,
     sight: RunObservation,
     *,
@@ -175,7 +175,7 @@ def _resolve_alive(notes: AllocationRecord, sight: RunObservation, now: float, s
 
 
 def _is_nobodys_fault(
-    entry: Entry, notes: AllocationRecord, sight: RunObservation, nodes: AbstractSet[str], service: str
+    entry: QueueEntry, notes: AllocationRecord, sight: RunObservation, nodes: AbstractSet[str], service: str
 ) -> bool:
     """Whether a run that has ended need not answer for it."""
     if sight.state is RunState.FINISHED or entry.wish != "run":

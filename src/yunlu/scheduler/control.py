@@ -16,16 +16,16 @@ from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import service
-from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
+from yunlu.scheduler.pool_store import PoolStore, PoolSettings, ServiceRecord
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
-from yunlu.scheduler.queue import put_back, read_entry, scan
+from yunlu.scheduler.queue import requeue, read_entry, scan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
 
-PROGRAM = (sys.executable, "-m", "yunlu.scheduler.program")
+PROGRAM = (sys.executable, "-m", "yunlu.scheduler.service")
 _POLL_S = 0.05
 _UP_S = 180.0
 """To connect to a cluster takes a while on a busy machine."""
@@ -35,7 +35,7 @@ _TAIL = 12
 
 def find_service(home: Path) -> ServiceRecord | None:
     """The service of this home; none where none is up."""
-    journal = Journal(home)
+    journal = PoolStore(home)
     if not journal.lock.exists() or _is_free(journal.lock):
         return None
     try:
@@ -48,7 +48,7 @@ def is_queued_again(run: RunStore) -> bool:
     """Put a run of the pool back into its queue; false where nobody would start it from there."""
     if read_entry(run) is None:
         return False
-    put_back(run)
+    requeue(run)
     return find_service(service.home()) is not None
 
 
@@ -60,7 +60,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             f"the pool of {home} is up already (process {found.pid})",
             hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
         )
-    journal = Journal(home)
+    journal = PoolStore(home)
     try:
         journal.write_settings(settings)
         journal.view.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     raise StoreError(_last_words(journal, told_before), hint=f"see {journal.log}")
 
 
-def _last_words(journal: Journal, told_before: int) -> str:
+def _last_words(journal: PoolStore, told_before: int) -> str:
     said = journal.log.read_bytes()[told_before:].decode(errors="replace").strip()
     words = "\n".join(said.splitlines()[-_TAIL:])
     return f"the pool did not come up: {words or 'nobody says why'}"

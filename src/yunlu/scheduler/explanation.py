@@ -10,7 +10,7 @@ from yunlu.core.units import show_duration
 from yunlu.core.value import Value
 from yunlu.jobs.service import read_record
 from yunlu.scheduler.control import find_service
-from yunlu.scheduler.journal import Journal
+from yunlu.scheduler.pool_store import PoolStore
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.queue import read_entry
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.allocation_record import AllocationRecord
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
 
 _FEW = 8
 
@@ -60,7 +60,7 @@ def explain(home: Path, run: RunStore) -> Explanation:
             f"{run.id} is not in the queue: the pool decides nothing about it",
             hint="yunlu submit queues a job; yunlu ps lists every run",
         )
-    journal = Journal(home)
+    journal = PoolStore(home)
     view = journal.read_view() or {}
     is_up = find_service(home) is not None
     runs: list[dict[str, Any]] = view.get("runs") or []
@@ -76,7 +76,7 @@ def explain(home: Path, run: RunStore) -> Explanation:
 
 
 def _standing(
-    run: RunStore, entry: Entry, notes: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
+    run: RunStore, entry: QueueEntry, notes: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
 ) -> str:
     state = read_record(run).state
     again = f"yunlu resume {run.id} queues it again"

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.scheduler.arrivals import Arrival
+    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class QueueForecast:
     """Of one run; infinite where its length or its speed is unknown."""
 
     start_at: float | None
@@ -33,8 +33,8 @@ def forecast(
     state: PoolState,
     decision: Decision,
     unknown: AbstractSet[str] = frozenset(),
-    arrivals: Sequence[Arrival] = (),
-) -> dict[str, Forecast]:
+    arrivals: Sequence[PendingNode] = (),
+) -> dict[str, QueueForecast]:
     """Each run as soon as as many devices are there and free as it needs, in the order of the queue.
 
     Args:
@@ -49,7 +49,7 @@ def forecast(
                if job.held and job.id not in unknown]  # fmt: skip
     usual_s = median(spans_s) if spans_s else math.inf
     supply = _Supply.of(state, arrivals)
-    found: dict[str, Forecast] = {}
+    found: dict[str, QueueForecast] = {}
     for job in state.jobs:
         placement = decision.placements.get(job.id) or job.held
         if not placement:
@@ -59,7 +59,7 @@ def forecast(
         end_at = decision.predicted_end_at.get(job.id, state.now + _span_s(job, pace))
         end_at = (state.now + usual_s if job.id in unknown else end_at) + wait_s
         has_started = bool(job.held) and not wait_s
-        found[job.id] = Forecast(
+        found[job.id] = QueueForecast(
             start_at=None if has_started else state.now + wait_s,
             end_at=end_at,
             samples_per_s=pace,
@@ -71,18 +71,18 @@ def forecast(
     for job in sorted(waiting, key=lambda job: -job.priority):
         at = supply.wait_for(job.min_devices)
         if math.isinf(at):  # more than there is, or nobody knows when
-            found[job.id] = Forecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
+            found[job.id] = QueueForecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
             continue
         devices = max(job.min_devices, min(job.asked_devices, supply.free))
         pace = _goodput(job, type_, 1, devices)
         end_at = at + (usual_s if job.id in unknown else _span_s(job, pace))
-        found[job.id] = Forecast(start_at=at, end_at=end_at, samples_per_s=pace)
+        found[job.id] = QueueForecast(start_at=at, end_at=end_at, samples_per_s=pace)
         supply.free -= devices
         supply.give_back(end_at, devices)
     return found
 
 
-def with_start(figures: Mapping[str, object], told: Forecast | None) -> dict[str, object]:
+def with_start(figures: Mapping[str, object], told: QueueForecast | None) -> dict[str, object]:
     """A policy's figures, with our word on the start: a policy knows nothing of what is to come."""
     if told is None or told.start_at is None:
         return dict(figures)
@@ -102,7 +102,7 @@ class _Supply:
     """When, of which machine that is late, how many."""
 
     @classmethod
-    def of(cls, state: PoolState, arrivals: Sequence[Arrival]) -> _Supply:
+    def of(cls, state: PoolState, arrivals: Sequence[PendingNode]) -> _Supply:
         devices = {node.name: node.devices for node in state.nodes}
         late = {each.node: devices[each.node] for each in arrivals if each.node in devices}
         later = [

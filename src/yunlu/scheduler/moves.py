@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class AllocationMove:
     """One thing to do to one run."""
 
     run_id: str
@@ -38,7 +38,7 @@ def free_devices(stands: Sequence[ScheduledRun], nodes: Sequence[Node]) -> dict[
 
 def plan_moves(
     stands: Sequence[ScheduledRun], placements: Mapping[str, Placement], nodes: Sequence[Node]
-) -> list[Move]:
+) -> list[AllocationMove]:
     """What can be done now: first what frees devices, then what fits into the free ones.
 
     Args:
@@ -46,8 +46,8 @@ def plan_moves(
         placements: What was decided; a run that is not named gets nothing.
         nodes: Machines that are there.
     """
-    giving: list[Move] = []
-    taking: list[Move] = []
+    giving: list[AllocationMove] = []
+    taking: list[AllocationMove] = []
     for stand in stands:
         move = find_move(stand, placements.get(stand.id, NOTHING))
         if move is not None:
@@ -55,7 +55,7 @@ def plan_moves(
             (taking if takes else giving).append(move)
     by_id = {stand.id: stand for stand in stands}
     free = free_devices(stands, nodes)
-    fitting: list[Move] = []
+    fitting: list[AllocationMove] = []
     for move in sorted(taking, key=lambda move: move.kind != "start"):  # then those that grow
         more = _more(by_id[move.run_id], move.placement)
         if all(free.get(name, 0) >= count for name, count in more.items()):
@@ -86,17 +86,17 @@ def is_under_way(stands: Sequence[ScheduledRun], placements: Mapping[str, Placem
     )
 
 
-def find_move(stand: ScheduledRun, wanted: Placement) -> Move | None:
+def find_move(stand: ScheduledRun, wanted: Placement) -> AllocationMove | None:
     """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
     if not stand.may_move:
         return None
     if stand.is_free:
-        return Move(run_id=stand.id, kind="start", placement=wanted) if wanted else None
+        return AllocationMove(run_id=stand.id, kind="start", placement=wanted) if wanted else None
     if not wanted:
-        return Move(run_id=stand.id, kind="stop", reason="preempted")
+        return AllocationMove(run_id=stand.id, kind="stop", reason="preempted")
     if dict(wanted.shares) == dict(stand.notes.shares):
         return None
-    return Move(run_id=stand.id, kind="resize", placement=wanted)
+    return AllocationMove(run_id=stand.id, kind="resize", placement=wanted)
 
 
 def _more(stand: ScheduledRun, wanted: Placement) -> dict[str, int]:

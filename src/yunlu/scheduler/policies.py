@@ -58,7 +58,7 @@ def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     if len(types) <= 1:
         return Fitter(first_devices=first)
     from yunlu.scheduler.policy.mixed_speed import MixedFitter  # noqa: PLC0415 (as above)
-    from yunlu.scheduler.speed import catalog_speeds  # noqa: PLC0415 (as above)
+    from yunlu.scheduler.speed_estimates import catalog_speeds  # noqa: PLC0415 (as above)
 
     mixed = MixedFitter(types=types, known=catalog_speeds())
     return replace(mixed, fitter=replace(mixed.fitter, first_devices=first))

@@ -12,7 +12,7 @@ from yunlu.core.value import Value
 from yunlu.jobs import service
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import bring_down, bring_up, find_service
-from yunlu.scheduler.journal import Journal, PoolSettings
+from yunlu.scheduler.pool_store import PoolStore, PoolSettings
 from yunlu.scheduler.queue import read_entry, scan
 
 if TYPE_CHECKING:
@@ -147,13 +147,13 @@ class QueuedRun(Value):
 
 def view_pool(home: Path) -> PoolView:
     """What the service last saw; without one, the queue as stored."""
-    found, view = find_service(home), Journal(home).read_view()
+    found, view = find_service(home), PoolStore(home).read_view()
     if found is not None and view is not None:
         try:
             return PoolView.model_validate({"is_up": True, "pid": found.pid, **view})
         except ValidationError as error:
             raise StoreError(
-                f"{Journal(home).view} cannot be read: {error.errors()[0]['msg']}",
+                f"{PoolStore(home).view} cannot be read: {error.errors()[0]['msg']}",
                 hint="yunlu pool down, then yunlu pool up",
             ) from error
     queued: list[PoolRun] = []
@@ -227,14 +227,14 @@ def _find_settings(home: Path, wanted: PoolSettings) -> PoolSettings | None:
     if wanted != default:
         return None
     with suppress(StoreError):  # of another version: a new one is written
-        before = Journal(home).read_settings()
+        before = PoolStore(home).read_settings()
         return before if before != default else None
     return None
 
 
 def _find_similar_team(home: Path, team: str) -> str | None:
     with suppress(StoreError):  # of another version
-        settings = Journal(home).read_settings()
+        settings = PoolStore(home).read_settings()
         if team and settings is not None and team not in settings.quotas:
             return nearest(team, settings.quotas)
     return None

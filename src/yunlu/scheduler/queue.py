@@ -27,7 +27,7 @@ from yunlu.runs.documents import read_job
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
-from yunlu.scheduler.needs import Needs, find_needs
+from yunlu.scheduler.resource_request import ResourceRequest, make_request
 from yunlu.spec.goal import read_span_s
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ _NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=
 Wish = Literal["run", "pause", "stop"]
 
 
-class Entry(Value):
+class QueueEntry(Value):
     """One run's place in the queue."""
 
     submitted_at: float
     priority: int = 0
     """Higher goes first."""
     team: str = ""
-    needs: Needs
+    needs: ResourceRequest
     deadline_at: float | None = None
     budget_dollars: float | None = Field(default=None, gt=0)
     samples: float | None = None
@@ -66,7 +66,7 @@ class Entry(Value):
     """Counts how often it was put into the queue: faults of earlier times are forgiven."""
 
 
-class Asked(Value):
+class SubmitOptions(Value):
     """What ``yunlu submit`` takes besides the job."""
 
     priority: int = 0
@@ -77,7 +77,7 @@ class Asked(Value):
     budget_dollars: float | None = Field(default=None, gt=0)
 
 
-def read_asked(*, deadline: str | None = None, **told: Any) -> Asked:
+def read_options(*, deadline: str | None = None, **told: Any) -> SubmitOptions:
     """What was asked for, with times in words; refuses what cannot be meant."""
     deadline_s = None if deadline is None else read_span_s(deadline)
     if deadline is not None and deadline_s is None:
@@ -89,17 +89,17 @@ def read_asked(*, deadline: str | None = None, **told: Any) -> Asked:
     budget = told.get("budget_dollars")
     if budget is not None and not budget > 0:
         raise JobError(f"budget: {budget:g} is not above 0")
-    return Asked(deadline_s=deadline_s, **told)
+    return SubmitOptions(deadline_s=deadline_s, **told)
 
 
-def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None) -> RunStore:
+def enqueue(job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None) -> RunStore:
     """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
-    asked = asked or Asked()
-    needs = find_needs(job, least=asked.min_devices, most=asked.max_devices)
+    asked = asked or SubmitOptions()
+    needs = make_request(job, least=asked.min_devices, most=asked.max_devices)
     run = service.submit(job, source=source)
     now = time.time()
     deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
-    entry = Entry(
+    entry = QueueEntry(
         submitted_at=now,
         priority=asked.priority,
         team=asked.team,
@@ -108,7 +108,7 @@ def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None)
         budget_dollars=asked.budget_dollars or job.goal.budget,
         samples=_count_samples(job),
         most_batch=job.train.adapt_batch.max if job.train.adapt_batch else None,
-        signature=sign(job),
+        signature=job_signature(job),
     )
     try:
         with launch_lock(run, wait=True):
@@ -120,11 +120,11 @@ def enqueue(job: Job, asked: Asked | None = None, *, source: Path | None = None)
     return run
 
 
-def read_entry(run: RunStore) -> Entry | None:
+def read_entry(run: RunStore) -> QueueEntry | None:
     """What is wanted of the run; none where it is not in the queue."""
     try:
         content = run.read(Document.QUEUE_ENTRY)
-        return None if content is None else Entry.model_validate_json(content)
+        return None if content is None else QueueEntry.model_validate_json(content)
     except (OSError, ValidationError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
@@ -133,7 +133,7 @@ def read_entry(run: RunStore) -> Entry | None:
         ) from error
 
 
-def change_entry(run: RunStore, **changes: Any) -> Entry:
+def change_entry(run: RunStore, **changes: Any) -> QueueEntry:
     """Want something else of a queued run."""
     try:
         with launch_lock(run, wait=True):
@@ -150,7 +150,7 @@ def change_entry(run: RunStore, **changes: Any) -> Entry:
         raise StoreError(f"{run.id} cannot be changed: {error}") from error
 
 
-def set_priority(run: RunStore, priority: int) -> Entry:
+def set_priority(run: RunStore, priority: int) -> QueueEntry:
     """Let a run go before others, or after them."""
     _check_priority(priority)
     return change_entry(run, priority=priority)
@@ -164,7 +164,7 @@ def change_terms(
     budget: str | None = None,
     min_devices: int | None = None,
     max_devices: int | None = None,
-) -> Entry:
+) -> QueueEntry:
     """Change what was asked for a queued run; what is not said stays as it is.
 
     Args:
@@ -178,20 +178,20 @@ def change_terms(
     changes: dict[str, Any] = {} if priority is None else {"priority": priority}
     _check_priority(priority or 0)
     if deadline is not None:
-        span_s = None if deadline == _NONE else read_asked(deadline=deadline).deadline_s
+        span_s = None if deadline == _NONE else read_options(deadline=deadline).deadline_s
         changes["deadline_at"] = None if span_s is None else time.time() + span_s
     if budget is not None:
         changes["budget_dollars"] = None if budget == _NONE else _read_dollars(budget)
     if min_devices is not None or max_devices is not None:
-        read_asked(min_devices=min_devices, max_devices=max_devices)
+        read_options(min_devices=min_devices, max_devices=max_devices)
         before = read_entry(run)
         least = min_devices if min_devices is not None or before is None else before.needs.least
         most = max_devices if max_devices is not None or before is None else before.needs.most
-        changes["needs"] = find_needs(read_job(run), least=least, most=most)
+        changes["needs"] = make_request(read_job(run), least=least, most=most)
     return change_entry(run, **changes)
 
 
-def pause(run: RunStore) -> Entry:
+def pause(run: RunStore) -> QueueEntry:
     """Save and stop a run, and keep its place in the queue for later."""
     _refuse_over(run)
     entry = change_entry(run, wish="pause")
@@ -206,7 +206,7 @@ def withdraw(run: RunStore) -> None:
             change_entry(run, wish="stop")
 
 
-def put_back(run: RunStore) -> Entry:
+def requeue(run: RunStore) -> QueueEntry:
     """Queue a run again that was paused, stopped or given up."""
     _refuse_over(run)
     entry = read_entry(run)
@@ -220,7 +220,7 @@ def scan(home: Path) -> Iterator[RunStore]:
     yield from find_runs(home, having=Document.QUEUE_ENTRY)
 
 
-def sign(job: Job) -> str:
+def job_signature(job: Job) -> str:
     """What jobs that are equally fast have in common."""
     import hashlib  # noqa: PLC0415 (needed once for each job)
 
@@ -268,7 +268,7 @@ def _refuse_over(run: RunStore) -> None:
         )
 
 
-def _write(run: RunStore, entry: Entry) -> None:
+def _write(run: RunStore, entry: QueueEntry) -> None:
     run.write(Document.QUEUE_ENTRY, entry.model_dump_json(indent=2))
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import YunluError
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
-from yunlu.scheduler.monitor import Course
-from yunlu.scheduler.needs import Needs
+from yunlu.scheduler.run_progress import RunProgress
+from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.allocation_record import read_allocation, reconcile, write_allocation
-from yunlu.scheduler.queue import Entry, read_entry, scan
+from yunlu.scheduler.queue import QueueEntry, read_entry, scan
 from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_phase
 
@@ -107,7 +107,7 @@ class RunRegistry:
         self._over.pop(run.id, None)
         before = self.stands.get(run.id)
         notes = before.notes if before is not None else read_allocation(run)
-        course = before.course if before is not None else Course(run)
+        course = before.course if before is not None else RunProgress(run)
         now, age = self.clock.now(), _age(run)
         try:
             entry = read_entry(run)
@@ -141,7 +141,7 @@ class RunRegistry:
             self._keep(stand, after)
 
     def _hold(
-        self, run: RunStore, notes: AllocationRecord, course: Course, before: ScheduledRun | None, problem: str
+        self, run: RunStore, notes: AllocationRecord, course: RunProgress, before: ScheduledRun | None, problem: str
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
         self.troubles[run.id] = problem
@@ -151,9 +151,9 @@ class RunRegistry:
         devices = max(notes.placement.devices, 1)
         self.stands[run.id] = ScheduledRun(
             run=run,
-            entry=Entry(
+            entry=QueueEntry(
                 submitted_at=self.clock.now(),
-                needs=Needs(least=devices, most=devices, asked=devices),
+                needs=ResourceRequest(least=devices, most=devices, asked=devices),
             ),
             notes=notes,
             sight=RunObservation(state=RunState.PENDING, is_alive=bool(notes.shares)),

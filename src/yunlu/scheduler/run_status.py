@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.clock import SteadyClock
-    from yunlu.scheduler.journal import PoolSettings
-    from yunlu.scheduler.monitor import Course
+    from yunlu.scheduler.pool_store import PoolSettings
+    from yunlu.scheduler.run_progress import RunProgress
     from yunlu.scheduler.allocation_record import AllocationRecord
     from yunlu.scheduler.policy.values import Speed
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
     from yunlu.scheduler.observation import RunObservation
 
 _LEAST_RESTART_S = 1.0
@@ -52,10 +52,10 @@ class ScheduledRun:
     """All that is known of one run."""
 
     run: RunStore
-    entry: Entry
+    entry: QueueEntry
     notes: AllocationRecord
     sight: RunObservation
-    course: Course
+    course: RunProgress
     phase: Phase
     age: tuple[int, ...] = ()
     """Of its files, before they were read: what is written later is seen the next time."""
@@ -94,7 +94,7 @@ class ScheduledRun:
         return self.is_free or self.phase is Phase.RUNNING
 
 
-def find_phase(entry: Entry, notes: AllocationRecord, sight: RunObservation, *, now: float) -> Phase:
+def find_phase(entry: QueueEntry, notes: AllocationRecord, sight: RunObservation, *, now: float) -> Phase:
     """Where a run stands."""
     if sight.is_alive or notes.shares:
         return _phase_of_life(entry, notes, sight)
@@ -107,7 +107,7 @@ def find_phase(entry: Entry, notes: AllocationRecord, sight: RunObservation, *, 
     return Phase.BACKING_OFF if notes.is_backing_off(now) else Phase.WAITING
 
 
-def _phase_of_life(entry: Entry, notes: AllocationRecord, sight: RunObservation) -> Phase:
+def _phase_of_life(entry: QueueEntry, notes: AllocationRecord, sight: RunObservation) -> Phase:
     kind = notes.intention.kind if notes.intention is not None else None
     is_ending = not sight.state.is_active or sight.state is RunState.STOPPING
     if kind == "stop" or entry.wish != "run" or (is_ending and kind != "start"):

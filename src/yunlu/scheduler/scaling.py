@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from yunlu.executors.executor import Scaling, name_kind
-from yunlu.scheduler.arrivals import Arrivals
+from yunlu.scheduler.pending_nodes import PendingNodes
 from yunlu.scheduler.autoscaling.decision import decide_nodes
 from yunlu.scheduler.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from yunlu.executors.executor import Executor, Reserve
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.arrivals import Arrival
-    from yunlu.scheduler.journal import PoolSettings
+    from yunlu.scheduler.pending_nodes import PendingNode
+    from yunlu.scheduler.pool_store import PoolSettings
     from yunlu.scheduler.policy.values import PoolState
     from yunlu.scheduler.spot.values import Mode
 
@@ -45,8 +45,8 @@ class Scaler:
         self._since: dict[str, float] = {}
         self._idle_since: dict[str, float] = {}
         self._asked: dict[str, int] = {}
-        self._under_way = Arrivals()
-        self.arrivals: tuple[Arrival, ...] = ()
+        self._under_way = PendingNodes()
+        self.arrivals: tuple[PendingNode, ...] = ()
         """Machines that are on their way, as of the last look."""
 
     def reserves(self) -> tuple[Reserve, ...]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from yunlu.executors.finding import is_elsewhere
-from yunlu.executors.record import read_record
+from yunlu.executors.registry import is_elsewhere
+from yunlu.executors.lease_record import read_record
 from yunlu.executors.usage import Meter, NodeUse, read_uses
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.worker_group import read_crew
@@ -110,7 +110,7 @@ class UsageMonitor:
     def _find_lies(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
         found: dict[str, str] = {}
         for run_id, stand in alive.items():
-            words = find_lie(stand, self.usage[run_id], self.machine, nodes)
+            words = find_overuse(stand, self.usage[run_id], self.machine, nodes)
             self._lies[run_id] = self._lies.get(run_id, 0) + 1 if words else 0
             if words and self._lies[run_id] == _LIES:
                 found[run_id] = words
@@ -118,7 +118,7 @@ class UsageMonitor:
         return found
 
 
-def find_lie(
+def find_overuse(
     stand: ScheduledRun, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
 ) -> str | None:
     """What a run takes beyond what it holds, in words; None where it keeps to it."""

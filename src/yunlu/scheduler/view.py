@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from yunlu.executors.usage import NodeUse
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.arrivals import Arrival
-    from yunlu.scheduler.forecast import Forecast
+    from yunlu.scheduler.pending_nodes import PendingNode
+    from yunlu.scheduler.forecast import QueueForecast
     from yunlu.scheduler.usage_monitor import UsageMonitor, Usage
-    from yunlu.scheduler.journal import PoolSettings
+    from yunlu.scheduler.pool_store import PoolSettings
     from yunlu.scheduler.policy.values import Decision
     from yunlu.scheduler.run_status import ScheduledRun
 
@@ -24,9 +24,9 @@ def make_view(
     stands: Sequence[ScheduledRun],
     nodes: Sequence[Node],
     decision: Decision,
-    forecasts: Mapping[str, Forecast],
+    forecasts: Mapping[str, QueueForecast],
     *,
-    arrivals: Sequence[Arrival] = (),
+    arrivals: Sequence[PendingNode] = (),
     now: float,
     gauge: UsageMonitor,
     settings: PoolSettings,
@@ -79,7 +79,7 @@ def _node(node: Node, held: int, use: NodeUse | None) -> dict[str, Any]:
 
 
 def _run(
-    stand: ScheduledRun, decision: Decision, foreseen: Forecast | None, usage: Usage | None
+    stand: ScheduledRun, decision: Decision, foreseen: QueueForecast | None, usage: Usage | None
 ) -> dict[str, Any]:
     entry, notes = stand.entry, stand.notes
     done, remaining = count_samples(stand)

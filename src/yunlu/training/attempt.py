@@ -87,7 +87,9 @@ def signals_as_stop() -> Generator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals belong to the main thread
         return
-    previous = {number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield stop
     finally:

@@ -160,7 +160,9 @@ def adapt_batch_size(engine: Engine) -> bool:
     if not schedule.may_change(step) or engine.communication.communicator.is_apart:
         return False
     engine.note_waiting()
-    requested, noise = world.broadcast_numbers(engine.requested_batch() or 0, engine.noise.value or 0)
+    requested, noise = world.broadcast_numbers(
+        engine.requested_batch() or 0, engine.noise.value or 0
+    )
     engine.note_waiting(is_over=True)
     change = schedule.plan_change(
         step, noise=noise or None, replicas=world.layout.replicas, requested=int(requested) or None

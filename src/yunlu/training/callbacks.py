@@ -103,7 +103,7 @@ class TrainingCallbacks:
         *,
         trackers: TrackerThread,
         stop: StopRequest,
-        life: int,
+        attempt: int,
         group: SaveGroup | None = None,
         log: MetricLog | None = None,
     ) -> None:
@@ -118,14 +118,14 @@ class TrainingCallbacks:
         self.log = log or MetricLog(
             run,
             device=engine.device,
-            life=life,
+            attempt=attempt,
             forward=lambda values, step: trackers.log(values, step=step),
         )
         checkpoint = train.checkpoint
         self.checkpoints = CheckpointStore(
             run.location(Area.CHECKPOINTS)
             if checkpoint.url is None
-            else f"{kept.url.rstrip('/')}/{run.id}",
+            else f"{checkpoint.url.rstrip('/')}/{run.id}",
             options=checkpoint.options,
             keep_last=train.checkpoint.keep_last,
             keep_best=train.checkpoint.keep_best,
@@ -157,7 +157,9 @@ class TrainingCallbacks:
         own_settings = [_group_settings(group) for group in self._engine.optimizer.param_groups]
         self._restore(reader)
         if self._trial_control is not None and self._trial_control.is_copy:
-            for group, settings in zip(self._engine.optimizer.param_groups, own_settings, strict=True):
+            for group, settings in zip(
+                self._engine.optimizer.param_groups, own_settings, strict=True
+            ):
                 group.update(settings)
         return self._engine.steps_done
 

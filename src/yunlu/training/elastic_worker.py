@@ -1,6 +1,6 @@
-"""A worker of a crew, which lives through generations.
+"""Worker of an elastic group; it trains in one generation after another.
 
-Between two of them the others change, and with them the layout; the state stays in memory, or comes
+Between generations the peers and the layout change; the state stays in memory, or is received from
 from those who have it.
 """
 
@@ -22,7 +22,7 @@ from yunlu.runs.events import MemoryExhausted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
 from yunlu.training import loop
-from yunlu.training.asynchronous.rules import against_serving
+from yunlu.training.asynchronous.rules import find_async_obstacle
 from yunlu.training.attempt import read_attempts
 from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.engine import Engine
@@ -44,7 +44,12 @@ from yunlu.training.parallel.redistribute import (
     redistribute,
 )
 from yunlu.training.parallel.tensor_slices import join_groups
-from yunlu.training.peer_replicas import PeerReplicas, StateReplica, describe, make_blank
+from yunlu.training.peer_replicas import (
+    PeerReplicas,
+    StateReplica,
+    describe_shard,
+    make_empty_shard,
+)
 from yunlu.training.prepare import build_model
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
@@ -66,75 +71,79 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """What all workers of a node share."""
+    """Inputs shared by all workers of a node."""
 
     job: Job
     parts: TrainingInputs
     pattern: nn.Module
-    """The model's build without its weights: to cut a model up changes it for good."""
+    """The model structure without weights: partitioning a model changes it permanently."""
 
 
 class ElasticWorker:
-    """What one process keeps from generation to generation."""
+    """Training state of one worker process across generations."""
 
-    def __init__(self, agent: WorkerAgent, loaded: NodeInputs) -> None:
-        self._agent, self._loaded = agent, loaded
+    def __init__(self, agent: WorkerAgent, inputs: NodeInputs) -> None:
+        self._agent, self._inputs = agent, inputs
         self._run = agent.run
         self._plan: Plan | None = None
-        self._model: nn.Module | None = loaded.parts.model
-        """As it was built; none once it was cut up."""
+        self._model: nn.Module | None = inputs.parts.model
+        """As built; None once it may be partitioned."""
         self._engine: Engine | None = None
-        self._watch: WorkerGroupCallbacks | None = None
-        self._keeper: PeerReplicas | None = None
+        self._callbacks: WorkerGroupCallbacks | None = None
+        self._replicas: PeerReplicas | None = None
         self._seats: tuple[RankAssignment, ...] = ()
         self._machine: Machine | None = None
-        self._given: list[TensorShard] = []
-        self._given_numbers: dict[str, Any] | None = None
-        """What those who left gave away."""
+        self._received_shards: list[TensorShard] = []
+        self._received_numbers: dict[str, Any] | None = None
+        """State handed off by departing workers."""
         self._log: WorkerGroupLog | None = None
         self._trackers = TrackerThread([], warn=self._run.warn)
         self._is_tracking = False
-        self._most_samples: int | None = None
-        """In a micro-batch: more did not fit."""
-        self._is_whole = False
-        """Whether the engine holds the state of the steps it counts."""
+        self._max_micro_batch: int | None = None
+        """Largest micro-batch that fits in memory."""
+        self._is_complete = False
+        """Whether the engine holds the complete state of its step."""
         self._life = 0
 
-    # One generation.
+    # Generation.
 
-    def take_part(self, assignment: Assignment) -> None:
-        """Train in one generation: until it ends well, or others ask for or cause its end."""
-        self._given, self._given_numbers = [], None
+    def run_generation(self, assignment: Assignment) -> None:
+        """Train in one generation until it ends, pauses or fails."""
+        self._received_shards, self._received_numbers = [], None
         self._seats = assignment.workers
         if assignment.departing:
             with self._agent.handoff_group(assignment):
-                self._take_gifts(assignment)
+                self._receive_handoff(assignment)
             if assignment.is_departing:
                 return
         device = _device(assignment, self._load_plan())
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # who only says "cuda" means this one
+            torch.cuda.set_device(device)  # code that only says "cuda" uses this one
         world = self._agent.join_world(assignment, device)
-        world.async_obstacle = against_serving(self._run, self._loaded.job, workers=world.layout.world)
+        world.async_obstacle = find_async_obstacle(
+            self._run, self._inputs.job, workers=world.layout.world
+        )
         world.can_exclude_workers = True
-        self._settle_in(assignment, world)
+        self._restore_state(assignment, world)
         self._train()
 
-    def outlives(self, error: Exception) -> bool:
-        """Whether another generation can go on where this one ended."""
+    def can_continue_after(self, error: Exception) -> bool:
+        """Whether the worker can train in another generation after this error."""
         if self._agent.is_broken(error):
             return True
-        if isinstance(error, UncoveredError):  # nobody has all of it: only the disk does
-            self._is_whole, self._keeper = False, None
+        if isinstance(
+            error, UncoveredError
+        ):  # no worker holds all parts: restore from a checkpoint
+            self._is_complete, self._replicas = False, None
             return True
         engine = self._engine
-        if engine is None or not is_out_of_memory(error) or not self._is_whole:
+        if engine is None or not is_out_of_memory(error) or not self._is_complete:
             return False
         size = smaller(engine.micro_batch)
         if size is None:
             return False
-        self._most_samples = size
-        open_run(self._run.address).emit(  # whoever leads: this is not its news
+        self._max_micro_batch = size
+        open_run(self._run.address).emit(  # written even if this worker is not the leader
             MemoryExhausted(
                 step=engine.steps_done + 1,
                 micro_batch=size,
@@ -143,87 +152,89 @@ class ElasticWorker:
         )
         return True
 
-    def settle(self, detail: str = "") -> None:
-        """Out of the generation: tell what we hold."""
-        engine, watch = self._engine, self._watch
+    def report_paused(self, detail: str = "") -> None:
+        """Leave the generation and report the state held."""
+        engine, callbacks = self._engine, self._callbacks
         step = 0
         if engine is not None:
             engine.abandon_step()
             step = engine.steps_done
-        if watch is not None:
-            watch.checkpoints.abandon()
-        replicas = tuple(holding for copy in self._copies() for holding in copy.held_states)
+        if callbacks is not None:
+            callbacks.checkpoints.abandon()
+        replicas = tuple(holding for copy in self._state_replicas() for holding in copy.held_states)
         self._agent.report_paused(step, live=self._holds(step), replicas=replicas, detail=detail)
 
     def close(self) -> None:
-        """The last words of this process; the run itself may go on without it."""
+        """Close the trackers; the run may continue without this process."""
         with suppress(Exception):
             self._trackers.close()
 
     def _train(self) -> None:
-        engine, watch = self._engine, self._watch
+        engine, callbacks = self._engine, self._callbacks
         assert engine is not None
-        assert watch is not None
-        ask = ""
-        if not watch.stopped_early and engine.steps_done < engine.batch_schedule.steps:
+        assert callbacks is not None
+        request = ""
+        if not callbacks.stopped_early and engine.steps_done < engine.batch_schedule.steps:
             with memory_capped(self._cap_bytes(engine)):
-                ask = loop.run(engine, watch)
+                request = loop.run(engine, callbacks)
                 engine.synchronize()
-        watch.log.flush()
-        if ask == "pause":
-            self._wait_for_save(watch)
-            self.settle()
+        callbacks.log.flush()
+        if request == "pause":
+            self._wait_for_save(callbacks)
+            self.report_paused()
             return
-        is_left = ask == "serve" and engine.steps_done > 0
-        if is_left or (ask == "stop" and watch.is_to_be_saved()):
-            watch.save_and_wait()
-        if ask in {"stop", "serve"} or watch.decision is not None:
-            watch.checkpoints.wait()
-            self._meet_again()
-            self._agent.report_done("async" if ask == "serve" else "stopped", engine.steps_done)
+        is_left = request == "serve" and engine.steps_done > 0
+        if is_left or (request == "stop" and callbacks.is_to_be_saved()):
+            callbacks.save_and_wait()
+        if request in {"stop", "serve"} or callbacks.decision is not None:
+            callbacks.checkpoints.wait()
+            self._barrier()
+            self._agent.report_done("async" if request == "serve" else "stopped", engine.steps_done)
             return
-        watch.checkpoints.wait()
-        watch.begin_phase("export")
+        callbacks.checkpoints.wait()
+        callbacks.begin_phase("export")
         machine = probe_machine()
         summary = finalize(
             self._run,
             engine,
-            watch,
+            callbacks,
             describe_environment(machine),
             machine,
-            pattern=self._loaded.pattern,
+            pattern=self._inputs.pattern,
         )
-        self._meet_again()
+        self._barrier()
         self._trackers.finish(state=RunState.FINISHED, summary=summary)
         self._agent.report_done("finished", engine.steps_done)
 
     def _cap_bytes(self, engine: Engine) -> float | None:
-        """What this worker may take, where it shares the memory of a machine with others."""
+        """Memory limit of this worker if it shares a machine with others."""
         if self._machine is None:
             self._machine = probe_machine()
         here = sum(seat.host == socket.gethostname() for seat in self._seats) or 1
-        return cap_of_worker(self._loaded.job, self._machine, engine.device, workers=here)
+        return cap_of_worker(self._inputs.job, self._machine, engine.device, workers=here)
 
-    def _wait_for_save(self, watch: WorkerGroupCallbacks) -> None:
-        # The next generation saves elsewhere: what is half written here would be lost.
+    def _wait_for_save(self, callbacks: WorkerGroupCallbacks) -> None:
+        # The next generation saves elsewhere: a half-written checkpoint would be lost.
         self._agent.report_progress(phase="checkpoint")
-        watch.checkpoints.wait()
-        self._meet_again()
+        callbacks.checkpoints.wait()
+        self._barrier()
 
-    def _meet_again(self) -> None:
-        """Nobody leaves before everyone is through: the others may still need what it holds."""
+    def _barrier(self) -> None:
+        """Wait for all workers: they may still need what this one holds."""
         if dist.is_initialized():
             dist.barrier()
 
-    # Taking the state over.
+    # State handoff.
 
-    def _settle_in(self, assignment: Assignment, world: World) -> None:
-        """Get the state that the generation begins with; until it is here, keep what we had."""
+    def _restore_state(self, assignment: Assignment, world: World) -> None:
+        """Restore the state the generation starts from; keep the old one until it is complete."""
         restore, before = assignment.restore, self._engine
-        held, numbers = self._find_held(assignment)
+        held, numbers = self._held_state(assignment)
         self._agent.report_progress(phase="loading")
-        stays = before is not None and bool(restore.sources) and _alike(before, world.layout)
-        if before is not None and stays:
+        is_reused = (
+            before is not None and bool(restore.sources) and _is_reusable(before, world.layout)
+        )
+        if before is not None and is_reused:
             plan = self._fit_plan(world.layout)
             before.rejoin(world, micro_batch=plan.micro_batch)
             torch.set_num_threads(plan.threads)
@@ -231,118 +242,122 @@ class ElasticWorker:
         else:
             engine = self._build(world, fresh=not restore.sources)
         self._run.is_quiet = not world.is_leader
-        watch = self._make_watch(engine, world, assignment)
+        callbacks = self._make_callbacks(engine, world, assignment)
         resumed_from = restore.step
         if not restore.sources:
-            resumed_from = watch.resume()
-        elif restore.needs_transfer or not stays:
-            is_here = stays and self._holds(restore.step)
-            self._is_whole = self._is_whole and (is_here or not stays)
-            self._fetch(engine, watch, held, numbers, restore.step or 0, is_here=is_here)
+            resumed_from = callbacks.resume()
+        elif restore.needs_transfer or not is_reused:
+            is_local = is_reused and self._holds(restore.step)
+            self._is_complete = self._is_complete and (is_local or not is_reused)
+            self._fetch(engine, callbacks, held, numbers, restore.step or 0, is_local=is_local)
         engine.micro_batch = minimum_over_workers(
-            min(engine.micro_batch, self._most_samples or sys.maxsize)
+            min(engine.micro_batch, self._max_micro_batch or sys.maxsize)
         )
         if before is not None and before is not engine:
             before.close()
-        self._engine, self._watch, self._is_whole = engine, watch, True
+        self._engine, self._callbacks, self._is_complete = engine, callbacks, True
         self._agent.state_restored(assignment, engine.steps_done)
-        watch.begin(assignment.generation)
+        callbacks.begin(assignment.generation)
         if world.is_leader:
-            self._speak(assignment, resumed_from)
-        self._given, self._given_numbers = [], None
-        self._keeper = PeerReplicas(engine, world, assignment.generation, before=self._copies())
-        self._keep(0.0)
+            self._become_leader(assignment, resumed_from)
+        self._received_shards, self._received_numbers = [], None
+        self._replicas = PeerReplicas(
+            engine, world, assignment.generation, before=self._state_replicas()
+        )
+        self._replicate(0.0)
 
-    def _speak(self, assignment: Assignment, resumed_from: int | None) -> None:
-        """This worker leads: it writes for all from now on."""
+    def _become_leader(self, assignment: Assignment, resumed_from: int | None) -> None:
+        """Write events, trackers and logs for the group from now on."""
         if not self._is_tracking:
             self._is_tracking = True
-            names = ["tensorboard", *self._loaded.job.trackers]
+            names = ["tensorboard", *self._inputs.job.trackers]
             self._trackers = TrackerThread(open_trackers(names), warn=self._run.warn)
-            assert self._watch is not None
-            self._watch.track(self._trackers)
-            self._trackers.start(self._run, self._loaded.job, resumed=resumed_from is not None)
+            assert self._callbacks is not None
+            self._callbacks.track(self._trackers)
+            self._trackers.start(self._run, self._inputs.job, resumed=resumed_from is not None)
         if assignment.restore.kind == "start":
             state = RunState.RUNNING
             self._run.emit(StateChanged(state=state, resumed_from_step=resumed_from))
 
     def _holds(self, step: int | None) -> bool:
-        """Whether the engine has the state of this step, and all its parts are of it."""
+        """Whether the engine holds the complete state of this step."""
         engine = self._engine
-        if engine is None or not self._is_whole or engine.is_inconsistent:
+        if engine is None or not self._is_complete or engine.is_inconsistent:
             return False
         return engine.steps_done == step
 
-    def _find_held(self, assignment: Assignment) -> tuple[list[TensorShard], dict[str, Any] | None]:
-        """What we can give of the state asked for; the numbers are those of the same moment."""
-        restore, engine, watch = assignment.restore, self._engine, self._watch
+    def _held_state(
+        self, assignment: Assignment
+    ) -> tuple[list[TensorShard], dict[str, Any] | None]:
+        """What this worker holds of the requested state, with the scalars of the same step."""
+        restore, engine, callbacks = assignment.restore, self._engine, self._callbacks
         if not restore.sources:
             return [], None
-        if engine is not None and watch is not None and self._holds(restore.step):
-            numbers = engine.state.numbers() | {"extra": watch.state()}
-            return [*join_groups(engine.state.pieces()), *self._given], numbers
-        for copy in self._copies():
+        if engine is not None and callbacks is not None and self._holds(restore.step):
+            numbers = engine.state.numbers() | {"extra": callbacks.state()}
+            return [*join_groups(engine.state.pieces()), *self._received_shards], numbers
+        for copy in self._state_replicas():
             if copy.step == restore.step:
-                return [*copy.pieces.values(), *self._given], copy.numbers
-        return self._given, self._given_numbers
+                return [*copy.pieces.values(), *self._received_shards], copy.numbers
+        return self._received_shards, self._received_numbers
 
     def _fetch(
         self,
         engine: Engine,
-        watch: WorkerGroupCallbacks,
+        callbacks: WorkerGroupCallbacks,
         held: list[TensorShard],
         numbers: dict[str, Any] | None,
         step: int,
         *,
-        is_here: bool,
+        is_local: bool,
     ) -> None:
         specs = gather_specs(held)
-        wanted = {} if is_here else engine.state.wanted(specs)
+        wanted = {} if is_local else engine.state.wanted(specs)
         redistribute(held, join_groups(wanted))
-        knows = gather_json(numbers is not None)
-        told = broadcast_json(numbers, source=knows.index(True))
-        if not is_here:
-            engine.state.install(wanted, told, step=step)
-            watch.restore(told["extra"])
+        has_numbers = gather_json(numbers is not None)
+        described = broadcast_json(numbers, source=has_numbers.index(True))
+        if not is_local:
+            engine.state.install(wanted, described, step=step)
+            callbacks.restore(described["extra"])
 
-    def _take_gifts(self, assignment: Assignment) -> None:
-        """Those who leave give all they have of the state to one who stays."""
-        held, numbers = self._find_held(assignment)
+    def _receive_handoff(self, assignment: Assignment) -> None:
+        """Receive all state of departing workers; each one sends to one worker that stays."""
+        held, numbers = self._held_state(assignment)
         workers = len(assignment.workers)
-        told = [describe(piece) for piece in held] if assignment.is_departing else []
-        everyone = gather_json({"pieces": told, "numbers": numbers if told else None})
-        departing = everyone[workers:]
-        taking = [
-            make_blank(about)
+        described = [describe_shard(shard) for shard in held] if assignment.is_departing else []
+        gathered = gather_json({"pieces": described, "numbers": numbers if described else None})
+        departing = gathered[workers:]
+        receiving = [
+            make_empty_shard(description)
             for number, guest in enumerate(departing)
             if number % workers == assignment.handoff_rank
-            for about in guest["pieces"]
+            for description in guest["pieces"]
         ]
-        redistribute(held if assignment.is_departing else [], taking)
-        self._given = taking
-        self._given_numbers = next((g["numbers"] for g in departing if g["numbers"]), None)
+        redistribute(held if assignment.is_departing else [], receiving)
+        self._received_shards = receiving
+        self._received_numbers = next((g["numbers"] for g in departing if g["numbers"]), None)
 
-    # Making things.
+    # Construction.
 
     def _build(self, world: World, *, fresh: bool) -> Engine:
-        """An engine of its own for a layout; ``fresh`` where the weights are to be the first ones."""
+        """Build an engine for a layout; ``fresh``: with initial weights."""
         if self._engine is not None:
-            self._model = None  # it is in use, and may be cut up
+            self._model = None  # in use, and may be partitioned
         if self._model is not None:
             model = self._model
         elif fresh:
-            model, _ = build_model(self._loaded.job, self._loaded.parts.task)
+            model, _ = build_model(self._inputs.job, self._inputs.parts.task)
         else:
-            model = blank_like(self._loaded.pattern)
+            model = blank_like(self._inputs.pattern)
         self._model = None
-        job, plan = self._loaded.job, self._fit_plan(world.layout)
+        job, plan = self._inputs.job, self._fit_plan(world.layout)
         torch.set_num_threads(plan.threads)
-        parts = replace(self._loaded.parts, model=model)
+        parts = replace(self._inputs.parts, model=model)
         engine = Engine(job, plan, parts, self._run.emit, world=world)
         engine.keeps_ledger = True
         return engine
 
-    def _make_watch(
+    def _make_callbacks(
         self, engine: Engine, world: World, assignment: Assignment
     ) -> WorkerGroupCallbacks:
         if self._log is None:
@@ -358,7 +373,7 @@ class ElasticWorker:
             size=world.layout.world,
             token=f"{self._life}-{assignment.generation}",
         )
-        watch = WorkerGroupCallbacks(
+        callbacks = WorkerGroupCallbacks(
             engine,
             self._run,
             agent=self._agent,
@@ -366,38 +381,38 @@ class ElasticWorker:
             log=self._log,
             trackers=self._trackers,
             life=self._life,
-            keep=self._keep,
+            replicate=self._replicate,
             forget_after=self._forget_after,
         )
-        if self._watch is not None:
-            watch.restore(self._watch.state())
-        return watch
+        if self._callbacks is not None:
+            callbacks.restore(self._callbacks.state())
+        return callbacks
 
     def _fit_plan(self, layout: Layout) -> Plan:
         cores = psutil.cpu_count() or 1
-        return fit_plan(self._load_plan(), self._loaded.job, layout, cores=cores)
+        return fit_plan(self._load_plan(), self._inputs.job, layout, cores=cores)
 
     def _load_plan(self) -> Plan:
         if self._plan is None:
             self._plan = require_plan(self._run)
         return self._plan
 
-    def _copies(self) -> list[StateReplica]:
-        return [] if self._keeper is None else self._keeper.replicas
+    def _state_replicas(self) -> list[StateReplica]:
+        return [] if self._replicas is None else self._replicas.replicas
 
     def _forget_after(self, step: int) -> None:
-        if self._keeper is not None:
-            self._keeper.forget_after(step)
+        if self._replicas is not None:
+            self._replicas.forget_after(step)
 
-    def _keep(self, step_s: float) -> None:
-        if self._keeper is not None and self._keeper.is_needed and self._watch is not None:
+    def _replicate(self, step_s: float) -> None:
+        if self._replicas is not None and self._replicas.is_needed and self._callbacks is not None:
             if step_s:
-                self._keeper.note(step_s)
-            self._keeper.keep(self._watch.state())
+                self._replicas.record_step_time(step_s)
+            self._replicas.replicate(self._callbacks.state())
 
 
-def _alike(engine: Engine, layout: Layout) -> bool:
-    """Whether an engine can go on in a layout as it is: whole weights and whole moments."""
+def _is_reusable(engine: Engine, layout: Layout) -> bool:
+    """Whether an engine can continue in a layout unchanged: no sharded weights or optimizer state."""
     before = engine.world.layout
     is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
     return not (is_cut or engine.wrapped.is_partitioned or layout.zero1 or before.zero1)

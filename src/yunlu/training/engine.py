@@ -93,7 +93,9 @@ class Engine:
         # Packed samples waste nothing, whatever their order.
         self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
         samples, replicas = len(parts.splits.train), self.world.layout.replicas
-        self.batch_schedule = BatchSchedule(job, plan, self.lengths, samples=samples, replicas=replicas)
+        self.batch_schedule = BatchSchedule(
+            job, plan, self.lengths, samples=samples, replicas=replicas
+        )
         self.communication = EngineCommunication(job, plan, self.model, self.batch_schedule, emit)
         self.communication.join(self.world, self.steps_done)
         self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
@@ -225,7 +227,11 @@ class Engine:
             self.note_waiting(is_over=True)
             return loss, norm
         share = loss.double() / self.world.layout.tp
-        ours = (share, measure_square(self.weights, self.wrapped.copies), *self.wrapped.gradient_squares())
+        ours = (
+            share,
+            measure_square(self.weights, self.wrapped.copies),
+            *self.wrapped.gradient_squares(),
+        )
         sums = self.world.sum_over_all(torch.stack(ours))
         self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
         self.communication.note_exchange(self.wrapped.exchange_s)

@@ -69,5 +69,7 @@ def evaluate(
     finally:
         model.train(was_training)
     return Score(
-        loss=float(total) / max(items, 1), evaluation=evaluation, seconds=perf_counter() - started_at
+        loss=float(total) / max(items, 1),
+        evaluation=evaluation,
+        seconds=perf_counter() - started_at,
     )

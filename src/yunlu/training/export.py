@@ -90,7 +90,9 @@ def _write_weights(directory: Path, job: Job, model: nn.Module) -> None:
         for name, value in tensors.items()
     }
     # The aliases travel in the file's own header: a tied weight is stored once.
-    save_file(full_precision, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)})
+    save_file(
+        full_precision, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)}
+    )
     config = {"model": job.model.model_dump(mode="json"), "class": _class_name(model)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 

@@ -95,7 +95,10 @@ class ExternalWorkerGroup:
             host=before.host,
         )
         # To become asynchronous takes all who were launched, and who stands aside would not hear of it.
-        world.async_obstacle, world.can_exclude_workers = "a worker stands aside", before.can_exclude_workers
+        world.async_obstacle, world.can_exclude_workers = (
+            "a worker stands aside",
+            before.can_exclude_workers,
+        )
         engine, nodes = self.engine, len({muster.hosts[agent] for agent in self.ranks})
         cores = engine.plan.threads * len(self.ranks)
         plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)
@@ -116,6 +119,6 @@ class ExternalWorkerGroup:
             log=self._log,
             trackers=self._trackers,
             life=self._life,
-            keep=lambda _: None,
+            replicate=lambda _: None,
             forget_after=lambda _: None,
         )

@@ -33,7 +33,7 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, require_local
 from yunlu.runs.states import RunState
 from yunlu.training import loop
-from yunlu.training.asynchronous.rules import against_serving
+from yunlu.training.asynchronous.rules import find_async_obstacle
 from yunlu.training.attempt import (
     RunBusyError,
     begin_attempt,
@@ -180,7 +180,7 @@ def _take_part(
     store = PrefixStore("world", muster.store)
     host = muster.address or "127.0.0.1"
     world = form_world(layout, muster.place.rank, store, device=device, host=host)
-    world.async_obstacle = against_serving(run, job, workers=layout.world)
+    world.async_obstacle = find_async_obstacle(run, job, workers=layout.world)
     world.can_exclude_workers = not layout.zero1  # else each holds a part of the optimiser's state
     try:
         engine = _build(run, job, plan, parts, world)

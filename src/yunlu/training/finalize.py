@@ -45,7 +45,9 @@ def finalize(
     measured = measure_run(directory, samples=callbacks.samples_done, machine=machine)
     directory.emit(PredictionMeasured(measured=measured))
     return {
-        f"{split}/{name}": value for split, metrics in scores.items() for name, value in metrics.items()
+        f"{split}/{name}": value
+        for split, metrics in scores.items()
+        for name, value in metrics.items()
     }
 
 

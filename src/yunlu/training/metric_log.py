@@ -32,12 +32,12 @@ class MetricLog:
         run: RunStore,
         *,
         device: torch.device,
-        life: int,
+        attempt: int,
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
         self._run = run
         self._device = device
-        self._life = life
+        self._attempt = attempt
         self._forward = forward
         self._pending: list[dict[str, Any]] = []
         self._deferred: dict[str, float] = {}
@@ -45,7 +45,7 @@ class MetricLog:
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of one step."""
-        record["at"], record["attempt"] = time.time(), self._life
+        record["at"], record["attempt"] = time.time(), self._attempt
         for field, seconds in self._deferred.items():
             record[field] += seconds
         self._deferred.clear()

@@ -1,4 +1,4 @@
-"""Copies of the state that workers keep for each other: of parts that nobody else holds alive."""
+"""In-memory state replicas on peers, of parts that no other worker holds live."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from yunlu.training.engine import Engine
     from yunlu.training.parallel.world import World
 
-COST = 0.02
-"""Of the time of training, spent on copies at most."""
-_MOST_STEPS = 200
+MAX_COST_SHARE = 0.02
+"""Share of training time spent on replicas at most."""
+_MAX_INTERVAL_STEPS = 200
 
 
 @dataclass(frozen=True)
 class StateReplica:
-    """The state after some steps, as far as one worker keeps it: its own part, and its neighbour's."""
+    """State of one step on one worker: its own part and its neighbour's."""
 
     step: int
     held_states: tuple[HeldState, ...]
@@ -36,57 +36,57 @@ class StateReplica:
 
 
 class PeerReplicas:
-    """Makes copies now and then, as often as they are cheap; the one before stays until the next is whole."""
+    """Replicates state to a neighbour as often as is cheap; the last replica is kept until the next is complete."""
 
     def __init__(
         self, engine: Engine, world: World, generation: int, *, before: Sequence[StateReplica] = ()
     ) -> None:
-        """``before`` are copies of the generation before, kept until there are newer ones."""
+        """``before``: replicas of the previous generation, kept until newer ones exist."""
         self._engine, self._world, self._generation = engine, world, generation
         layout = world.layout
         self.is_needed = not layout.is_single and (layout.dp == 1 or layout.zero1)
         self.replicas: list[StateReplica] = list(before[-1:])
-        self._every = 1
+        self._interval_steps = 1
         self._next_step = engine.steps_done
         self._neighbour: list[TensorShard] = []
-        self._described = -1
-        """How many pieces we told of."""
+        self._described_shards = -1
+        """Number of shards described to the neighbour."""
         self._step_s = math.inf
 
     def forget_after(self, step: int) -> None:
-        """The run went back: copies of later steps are of a past that is no more."""
+        """Forget replicas of later steps: the run was rolled back."""
         self.replicas = [copy for copy in self.replicas if copy.step <= step]
         self._next_step = step
 
-    def note(self, step_s: float) -> None:
-        """A step took so long."""
+    def record_step_time(self, step_s: float) -> None:
+        """Record the time of the last step."""
         self._step_s = step_s
 
-    def keep(self, kept: dict[str, Any]) -> None:
-        """At a step's end, on all workers alike: copy if it is time to."""
+    def replicate(self, extra: dict[str, Any]) -> None:
+        """Replicate if due; called on all workers at the end of a step."""
         engine = self._engine
         if not self.is_needed or engine.steps_done < self._next_step:
             return
         started_at = perf_counter()
         own = [
-            replace(piece, tensor=piece.tensor.detach().cpu().clone())
-            for piece in join_groups(engine.state.pieces())
+            replace(shard, tensor=shard.tensor.detach().cpu().clone())
+            for shard in join_groups(engine.state.pieces())
         ]
         if _any_true(
-            self._described != len(own)
-        ):  # optimisers remember nothing before their first step
-            self._neighbour, self._described = self._describe_neighbour(own), len(own)
-        theirs = [
-            replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in self._neighbour
+            self._described_shards != len(own)
+        ):  # optimizers have no state before their first step
+            self._neighbour, self._described_shards = self._describe_neighbour(own), len(own)
+        received = [
+            replace(shard, tensor=torch.empty_like(shard.tensor)) for shard in self._neighbour
         ]
-        redistribute(own, theirs)
+        redistribute(own, received)
         place_of, size = self._world.layout.place_of, self._world.layout.world
         held_states = tuple(
             HeldState(step=engine.steps_done, generation=self._generation, place=place_of(rank))
             for rank in (self._world.rank, (self._world.rank + 1) % size)
         )
-        numbers = engine.state.numbers() | {"extra": kept}
-        pieces = {f"{number}:{piece.name}": piece for number, piece in enumerate([*own, *theirs])}
+        numbers = engine.state.numbers() | {"extra": extra}
+        pieces = {f"{number}:{shard.name}": shard for number, shard in enumerate([*own, *received])}
         self.replicas = [
             *self.replicas[-1:],
             StateReplica(
@@ -100,30 +100,35 @@ class PeerReplicas:
         dist.all_reduce(costs, op=dist.ReduceOp.MAX)
         cost_s, step_s = costs.tolist()
         if step_s:
-            self._every = min(max(math.ceil(cost_s / (COST * step_s)), 1), _MOST_STEPS)
-        self._next_step = self._engine.steps_done + (self._every if step_s else 1)
+            self._interval_steps = min(
+                max(math.ceil(cost_s / (MAX_COST_SHARE * step_s)), 1), _MAX_INTERVAL_STEPS
+            )
+        self._next_step = self._engine.steps_done + (self._interval_steps if step_s else 1)
 
     def _describe_neighbour(self, own: Sequence[TensorShard]) -> list[TensorShard]:
-        """What the next worker in the round holds, as empty tensors."""
-        everyone = gather_json([describe(piece) for piece in own])
-        return [make_blank(about) for about in everyone[(self._world.rank + 1) % len(everyone)]]
+        """Shards of the next worker in the ring, as empty tensors."""
+        described = gather_json([describe_shard(shard) for shard in own])
+        return [
+            make_empty_shard(description)
+            for description in described[(self._world.rank + 1) % len(described)]
+        ]
 
 
 def _any_true(flag: bool) -> bool:
-    """Whether it is true of anyone: what all must do together, all must begin together."""
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+    """Whether the flag is set on any worker, so that all replicate together."""
+    flag_tensor = torch.tensor(int(flag))
+    dist.all_reduce(flag_tensor, op=dist.ReduceOp.MAX)
+    return bool(flag_tensor)
 
 
-def describe(piece: TensorShard) -> list[Any]:
-    """A piece without its numbers, as JSON."""
-    kind = str(piece.tensor.dtype).removeprefix("torch.")
-    return [piece.name, piece.shape, piece.box.offset, piece.box.size, kind]
+def describe_shard(shard: TensorShard) -> list[Any]:
+    """Metadata of a shard, as JSON."""
+    kind = str(shard.tensor.dtype).removeprefix("torch.")
+    return [shard.name, shard.shape, shard.box.offset, shard.box.size, kind]
 
 
-def make_blank(about: list[Any]) -> TensorShard:
-    """A piece as described, to be filled."""
-    name, shape, offset, size, kind = about
+def make_empty_shard(description: list[Any]) -> TensorShard:
+    """An empty shard to receive into."""
+    name, shape, offset, size, kind = description
     tensor = torch.empty(size, dtype=getattr(torch, kind))
     return TensorShard(name, tuple(shape), TensorSlice(tuple(offset), tuple(size)), tensor)

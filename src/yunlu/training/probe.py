@@ -303,7 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if measure and torch is not None:
         best = machine.best_device
-        speeds = [speed.model_dump(mode="json") for speed in measured_speeds(best, ignore_cache=True)]
+        speeds = [
+            speed.model_dump(mode="json") for speed in measured_speeds(best, ignore_cache=True)
+        ]
         answer["measured"] = {"device": best.kind, "precisions": speeds}
     sys.stdout.write(json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""Workers that a launcher started become asynchronous ones: each goes on as another program."""
+"""Switch externally launched workers to asynchronous training: each process execs another module."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 def switch_to_async(
-    run: RunStore, muster: Rendezvous, claim: HeldClaim | None = None, *, is_new: bool = False
+    run: RunStore, rendezvous: Rendezvous, claim: HeldClaim | None = None, *, is_new: bool = False
 ) -> NoReturn:
-    """The leader keeps the servers and one worker, each of the others lends one; nobody is started.
+    """Exec the asynchronous modules: rank 0 runs servers and a worker, the others one worker each.
 
-    ``claim`` is that on the run, which the leader holds. ``is_new``: this is to be another life of the run.
+    ``claim`` is the leader's claim on the run. ``is_new``: this is a new attempt of the run.
     """
-    if muster.leads:
-        muster.meet("given way")  # what they have met at goes with this process
+    if rendezvous.leads:
+        rendezvous.meet("switch to async")  # the store ends with this process
     else:
-        muster.come("given way")
-    here = ("--devices", "1", "--here", str(muster.workers_here))
-    if not muster.leads:
-        words = (run.address, "--node", f"rank-{muster.place.rank}", *here)
-        exec_module(ASYNC_NODE, *words)
-    words = (run.address, *here, "--shares", str(muster.place.size))
+        rendezvous.come("switch to async")
+    here = ("--devices", "1", "--here", str(rendezvous.workers_here))
+    if not rendezvous.leads:
+        arguments = (run.address, "--node", f"rank-{rendezvous.place.rank}", *here)
+        exec_module(ASYNC_NODE, *arguments)
+    arguments = (run.address, *here, "--shares", str(rendezvous.place.size))
     if not is_new:
         assert claim is not None
-        words += ("--claim", claim.pass_on())
-    exec_module(ASYNC_SUPERVISOR, *words, bind=muster.address)
+        arguments += ("--claim", claim.pass_on())
+    exec_module(ASYNC_SUPERVISOR, *arguments, bind=rendezvous.address)

@@ -73,7 +73,9 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
             return _run_attempt(
                 directory, task, stop, attempt=attempt, started_at=started_at, plan_only=plan_only
             )
-    except RunBusyError as error:  # the run belongs to another worker: nothing of ours goes into its log
+    except (
+        RunBusyError
+    ) as error:  # the run belongs to another worker: nothing of ours goes into its log
         sys.stderr.write(f"{error}\n")
         return RunState.FAILED
     except Exception as error:  # noqa: BLE001 (the last handler: every failure becomes an event)
@@ -167,7 +169,11 @@ def _report_failure(directory: RunStore, error: Exception) -> None:
     user_error = as_user_error(error)
     details = "".join(traceback.format_exception(error))
     sys.stderr.write(details)  # into the worker's own log
-    data: dict[str, Any] = {"code": user_error.code, "message": user_error.message, "hint": user_error.hint}
+    data: dict[str, Any] = {
+        "code": user_error.code,
+        "message": user_error.message,
+        "hint": user_error.hint,
+    }
     try:
         directory.emit(ErrorRaised(**data, traceback=details))
         change_state(directory, RunState.FAILED)

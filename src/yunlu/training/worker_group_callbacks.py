@@ -1,4 +1,4 @@
-"""The watch of a worker among others: one of them speaks, all of them decide alike."""
+"""Training callbacks of a worker in a group: all workers decide alike, the leader writes."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from yunlu.training.trackers.registry import TrackerThread
 
 _REMEMBERED = 1024
-"""Steps that everyone remembers: whoever leads next tells what the last leader could not."""
+"""Recent steps that every worker keeps: a new leader writes what the last one could not."""
 
 
 class WorkerControl(Protocol):
-    """What asks things of a worker among others, and hears how it does: a member of a crew."""
+    """Control interface of a worker in a group: stop and pause requests, progress reports."""
 
     @property
     def wants_pause(self) -> bool:
-        """Whether to end the loop at the next step's start."""
+        """Whether to pause before the next step."""
         ...
 
     @property
     def wants_stop(self) -> bool:
-        """Whether to save and be done at the next step's start."""
+        """Whether to save and stop before the next step."""
         ...
 
     def check(self) -> None:
-        """Raise where the generation is over."""
+        """Raise if the generation was halted."""
         ...
 
     def request_exclusion(self) -> None:
-        """Leave as soon as may be: the others are faster without this worker."""
+        """Ask to leave: the other workers are faster without this straggler."""
         ...
 
     def report_progress(
@@ -68,12 +68,12 @@ class WorkerControl(Protocol):
         wait_s: float = 0.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """Hear of progress."""
+        """Report progress to the supervisor."""
         ...
 
 
 class Unsupervised:
-    """Stands where a member of a crew stands: nobody listens, and only signals ask for anything."""
+    """Control interface without a supervisor: only signals stop the worker."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
@@ -81,22 +81,22 @@ class Unsupervised:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether a signal came."""
+        """Whether a stop signal was received."""
         return self._stop.is_set
 
     def check(self) -> None:
-        """Nobody breaks anything off."""
+        """Never halted."""
 
     def request_exclusion(self) -> None:
-        """All stand before the same step then: those who stay meet anew."""
+        """Pause all workers before the same step; those that stay form a new group."""
         self.wants_pause = True
 
     def report_progress(self, **_: Any) -> None:
-        """Nobody listens."""
+        """Discarded: there is no supervisor."""
 
 
 class WorkerGroupLog(MetricLog):
-    """The log and the ledger of the steps; everyone knows them, the leader writes them."""
+    """Metric log and sample ledger; every worker keeps the recent steps, the leader writes them."""
 
     def __init__(
         self,
@@ -106,41 +106,41 @@ class WorkerGroupLog(MetricLog):
         life: int,
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
-        super().__init__(run, device=device, life=life, forward=forward)
+        super().__init__(run, device=device, attempt=life, forward=forward)
         self._ledger: list[dict[str, Any]] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._recent_ledger: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._generation = 0
-        self._leads = False
+        self._is_leader = False
 
-    def begin(self, generation: int, step: int, *, leads: bool) -> None:
-        """A generation begins after ``step`` steps: who remembers what is not written yet writes it."""
-        self._generation, self._leads = generation, leads
+    def begin(self, generation: int, step: int, *, is_leader: bool) -> None:
+        """Begin a generation after ``step`` steps; the worker that knows most unwritten records writes them."""
+        self._generation, self._is_leader = generation, is_leader
         self._pending.clear()
         self._ledger.clear()
         records = _missing(self._recent, self._run, Log.METRICS, step)
         entries = _missing(self._recent_ledger, self._run, Log.LEDGER, step)
         self.forget_after(step)
-        known = gather_json(len(records) + len(entries))
+        missing_counts = gather_json(len(records) + len(entries))
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if any(known) and known.index(max(known)) == rank:
+        if any(missing_counts) and missing_counts.index(max(missing_counts)) == rank:
             self._run.append(Log.METRICS, records)
             self._run.append(Log.LEDGER, entries)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take one step."""
+        """Add the record of one step."""
         record["generation"] = self._generation
         super().add(record)
         record.setdefault("memory_bytes", peak_resident_bytes())
         self._recent.append(record)
 
     def forget_after(self, step: int) -> None:
-        """The run went back: later steps are not to be told again by whoever leads next."""
-        self._recent = _up_to(self._recent, step)
-        self._recent_ledger = _up_to(self._recent_ledger, step)
+        """Forget later steps: the run was rolled back."""
+        self._recent = _until_step(self._recent, step)
+        self._recent_ledger = _until_step(self._recent_ledger, step)
 
-    def enter(self, step: int, samples: int, digest: int) -> None:
-        """Put the samples of a finished step into the ledger."""
+    def add_to_ledger(self, step: int, samples: int, digest: int) -> None:
+        """Add the samples of a completed step to the ledger."""
         record = {
             "step": step,
             "generation": self._generation,
@@ -151,8 +151,8 @@ class WorkerGroupLog(MetricLog):
         self._recent_ledger.append(record)
 
     def flush(self) -> None:
-        """Write what is pending, where this worker leads."""
-        if not self._leads:
+        """Write pending records if this worker is the leader."""
+        if not self._is_leader:
             self._pending.clear()
             self._ledger.clear()
             return
@@ -163,7 +163,7 @@ class WorkerGroupLog(MetricLog):
 
 
 class WorkerGroupCallbacks(TrainingCallbacks):
-    """Looks on in every worker; only the leader writes."""
+    """Callbacks in every worker; only the leader writes."""
 
     log: WorkerGroupLog
 
@@ -177,39 +177,39 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         log: WorkerGroupLog,
         trackers: TrackerThread,
         life: int,
-        keep: Callable[[float], None],
+        replicate: Callable[[float], None],
         forget_after: Callable[[int], None],
     ) -> None:
-        """``keep`` is called at the end of each step, with its seconds: a time for copies.
+        """``replicate`` is called after each step with its seconds, to replicate state to peers.
 
         ``forget_after`` is called when the run went back to a step.
         """
         super().__init__(
-            engine, run, trackers=trackers, stop=StopRequest(), life=life, crew=crew, log=log
+            engine, run, trackers=trackers, stop=StopRequest(), attempt=life, group=crew, log=log
         )
-        self._agent, self._keep, self._forget_after = agent, keep, forget_after
+        self._agent, self._replicate, self._forget_after = agent, replicate, forget_after
         self._phase = "first step"
-        """What the main thread does while it does not wait for others."""
+        """Phase of the main thread when it does not wait for others."""
         engine.note_waiting = self._note_waiting
-        self._follow(engine.steps_done)
+        self._track_order(engine.steps_done)
 
     def begin(self, generation: int) -> None:
-        """A generation begins where the engine stands."""
+        """Begin a generation at the engine's current step."""
         done, world = self._engine.steps_done, self._engine.world
-        self._follow(done)
-        self.log.begin(generation, done, leads=world.is_leader)
+        self._track_order(done)
+        self.log.begin(generation, done, is_leader=world.is_leader)
 
-    def _follow(self, step: int) -> None:
-        """Know which samples the steps from this one on take."""
-        self._followed = self._engine.order
-        self._order, self._ordered = self._followed.steps_from(step), step
+    def _track_order(self, step: int) -> None:
+        """Follow the sample order from this step on."""
+        self._tracked_order = self._engine.order
+        self._order, self._next_step = self._tracked_order.steps_from(step), step
 
     def track(self, trackers: TrackerThread) -> None:
-        """Tell these from now on."""
+        """Use these trackers from now on."""
         self._trackers = trackers
 
     def begin_phase(self, phase: str) -> None:
-        """Something long begins that is not a step."""
+        """Begin a long phase that is not a step."""
         self._phase = phase
         self._agent.report_progress(phase=phase)
 
@@ -217,20 +217,20 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         self._agent.report_progress(phase=self._phase if is_over else "sync")
 
     def before_step(self) -> StepRequest:
-        """Ask the others for what the supervisor asked of us."""
+        """Request what the supervisor asked for from all workers."""
         self._agent.check()
         if self._engine.communication.is_aside:
             self._agent.request_exclusion()
-        if self._agent.wants_stop or self._is_ruled_out():
+        if self._agent.wants_stop or self._is_pruned():
             return "stop"
         return "pause" if self._agent.wants_pause else ""
 
     def after_step(self, step: Step) -> bool:
-        """As alone; the step goes into the ledger, and the supervisor hears of it."""
+        """As for a single worker; also writes the ledger and reports progress."""
         done = self._engine.steps_done
         self._phase = "step"
         self._check_samples(step, done - 1)
-        self.log.enter(done, step.samples, step.digest)
+        self.log.add_to_ledger(done, step.samples, step.digest)
         step_s = step.compute_s + step.wait_s + step.data_s
         self._agent.report_progress(
             step=done,
@@ -240,64 +240,67 @@ class WorkerGroupCallbacks(TrainingCallbacks):
             memory_bytes=peak_resident_bytes(),
         )
         is_over = super().after_step(step)
-        self._keep(step_s)
+        self._replicate(step_s)
         return is_over
 
     def is_to_be_saved(self) -> bool:
-        """After a stop, by all workers: it may have been the study of a trial that gave it up."""
+        """Whether to save after a stop; all workers agree. A pruned trial is not saved."""
         if self._trial_control is None:
             return True
-        ruling = self._trial_control.peek(self.rung) if self._engine.world.is_leader else None
-        self.decision = _pass_on(ruling)
+        decision = self._trial_control.peek(self.rung) if self._engine.world.is_leader else None
+        self.decision = _broadcast_decision(decision)
         if self.decision is None:
             return True
         self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.decision.reason))
         return self.decision.kind == "hold"
 
-    def _is_ruled_out(self) -> bool:
-        """Between evaluations the leader asks the others to stop; at one all hear it, see below."""
+    def _is_pruned(self) -> bool:
+        """Between evaluations the leader requests a stop; at an evaluation all workers receive the decision."""
         if self._trial_control is None or not self._engine.world.is_leader:
             return False
         return self._trial_control.peek(self.rung) is not None
 
-    def _heed_gate(self, *, is_rung: bool) -> PruneDecision | None:
+    def _read_decision(self, *, is_rung: bool) -> PruneDecision | None:
         if self._trial_control is None or not is_rung:
             return None
-        ruling = None
+        decision = None
         self._engine.synchronize()
         if self._engine.world.is_leader:
             self._agent.report_progress(phase="evaluate")
-            ruling = self._trial_control.ask(self.rung, keep_waiting=self._is_wanted)
+            decision = self._trial_control.ask(self.rung, keep_waiting=self._is_wanted)
         else:
             self._note_waiting()
-        ruling = _pass_on(ruling)
+        decision = _broadcast_decision(decision)
         self._agent.report_progress(phase=self._phase)
-        return ruling
+        return decision
 
     def _is_wanted(self) -> bool:
         self._agent.check()
         return not self._agent.wants_stop
 
     def score(self, split: str, *, step: int | None = None) -> Score:
-        """The first replica evaluates; all learn what it found."""
+        """Evaluate on the first replica and broadcast the score."""
         before, self._phase = self._phase, "evaluate"
         self._engine.synchronize()
         self._agent.report_progress(phase="evaluate")
-        found = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
+        score_here = super().score(split, step=step) if self._engine.world.place.dp == 0 else None
         started_at = perf_counter()
-        told = broadcast_json(
+        shared = broadcast_json(
             None
-            if found is None
-            else {"loss": found.loss, "evaluation": found.evaluation.model_dump(mode="json")},
+            if score_here is None
+            else {
+                "loss": score_here.loss,
+                "evaluation": score_here.evaluation.model_dump(mode="json"),
+            },
             source=0,
         )
         self._phase = before
         self._agent.report_progress(phase=before)
-        # All go by the same figures: they decide on what all must do together.
+        # All workers use the same values, so that they decide alike.
         return Score(
-            loss=float(told["loss"]),
-            evaluation=Evaluation.model_validate(told["evaluation"]),
-            seconds=perf_counter() - started_at if found is None else found.seconds,
+            loss=float(shared["loss"]),
+            evaluation=Evaluation.model_validate(shared["evaluation"]),
+            seconds=perf_counter() - started_at if score_here is None else score_here.seconds,
         )
 
     def _save(self, metrics: dict[str, float]) -> None:
@@ -309,7 +312,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
     def _is_in_doubt(self) -> bool:
         is_in_doubt, engine = super()._is_in_doubt(), self._engine
         if engine.communication.communicator.is_apart:
-            # Each judges steps of its own, and all save or nobody does.
+            # Each worker judges its own steps, but all save or none does.
             return bool(engine.world.sum_over_all(torch.tensor([int(is_in_doubt)])))
         return is_in_doubt
 
@@ -320,11 +323,11 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         self._forget_after(done)
 
     def _check_samples(self, step: Step, number: int) -> None:
-        """Every sample of the step was taken by one worker, and once; else nothing can be trusted."""
-        if number != self._ordered or self._followed is not self._engine.order:
-            self._follow(number)  # after a rollback, or with another batch
+        """Check that each sample of the step was used by exactly one worker."""
+        if number != self._next_step or self._tracked_order is not self._engine.order:
+            self._track_order(number)  # after a rollback, or with another batch
         (indices,) = islice(self._order, 1)
-        self._ordered = number + 1
+        self._next_step = number + 1
         if step.digest != digest_of(indices):
             raise TrainingError(
                 f"The workers did not take the samples of step {number + 1} once each.",
@@ -332,13 +335,13 @@ class WorkerGroupCallbacks(TrainingCallbacks):
             )
 
 
-def _pass_on(ruling: PruneDecision | None) -> PruneDecision | None:
-    """The leader's, on all workers."""
-    told = broadcast_json(None if ruling is None else asdict(ruling), source=0)
-    return None if told is None else PruneDecision(**told)
+def _broadcast_decision(decision: PruneDecision | None) -> PruneDecision | None:
+    """Broadcast the leader's decision."""
+    shared = broadcast_json(None if decision is None else asdict(decision), source=0)
+    return None if shared is None else PruneDecision(**shared)
 
 
-def _up_to(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:
+def _until_step(recent: deque[dict[str, Any]], step: int) -> deque[dict[str, Any]]:
     return deque((record for record in recent if record["step"] <= step), maxlen=_REMEMBERED)
 
 

@@ -1,4 +1,4 @@
-"""The program of a node: everything is loaded once; every worker forked from it trains."""
+"""Main module of a node: loads everything once and forks workers that train."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.training.elastic.worker_agent import WorkerAgent
 
-_MOST_WORKERS = 64
+_MAX_WORKERS = 64
 
 
 def load(run: RunStore) -> NodeInputs:
-    """Read the data and build the model, once for all workers of this machine."""
+    """Load the data and build the model, once for all workers of this machine."""
     crew = read_crew(run)
-    run.is_quiet = crew is not None and crew.generation > 0  # a node that joins: all is told
+    run.is_quiet = (
+        crew is not None and crew.generation > 0
+    )  # a node that joins later repeats no events
     job = read_job(run)
-    if _may_cut(job, crew):
-        # Seconds, spent once here rather than in the middle of a recovery: sharding loads a compiler.
+    if _may_partition(job, crew):
+        # Loaded here once, not during a recovery: sharding imports a compiler, which takes seconds.
         for name in ("yunlu.training.parallel.parallelize", "torch._dynamo"):
             importlib.import_module(name)
     set_deterministic(job.train.deterministic)
@@ -44,44 +46,44 @@ def load(run: RunStore) -> NodeInputs:
     return NodeInputs(job, parts, pattern_of(parts.model))
 
 
-def lay_out(run: RunStore, loaded: NodeInputs, devices: int) -> dict[int, Layout]:
-    """Settle the plan, and how the work is split for any number of workers."""
+def plan_layouts(run: RunStore, inputs: NodeInputs, devices: int) -> dict[int, Layout]:
+    """Make the plan, and the layout for every number of workers."""
     machine = probe_machine()
     run.emit(EnvironmentRecorded(**describe_environment(machine)))
-    job = loaded.job.model_copy(update={"devices": devices})
-    plan = load_or_make_plan(run, job, loaded.parts, machine, started_at=_began_at(run))
-    return layouts_by_count(plan, job, most=_MOST_WORKERS)
+    job = inputs.job.model_copy(update={"devices": devices})
+    plan = load_or_make_plan(run, job, inputs.parts, machine, started_at=_attempt_began_at(run))
+    return layouts_by_count(plan, job, most=_MAX_WORKERS)
 
 
-def _may_cut(job: Job, crew: Crew | None) -> bool:
-    """Whether a worker may soon come to hold less than the whole model."""
+def _may_partition(job: Job, crew: Crew | None) -> bool:
+    """Whether a worker may soon hold only a part of the model."""
     if crew is None or not crew.layouts:
-        asked = job.layout
-        return not asked.fsdp == asked.tp == asked.pp == 1
-    # Of a crew that grows far beyond what it is, the layouts need not be at hand: they are loaded then.
-    near = [found for count, found in crew.layouts.items() if count <= 2 * max(crew.target, 2)]
-    every = [Layout.model_validate(found) for found in near]
-    return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in every)
+        requested = job.layout
+        return not requested.fsdp == requested.tp == requested.pp == 1
+    # Layouts of a much larger group are not considered: they are imported when needed.
+    nearby = [layout for count, layout in crew.layouts.items() if count <= 2 * max(crew.target, 2)]
+    layouts = [Layout.model_validate(layout) for layout in nearby]
+    return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in layouts)
 
 
-def _began_at(run: RunStore) -> float:
+def _attempt_began_at(run: RunStore) -> float:
     return read_attempts(run)[-1].began_at
 
 
-def work(agent: WorkerAgent, loaded: NodeInputs) -> None:
-    """A worker's whole life."""
-    worker = ElasticWorker(agent, loaded)
+def work(agent: WorkerAgent, inputs: NodeInputs) -> None:
+    """Train in one generation after another until dismissed."""
+    worker = ElasticWorker(agent, inputs)
     while (assignment := agent.wait_assignment()) is not None:
         try:
-            worker.take_part(assignment)
+            worker.run_generation(assignment)
         except Exception as error:
-            if not worker.outlives(error):
+            if not worker.can_continue_after(error):
                 raise
-            worker.settle(detail=str(error).partition("\n")[0][:300])
+            worker.report_paused(detail=str(error).partition("\n")[0][:300])
         finally:
             agent.leave_groups()
     worker.close()
 
 
 if __name__ == "__main__":
-    sys.exit(run_node(prepare=load, plan=lay_out, body=work))
+    sys.exit(run_node(prepare=load, plan=plan_layouts, body=work))

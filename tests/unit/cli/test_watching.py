@@ -21,8 +21,22 @@ from yunlu.render.terminal.run_display import (
     PlainDisplay,
     step_line,
 )
+from yunlu.runs.events import (
+    DataOpened,
+    Evaluated,
+    Event,
+    MemoryExhausted,
+    ModelBuilt,
+    PlanMade,
+    PrecisionChanged,
+    ProgressReported,
+    RolledBack,
+    StateChanged,
+    StepSkipped,
+    TraceWritten,
+    WarningRaised,
+)
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 
@@ -75,17 +89,17 @@ def metric(step, **changes):
 
 
 def story():
-    yield event(EventKind.STATE, state="planning")
-    yield event(EventKind.PROGRESS, phase="loading data")
-    yield event(EventKind.DATA, source="synthetic:x", train=1000, validation=50, test=0)
-    yield event(EventKind.MODEL, name="mlp", parameters=12_400)
-    yield event(EventKind.PLAN, **PLAN)
-    yield event(EventKind.STATE, state="running", resumed_from_step=10)
+    yield event(StateChanged, state="planning")
+    yield event(ProgressReported, phase="loading data")
+    yield event(DataOpened, source="synthetic:x", train=1000, validation=50, test=0)
+    yield event(ModelBuilt, name="mlp", parameters=12_400)
+    yield event(PlanMade, **PLAN)
+    yield event(StateChanged, state="running", resumed_from_step=10)
     yield metric(11)
     yield metric(50)
-    yield event(EventKind.WARNING, message="the validation part is small")
+    yield event(WarningRaised, message="the validation part is small")
     yield event(
-        EventKind.EVALUATION, split="validation", step=50, loss=0.3, metrics={"accuracy": 0.91}
+        Evaluated, split="validation", step=50, loss=0.3, metrics={"accuracy": 0.91}
     )
 
 
@@ -142,7 +156,7 @@ def test_pipe_gets_plain_lines():
 
 def test_json_lines_are_strict_json():
     out = io.StringIO()
-    display = JsonDisplay(open_run(Path("digits-1")), out)
+    display = JsonDisplay("digits-1", out)
     for happening in story():
         display.show(happening)
     display.show(metric(51, loss=math.nan, grad_norm=math.inf))
@@ -156,12 +170,12 @@ def test_json_lines_are_strict_json():
 def test_what_the_engine_does_about_trouble_is_one_line_each():
     out = io.StringIO()
     display = PlainDisplay(Console(file=out, width=140))
-    display.show(event(EventKind.SKIP, step=7, reason="overflow", loss=1.0, norm="Infinity"))
-    display.show(event(EventKind.SKIP, step=8, reason="not finite", loss="NaN", norm=2.0))
-    display.show(event(EventKind.ROLLBACK, step=9, to_step=5, skipping=[8, 9]))
-    display.show(event(EventKind.OUT_OF_MEMORY, step=9, micro_batch=4, message="too much"))
-    display.show(event(EventKind.PRECISION, step=9, module="head", to="full", reason="overflows"))
-    display.show(event(EventKind.TRACE, path="trace.json.gz", steps=3, table=[]))
+    display.show(event(StepSkipped, step=7, reason="overflow", loss=1.0, norm="Infinity"))
+    display.show(event(StepSkipped, step=8, reason="not finite", loss="NaN", norm=2.0))
+    display.show(event(RolledBack, step=9, to_step=5, skipping=[8, 9]))
+    display.show(event(MemoryExhausted, step=9, micro_batch=4, message="too much"))
+    display.show(event(PrecisionChanged, step=9, module="head", to="full", reason="overflows"))
+    display.show(event(TraceWritten, path="trace.json.gz", steps=3, table=[]))
     assert out.getvalue().splitlines() == [
         " skipped     step 8: update left out, not finite (loss nan, norm 2)",
         " rolled back step 9: back to step 5, then on past the bad samples",
@@ -183,7 +197,7 @@ def test_trials_take_one_line_for_each_setting():
         },
     ]  # fmt: skip
     out = io.StringIO()
-    PlainDisplay(Console(file=out, width=140)).show(event(EventKind.PLAN, **PLAN, trials=trials))
+    PlainDisplay(Console(file=out, width=140)).show(event(PlanMade, **PLAN, trials=trials))
     assert " tried       precision  bf16 ×1.47 ✔ · fp16 ×0.01\n" in out.getvalue()
     assert "             compile    inductor ×1.02  remembered\n" in out.getvalue()
 

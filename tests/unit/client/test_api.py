@@ -7,7 +7,7 @@ import pytest
 import yunlu
 from yunlu.client.api import source_of
 from yunlu.core.errors import JobError, StoreError, TrainingError
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import AttemptStarted
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
 
@@ -168,4 +168,4 @@ def test_model_object_is_trained_in_this_process():
     assert run.id.startswith("linear-")
     assert run.history()[-1]["loss"] < run.history()[0]["loss"]
     kinds = [event.kind for event in run.events()]
-    assert EventKind.LIFE in kinds
+    assert AttemptStarted in kinds

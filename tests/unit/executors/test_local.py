@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from yunlu.executors import limits
+from yunlu.executors import cpu_limits
 from yunlu.executors import local as module
 from yunlu.executors.executor import ExecutorError
-from yunlu.executors.finding import open_executor, read_address
 from yunlu.executors.local import LocalExecutor
-from yunlu.executors.record import known_record
+from yunlu.executors.lease_record import known_record
+from yunlu.executors.registry import open_executor, read_address
 from yunlu.hardware.fleet import Placement
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
@@ -30,11 +30,11 @@ def sleeper() -> Iterator[int]:
 
 def test_a_process_is_kept_to_its_share_and_nothing_stays(sleeper: int) -> None:
     run_id = f"test-{os.getpid()}"
-    limits.limit(run_id, sleeper, cpus=0.5)
-    if limits.find_kind() == "affinity":
+    cpu_limits.limit(run_id, sleeper, cpus=0.5)
+    if cpu_limits.find_kind() == "affinity":
         assert len(os.sched_getaffinity(sleeper)) == 1
         return
-    group = limits.group_of(run_id)
+    group = cpu_limits.group_of(run_id)
     assert str(sleeper) in (group / "cgroup.procs").read_text().split()
 
     def quota() -> list[str]:
@@ -42,13 +42,13 @@ def test_a_process_is_kept_to_its_share_and_nothing_stays(sleeper: int) -> None:
         return next(file.read_text().split() for file in files if file.exists())
 
     assert quota()[0] == "50000"
-    limits.change(run_id, sleeper, cpus=1.5)
+    cpu_limits.change(run_id, sleeper, cpus=1.5)
     assert quota()[0] == "150000"
-    limits.forget(run_id)
+    cpu_limits.forget(run_id)
     assert group.is_dir()  # somebody is still in it
     os.kill(sleeper, 9)
     os.waitpid(sleeper, 0)
-    limits.sweep()
+    cpu_limits.sweep()
     assert not group.exists()
 
 
@@ -56,9 +56,9 @@ def test_where_no_group_can_be_made_cores_are_set(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "find_kind", lambda: "affinity")
-    limits.limit("run", sleeper, cpus=0.5)
+    cpu_limits.limit("run", sleeper, cpus=0.5)
     assert len(os.sched_getaffinity(sleeper)) == 1
-    limits.change("run", sleeper, cpus=99)
+    cpu_limits.change("run", sleeper, cpus=99)
     assert os.sched_getaffinity(sleeper) == os.sched_getaffinity(0)
 
 

@@ -24,7 +24,6 @@ from yunlu.runs.events import (
     StateChanged,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document, Log, RunStore
 
 PLAN = {
@@ -54,7 +53,7 @@ def main() -> int:
 
 
 def live(run: RunStore, fate: str, asked: threading.Event) -> int:
-    lives = sum(event.kind is EventKind.LIFE for event, _ in run.read_events())
+    lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
     run.emit(
         sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at)

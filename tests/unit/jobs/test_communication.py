@@ -62,7 +62,7 @@ class Talk:
     def choose(self, step: int, name: str, setting: dict[str, Any], **more: Any) -> None:
         told = {"guarantee": "near", "reason": f"{name}: links of 24.8 to 100 Mbit/s"}
         data = {"step": step, "chosen": name, "setting": setting, **told, **more}
-        self.writer.emit(CommunicationChosen(after=0.5, **data))
+        self.writer.emit(CommunicationChosen(**data), after=0.5)
 
     def measure(self, step: int, name: str, setting: dict[str, Any], step_s: float) -> None:
         others = [("all-reduce", 0.4), ("ring", 0.41)]

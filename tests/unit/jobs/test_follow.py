@@ -4,9 +4,8 @@ from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
 from yunlu.jobs import service
 from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
-from yunlu.runs.events import StateChanged
+from yunlu.runs.events import Event, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event
 from yunlu.runs.run_store import Log
 
 
@@ -25,10 +24,10 @@ def test_everything_comes_in_order_until_the_run_rests(run):
     watching = follow(run, poll_s=0)
     first = next(watching).items
     assert isinstance(first[0], MetricRecord)
-    assert [event.data["state"] for event in first[1:]] == ["pending", "planning"]
+    assert [event.state for event in first[1:]] == ["pending", "planning"]
     assert next(watching).items == ()
     run.emit(StateChanged(state="failed"))
-    assert [event.data["state"] for event in items(watching)] == ["failed"]
+    assert [event.state for event in items(watching)] == ["failed"]
 
 
 def test_rest_of_an_earlier_life_does_not_end_it(run):

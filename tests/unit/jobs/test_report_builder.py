@@ -22,6 +22,7 @@ from yunlu.runs.events import (
     EnvironmentRecorded,
     ErrorRaised,
     Evaluated,
+    Event,
     MemoryExhausted,
     ModelBuilt,
     ModelExported,
@@ -35,7 +36,6 @@ from yunlu.runs.events import (
     WarningRaised,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 
@@ -54,18 +54,19 @@ class Writer:
         path.mkdir(parents=True)
         self.run = open_run(path)
         self.now = START
+        self.attempt = 1
         if job is not None:
             (self.run.path / Document.JOB).write_text(json.dumps(job))
 
-    def emit(self, kind: EventKind, *, after: float = 0.0, **data: Any) -> None:
+    def emit(self, event: Event, *, after: float = 0.0) -> None:
         self.now += after
-        event = Event(kind=kind, at=self.now, data=data)
-        append_lines(self.run.path / Log.EVENTS, [event.model_dump(mode="json")])
+        self.run.emit(event.model_copy(update={"at": self.now}))
 
     def begin(self, *, number: int = 1, resumed_from: int | None = None) -> None:
+        self.attempt = number
         self.emit(sample(AttemptStarted, number=number, pid=4242, began_at=self.now - 2))
         self.emit(StateChanged(state=RunState.PLANNING))
-        self.emit(StateChanged(state=RunState.RUNNING, after=3, resumed_from_step=resumed_from))
+        self.emit(StateChanged(state=RunState.RUNNING, resumed_from_step=resumed_from), after=3)
 
     def train(
         self,
@@ -91,6 +92,7 @@ class Writer:
                     "samples": step * 32,
                     "items": 32 * tokens,
                     "at": self.now,
+                    "attempt": self.attempt,
                     "data_s": data_s,
                     "compute_s": compute_s,
                     "communication_s": 0.0,
@@ -109,9 +111,9 @@ class Writer:
                 step=step,
                 loss=loss,
                 seconds=0.21,
-                after=0.21,
                 **data,
-            )
+            ),
+            after=0.21,
         )
 
 
@@ -516,7 +518,12 @@ def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
     writer.begin()
     writer.train(range(1, 101), loss=lambda step: 1.0)
     writer.evaluate("validation", 100, 1.0)
-    writer.emit(StateChanged(state=RunState.LOST, after=3600))
+    writer.emit(
+        StateChanged(
+            state=RunState.LOST,
+        ),
+        after=3600,
+    )
     writer.emit(StateChanged(state=RunState.PENDING))
     writer.begin(number=2, resumed_from=80)
     writer.train(range(81, 91), loss=lambda step: 2.0)
@@ -635,11 +642,11 @@ def test_the_batch_is_judged_by_the_noise_of_the_gradient(
 
 def test_incidents_and_traces_of_another_version_do_not_hide_the_run(finished: RunStore) -> None:
     for kind, data in (
-        (EventKind.SKIP, {"why": "?"}),
-        (EventKind.SKIP, {"step": "NaN"}),
-        (EventKind.ROLLBACK, {"step": 3, "to_step": None}),
-        (EventKind.PRECISION, {"step": 3}),
-        (EventKind.TRACE, {"table": "gone"}),
+        (StepSkipped, {"why": "?"}),
+        (StepSkipped, {"step": "NaN"}),
+        (RolledBack, {"step": 3, "to_step": None}),
+        (PrecisionChanged, {"step": 3}),
+        (TraceWritten, {"table": "gone"}),
     ):
         finished.emit(kind, **data)
     report = write_report(finished)

@@ -26,11 +26,11 @@ from yunlu.runs.events import (
     CheckpointSaved,
     ErrorRaised,
     Evaluated,
+    Event,
     PlanMade,
     StateChanged,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import LEGAL_MOVES, RunState, check_move, replay_move
 
@@ -100,7 +100,7 @@ def test_vanished_worker_is_marked_lost_once(run):
     assert record.state is RunState.LOST
     assert "vanished" in record.error
     settle(run, record)
-    lost = [e for e, _ in run.read_events() if e.data.get("state") == "lost"]
+    lost = [e for e, _ in run.read_events() if e.state == "lost"]
     assert len(lost) == 1
 
 
@@ -183,18 +183,18 @@ def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run):
 def test_error_comes_back_as_the_class_its_code_names():
     data = {"code": "training", "message": "m", "hint": "h", "traceback": "T"}
     events = [
-        Event(kind=EventKind.ERROR, at=1, data=data),
-        Event(kind=EventKind.STATE, at=2, data={"state": "failed"}),
+        Event(kind=ErrorRaised, at=1, data=data),
+        Event(kind=StateChanged, at=2, data={"state": "failed"}),
     ]
     error = error_of(events)
     assert isinstance(error, TrainingError)
     assert (error.message, error.hint) == ("m", "h")
     assert "T" in str(error.__cause__)
-    assert error_of([*events, Event(kind=EventKind.STATE, at=3, data={"state": "pending"})]) is None
+    assert error_of([*events, Event(kind=StateChanged, at=3, data={"state": "pending"})]) is None
 
 
 def test_unknown_error_code_is_kept():
-    error = error_of([Event(kind=EventKind.ERROR, at=1, data={"code": "internal", "message": "m"})])
+    error = error_of([Event(kind=ErrorRaised, at=1, data={"code": "internal", "message": "m"})])
     assert error is not None
     assert error.code == "internal"
 

@@ -8,8 +8,7 @@ from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.jobs.follow import follow
-from yunlu.runs.events import StateChanged
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import ProgressReported, StateChanged
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -35,7 +34,7 @@ def until(run, kind, **data):
 
 
 def states(run):
-    return [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    return [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
 
 
 def test_submit_makes_a_whole_run_with_a_readable_id(own_home, make_job, tmp_path):
@@ -92,7 +91,7 @@ def test_run_is_started_once(make_job):
 def test_stopped_run_saves_and_resumes_to_the_end(make_job):
     run = service.submit(make_job("wait"))
     service.start(run)
-    until(run, EventKind.STATE, state="running")
+    until(run, StateChanged, state="running")
     assert service.stop(run.id).state is RunState.STOPPED
     until_rest(run)
     assert service.resume(run.id[:8]).path == run.path
@@ -106,7 +105,7 @@ def test_stopped_run_saves_and_resumes_to_the_end(make_job):
 def test_run_ended_at_once_has_stopped_and_can_resume(make_job):
     run = service.submit(make_job("wait"))
     service.start(run)
-    until(run, EventKind.STATE, state="running")
+    until(run, StateChanged, state="running")
     record = service.stop(run, now=True)
     assert record.state is RunState.STOPPED
     assert record.state.can_resume
@@ -153,7 +152,7 @@ def test_finished_run_is_not_resumed(make_job):
 def test_running_run_is_not_resumed(make_job):
     run = service.submit(make_job("wait"))
     service.start(run)
-    until(run, EventKind.STATE, state="running")
+    until(run, StateChanged, state="running")
     with pytest.raises(StoreError, match="has a worker"):
         service.resume(run.id)
     service.stop(run, now=True)
@@ -225,7 +224,7 @@ def test_plan_is_made_without_leaving_a_run(own_home, make_job):
     seen = []
     plan = service.make_plan(make_job(), on_event=lambda event: seen.append(event.kind))
     assert plan.steps == 20
-    assert EventKind.PROGRESS in seen
+    assert ProgressReported in seen
     assert not own_home.exists()
 
 

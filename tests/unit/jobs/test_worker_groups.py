@@ -26,6 +26,7 @@ from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.events import (
     ErrorRaised,
+    Event,
     ModelBuilt,
     PlanMade,
     StateChanged,
@@ -33,7 +34,6 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
     WorkerLost,
 )
-from yunlu.runs.run_dir import Event, EventKind
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
 
@@ -59,8 +59,8 @@ class CrewWriter:
         self.emit(ModelBuilt(name="transformer", parameters=10_400_000, trainable=10_400_000))
         self.emit(sample(PlanMade, **RUNS["plan_of"](steps=steps, best_metric="accuracy")))
 
-    def emit(self, kind: EventKind, *, after: float = 0.0, **data: Any) -> None:
-        self.writer.emit(kind, after=after, **data)
+    def emit(self, event: Event, *, after: float = 0.0) -> None:
+        self.writer.emit(event, after=after)
 
     def form(
         self,
@@ -81,17 +81,16 @@ class CrewWriter:
         ranks = [
             {
                 "rank": rank,
-                "member": member,
+                "worker": str(member),
                 "host": HOSTS.get(member, "node-c"),
                 "pid": 4200 + member,
-                "place": parsed.place_of(rank)._asdict(),
+                **parsed.place_of(rank)._asdict(),
             }
             for rank, member in enumerate(members)
         ]
         self.emit(
             sample(
                 WorkerGroupFormed,
-                after=took_s,
                 generation=self.generation,
                 layout=layout,
                 reason=reason,
@@ -100,7 +99,8 @@ class CrewWriter:
                 ranks=ranks,
                 lost_s=took_s,
                 **more,
-            )
+            ),
+            after=took_s,
         )
 
     def train(
@@ -133,7 +133,7 @@ class CrewWriter:
                     "samples": 32 * step,
                     "items": 32,
                     "at": self.writer.now,
-                    "life": life,
+                    "attempt": life,
                     "generation": self.generation,
                     "data_s": 0.0,
                     "compute_s": step_s - wait_s,
@@ -145,7 +145,7 @@ class CrewWriter:
                 ranks = [
                     {
                         "rank": rank,
-                        "member": member,
+                        "worker": str(member),
                         "step_s": step_s,
                         "wait_s": step_s - own[member],
                         "memory_bytes": (700 + 40 * rank + step / 10) * 2**20,
@@ -168,7 +168,7 @@ class CrewWriter:
         self.emit(
             WorkerLost(
                 cause=what,
-                worker=member,
+                worker=str(member),
                 rank=self.members.index(member),
                 host=HOSTS.get(member, "node-c"),
                 pid=4200 + member,
@@ -189,8 +189,8 @@ def write_crew(path: Path) -> RunStore:
     crew.form("fsdp2 x tp2", [0, 1, 2, 4], reason="a worker joined", from_step=260, took_s=0.2)
     crew.train(261, 330)
     crew.train(331, 420, slow=2)
-    crew.emit(StragglerSeen(rank=2, worker=2, host="node-b", ratio=1.8, step=340))
-    crew.emit(StragglerSeen(rank=1, worker=1, host="node-a", ratio=1.1, step=350, recovered=True))
+    crew.emit(StragglerSeen(rank=2, worker="2", host="node-b", ratio=1.8, step=340))
+    crew.emit(StragglerSeen(rank=1, worker="1", host="node-a", ratio=1.1, step=350, recovered=True))
     crew.writer.evaluate("validation", 420, 0.2, metrics={"accuracy": 0.91})
     crew.emit(StateChanged(state=RunState.FINISHED))
     return crew.run
@@ -211,7 +211,7 @@ def write_staged(path: Path) -> RunStore:
     traceback = "Traceback (most recent call last):\n  File loop.py\nValueError: no such label"
     crew.lose(2, what="failed", step=60, detail=traceback)
     crew.lose(4, what="failed", step=60, detail="Traceback\nRuntimeError: connection closed")
-    who: dict[str, Any] = {"rank": 2, "member": 2, "host": "node-b", "pid": 4202}
+    who: dict[str, Any] = {"rank": 2, "worker": "2", "host": "node-b", "pid": 4202}
     error = {"code": "training", "message": "no such label", "traceback": traceback}
     crew.emit(ErrorRaised(**error, **who))
     crew.emit(StateChanged(state=RunState.FAILED))
@@ -289,7 +289,7 @@ def test_used_and_lost_time_add_up(changes: list[tuple[float, int]], step_s: flo
     for generation, (pause_s, steps) in enumerate(changes, 1):
         now += pause_s if generation > 1 else 0.0
         data = {"generation": generation, "layout": "dp2", "from_step": step, "ranks": []}
-        events.append(Event(kind=EventKind.CREW, at=now, data=data))
+        events.append(Event(kind=WorkerGroupFormed, at=now, data=data))
         for _ in range(steps):
             now, step = now + step_s, step + 1
             records.append({"step": step, "at": now, "compute_s": step_s, "generation": generation})
@@ -379,7 +379,7 @@ def test_the_page_pictures_every_layout(tmp_path: Path) -> None:
 def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> None:
     ranks = [{"rank": rank, "member": rank, "host": "a"} for rank in range(layout.world)]
     data = {"generation": 1, "layout": str(layout), "from_step": 0, "ranks": ranks}
-    event = Event(kind=EventKind.CREW, at=1.0, data=data)
+    event = Event(kind=WorkerGroupFormed, at=1.0, data=data)
     crew = read_worker_groups(RunLog(events=[event], records=[], lives=[], returns=[]))
     assert crew is not None
     picture = picture_layout(crew, crew.newest)
@@ -446,13 +446,13 @@ def test_one_plain_worker_has_nothing_of_it(tmp_path: Path) -> None:
 
 def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
     for kind, data in (
-        (EventKind.CREW, {"generation": "x"}),
-        (EventKind.CREW, {"generation": 9, "layout": "dp2", "ranks": "gone"}),
-        (EventKind.CREW, {"generation": 9, "layout": "ring", "ranks": [3, {"rank": 0}]}),
-        (EventKind.FAULT, {}),
-        (EventKind.FAULT, {"what": "abducted", "rank": "NaN"}),
-        (EventKind.STRAGGLER, {"rank": 1}),
-        (EventKind.STRAGGLER, {"rank": 1, "ratio": "Infinity"}),
+        (WorkerGroupFormed, {"generation": "x"}),
+        (WorkerGroupFormed, {"generation": 9, "layout": "dp2", "ranks": "gone"}),
+        (WorkerGroupFormed, {"generation": 9, "layout": "ring", "ranks": [3, {"rank": 0}]}),
+        (WorkerLost, {}),
+        (WorkerLost, {"what": "abducted", "rank": "NaN"}),
+        (StragglerSeen, {"rank": 1}),
+        (StragglerSeen, {"rank": 1, "ratio": "Infinity"}),
     ):
         run.emit(kind, **data)
     append_lines(

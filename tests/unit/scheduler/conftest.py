@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.scheduler.world import Even, Fair, World
 from yunlu.scheduler.clock import SteadyClock
-from yunlu.scheduler.journal import Journal, PoolSettings
-from yunlu.scheduler.steward import Steward
+from yunlu.scheduler.loop import Scheduler
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def make_steward():
     def make(world, policy=None, make_estimator=None, scaler=None, **settings):
         nonlocal count
         count += 1
-        journal = Journal(world.home)
+        journal = PoolStore(world.home)
         journal.path.mkdir(exist_ok=True)
-        return Steward(
+        return Scheduler(
             world.home,
             world,
             policy or Fair(),

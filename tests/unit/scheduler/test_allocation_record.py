@@ -5,13 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.runs.states import RunState
-from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.allocation_record import MOST_FAILURES, STALLED, PendingAction, AllocationRecord, reconcile
-from yunlu.scheduler.queue import Entry
+from yunlu.scheduler.allocation_record import (
+    MOST_FAILURES,
+    STALLED,
+    AllocationRecord,
+    PendingAction,
+    reconcile,
+)
 from yunlu.scheduler.observation import RunObservation
+from yunlu.scheduler.queue import QueueEntry
+from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.run_status import Phase, find_phase
 
-ENTRY = Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1))
+ENTRY = QueueEntry(submitted_at=0.0, needs=ResourceRequest(least=1, most=4, asked=1))
 NODES = {"here"}
 
 

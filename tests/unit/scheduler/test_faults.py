@@ -12,15 +12,15 @@ import pytest
 from tests.unit.scheduler.market_world import MarketWorld
 from tests.unit.scheduler.world import Killed
 from yunlu.core.errors import StoreError
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import StateChanged
 from yunlu.runs.states import RunState
 from yunlu.scheduler import run_registry as register_module
-from yunlu.scheduler.autoscaling.values import Rules
 from yunlu.scheduler.allocation_record import MOST_FAILURES
+from yunlu.scheduler.autoscaling.values import Rules
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.queue import change_entry, read_entry
 from yunlu.scheduler.scaling import Scaler
-from yunlu.scheduler.speed import Knowledge
+from yunlu.scheduler.speed_estimates import SpeedEstimates
 
 SEEDS = [int(os.environ["YUNLU_SEED"])] if "YUNLU_SEED" in os.environ else range(6)
 TURNS = 150
@@ -133,7 +133,7 @@ class Course:
                 change_entry(run, wish="run", ticket=read_entry(run).ticket + 1)
 
     def state(self, run):
-        told = [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+        told = [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
         return RunState(told[-1])
 
     def is_over(self, run):
@@ -235,7 +235,7 @@ def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
 def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
     own_home, make_steward, monkeypatch, seed
 ):
-    monkeypatch.setattr(Knowledge, "is_known", lambda self, stand: True)
+    monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, stand: True)
     own_home.mkdir(exist_ok=True)
     world = MarketWorld(
         own_home,

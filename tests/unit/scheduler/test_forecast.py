@@ -4,8 +4,8 @@ import math
 
 from tests.unit.scheduler.world import Even
 from yunlu.hardware.fleet import Node, Placement
-from yunlu.scheduler.arrivals import Arrival
-from yunlu.scheduler.forecast import Forecast, forecast, with_start
+from yunlu.scheduler.forecast import QueueForecast, forecast, with_start
+from yunlu.scheduler.pending_nodes import PendingNode
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 
 NODES = (Node(name="here", devices=4),)
@@ -58,7 +58,7 @@ def test_run_that_nobody_knows_is_taken_to_last_as_long_as_others():
 
 
 def machine(at, *, devices=4, node=""):
-    return Arrival(kind="cloud", type="cloud", devices=devices, at=at, node=node)
+    return PendingNode(kind="cloud", type="cloud", devices=devices, at=at, node=node)
 
 
 def test_who_waits_starts_when_a_machine_that_is_on_its_way_is_there():
@@ -99,8 +99,8 @@ def test_nobody_waits_behind_a_run_that_fits_nowhere():
 
 
 def test_figures_of_a_policy_are_told_with_the_start_that_counts_machines_to_come():
-    waits = Forecast(start_at=130.0, end_at=140.0, samples_per_s=1.0)
+    waits = QueueForecast(start_at=130.0, end_at=140.0, samples_per_s=1.0)
     assert with_start({"needs": 1, "starts_at": 900.0}, waits) == {"needs": 1, "starts_at": 130.0}
-    never = Forecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
+    never = QueueForecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
     assert with_start({"needs": 9, "starts_at": 900.0}, never) == {"needs": 9}
     assert with_start({"devices": 2}, None) == {"devices": 2}

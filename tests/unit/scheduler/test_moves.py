@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.states import RunState
+from yunlu.scheduler.allocation_record import AllocationRecord, PendingAction
 from yunlu.scheduler.moves import free_devices, plan_moves
-from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.allocation_record import PendingAction, AllocationRecord
-from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.observation import RunObservation
+from yunlu.scheduler.queue import QueueEntry
+from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
 
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
@@ -22,7 +22,7 @@ def stand(name, shares=(), *, phase=None, intention=None):
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
     return ScheduledRun(
         run=SimpleNamespace(id=name),
-        entry=Entry(submitted_at=0.0, needs=Needs(least=1, most=4, asked=1)),
+        entry=QueueEntry(submitted_at=0.0, needs=ResourceRequest(least=1, most=4, asked=1)),
         notes=notes,
         sight=RunObservation(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
         course=None,

@@ -6,8 +6,8 @@ from benchmarks.pool_parts.foretell import foretell, measure
 from benchmarks.pool_parts.live import Lived
 from benchmarks.pool_parts.queue import BATCH, QUEUE, Arrival, Kind, make_job, make_queue
 
-from yunlu.scheduler.needs import find_needs
 from yunlu.scheduler.allocation_record import StepTiming
+from yunlu.scheduler.resource_request import make_request
 
 
 def seen(devices, step_s):
@@ -32,7 +32,7 @@ def test_queue_has_a_dozen_elastic_jobs_of_fixed_sizes_for_who_wants_them():
     assert len(queue) == len(QUEUE) == 12
     for arrival in queue:
         job, kind = make_job(arrival), arrival.kind
-        needs = find_needs(job, least=kind.least, most=kind.most)
+        needs = make_request(job, least=kind.least, most=kind.most)
         assert (needs.least, needs.most, needs.asked) == (1, 4, kind.asked)
 
 

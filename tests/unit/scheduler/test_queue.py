@@ -15,8 +15,8 @@ from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control, queue
 from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
-from yunlu.scheduler.queue import Asked, enqueue, read_entry
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
+from yunlu.scheduler.queue import SubmitOptions, enqueue, read_entry
 from yunlu.spec.job import Job
 
 JOB = {"name": "digits", "task": "tabular-classification", "data": "synthetic:x", "model": "mlp"}
@@ -27,7 +27,7 @@ def make_job(**parts):
 
 
 def test_queued_run_waits_although_whoever_submitted_it_is_gone(own_home):
-    run = enqueue(make_job(train={"steps": 10, "batch": 4}), Asked(priority=3, team="vision"))
+    run = enqueue(make_job(train={"steps": 10, "batch": 4}), SubmitOptions(priority=3, team="vision"))
     worker = service.recorded_worker(run)
     assert worker is not None
     assert not worker.detached
@@ -43,7 +43,7 @@ def test_wishes_of_the_job_are_heard():
     entry = read_entry(enqueue(make_job(goal=goal)))
     assert entry.deadline_at == pytest.approx(entry.submitted_at + 7200)
     assert entry.budget_dollars == 5
-    assert read_entry(enqueue(make_job(goal=goal), Asked(deadline_s=60))).deadline_at < (
+    assert read_entry(enqueue(make_job(goal=goal), SubmitOptions(deadline_s=60))).deadline_at < (
         entry.submitted_at + 600
     )
 
@@ -53,7 +53,7 @@ def test_stop_takes_a_waiting_run_out_and_resume_puts_it_back(own_home):
     queue.withdraw(run)
     assert service.stop(run).state is RunState.STOPPED
     assert read_entry(run).wish == "stop"
-    entry = queue.put_back(run)
+    entry = queue.requeue(run)
     assert (entry.wish, entry.ticket) == ("run", 2)
     assert "no pool is up" in explain(own_home, run).standing
 
@@ -66,7 +66,7 @@ def test_pause_of_a_waiting_run():
 
 
 def test_terms_of_a_queued_run_can_be_changed():
-    run = enqueue(make_job(), Asked(priority=1, max_devices=4))
+    run = enqueue(make_job(), SubmitOptions(priority=1, max_devices=4))
     before = read_entry(run)
     after = queue.change_terms(run, deadline="2h", budget="12.50", min_devices=2)
     assert after == read_entry(run)
@@ -101,8 +101,8 @@ def test_entry_of_another_version_is_refused_with_a_hint():
 
 def test_jobs_that_are_equally_fast_have_one_signature():
     one, other = make_job(train={"steps": 10}), make_job(name="x", train={"steps": 99})
-    assert queue.sign(one) == queue.sign(other)
-    assert queue.sign(one) != queue.sign(make_job(model={"name": "mlp", "args": {"hidden": [9]}}))
+    assert queue.job_signature(one) == queue.job_signature(other)
+    assert queue.job_signature(one) != queue.job_signature(make_job(model={"name": "mlp", "args": {"hidden": [9]}}))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
 def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
-    journal = Journal(own_home)
+    journal = PoolStore(own_home)
     journal.path.mkdir(parents=True)
     journal.settings.write_text(PoolSettings(quotas={"vision": 2}).model_dump_json())
     for team, is_asked in (("vison", True), ("vision", False), ("speech", False)):
@@ -201,7 +201,7 @@ def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monk
     came: list[PoolSettings] = []
 
     def bring_up(home, settings):
-        Journal(home).write_settings(settings)
+        PoolStore(home).write_settings(settings)
         came.append(settings)
         return ServiceRecord(pid=1, process_started_at=0.0, host="here", began_at=0.0)
 
@@ -213,7 +213,7 @@ def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monk
     assert main(["pool", "up", "--policy", "fifo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["policy"] == "fifo"
     assert (came[2].executor, came[2].quotas) == ("local", {})
-    Journal(own_home).settings.write_text("{")
+    PoolStore(own_home).settings.write_text("{")
     assert main(["pool", "up"]) == 0
     assert came[3] == PoolSettings(dollars_per_hour=came[3].dollars_per_hour)
 
@@ -239,7 +239,7 @@ def test_verbs_answer_in_json(own_home, capsys):
     [
         ("yunlu.cli.submit, yunlu.cli.pool", {"torch", "numpy", "scipy", "sqlalchemy"}),
         # A database that is locked cannot hold up what never opens it.
-        ("yunlu.scheduler.program", {"torch", "sqlalchemy"}),
+        ("yunlu.scheduler.service", {"torch", "sqlalchemy"}),
     ],
 )
 def test_verbs_start_at_once_and_the_service_needs_no_database(tmp_path, modules, strangers):

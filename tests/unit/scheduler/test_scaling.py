@@ -4,8 +4,8 @@ from tests.unit.scheduler.clouds import CALM, Cluster
 from tests.unit.scheduler.world import Even
 from yunlu.executors.executor import Reserve
 from yunlu.hardware.fleet import Node, Placement
-from yunlu.scheduler.journal import PoolSettings
 from yunlu.scheduler.policy.values import Demand, PoolState
+from yunlu.scheduler.pool_store import PoolSettings
 from yunlu.scheduler.scaling import Scaler, make_scaler
 from yunlu.scheduler.spot.values import Mode
 

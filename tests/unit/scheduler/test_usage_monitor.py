@@ -5,12 +5,12 @@ import os
 import pytest
 
 from yunlu.executors import usage as usage_module
-from yunlu.executors.record import Record, write_record
+from yunlu.executors.lease_record import LeaseRecord, write_record
 from yunlu.executors.usage import LeaseUse, Meter, NodeUse, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
 from yunlu.runs.home import open_run
 from yunlu.scheduler import usage_monitor as gauge_module
-from yunlu.scheduler.usage_monitor import Gauge
+from yunlu.scheduler.usage_monitor import UsageMonitor
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
     monkeypatch.setattr(gauge_module, "LOOK_S", 0.0)
     run = open_run(tmp_path / "run")
     run.path.mkdir()
-    record, lead = Record(address="slurm://main").grant("n1", 1, is_lead=True)
+    record, lead = LeaseRecord(address="slurm://main").grant("n1", 1, is_lead=True)
     record, other = record.grant("n2", 1)
     write_record(run, record)
     machine = NodeUse(cpu=0.5, memory=0.25, gpus=((0.9, 0.5),))
@@ -63,7 +63,7 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
         use = LeaseUse(at=1.0, node=lease.node, cores=0.75, memory_bytes=100.0, machine=machine)
         write_use(run, lease.name, use)
     assert dict(read_uses(run, [lead.name]))[lead.name].cores == 0.75
-    gauge, stands = Gauge(is_local=False), {"run": FakeStand(run)}
+    gauge, stands = UsageMonitor(is_local=False), {"run": FakeStand(run)}
     nodes = [Node(name="n1", devices=2), Node(name="n2", devices=2)]
     assert gauge.look(stands, nodes) == {}
     assert gauge.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)

@@ -25,14 +25,13 @@ from yunlu.hardware.fleet import Node, Placement
 from yunlu.jobs.run import move, new_record, replay
 from yunlu.runs.events import AttemptStarted, CheckpointSaved, ErrorRaised, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.executor_adapter import NotNowError
-from yunlu.scheduler.needs import Needs
-from yunlu.scheduler.policy.values import Decision, PoolState, Reason
-from yunlu.scheduler.queue import Entry
 from yunlu.scheduler.observation import RunObservation
+from yunlu.scheduler.policy.values import Decision, PoolState, Reason
+from yunlu.scheduler.queue import QueueEntry
+from yunlu.scheduler.resource_request import ResourceRequest
 
 NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
 
@@ -187,7 +186,7 @@ class World:
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
         bounds = {"least": 1, "most": 4, "asked": 1, **needs}
-        entry = Entry(submitted_at=self.wall, needs=Needs(**bounds), samples=float(self.steps * 32))
+        entry = QueueEntry(submitted_at=self.wall, needs=ResourceRequest(**bounds), samples=float(self.steps * 32))
         (run.path / Document.QUEUE_ENTRY).write_text(entry.model_dump_json())
         return run
 
@@ -334,7 +333,7 @@ class Fair:
 
 
 def _last_step(run: RunStore) -> int:
-    found = [e.data["step"] for e, _ in run.read_events() if e.kind is EventKind.CHECKPOINT]
+    found = [e.step for e, _ in run.read_events() if isinstance(e, CheckpointSaved)]
     return found[-1] if found else 0
 
 

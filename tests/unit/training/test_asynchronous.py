@@ -18,8 +18,8 @@ from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan
+from yunlu.runs.events import MemoryExhausted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -177,7 +177,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     ]
     assert found == pytest.approx(train_alone(job, plan, make_parts(Sentences(), job)), abs=1e-4)
     assert {each["worker"] for done in steps.values() for each in done.values()} == {"0", "1"}
-    told = [event.data for event, _ in run.read_events() if event.kind is EventKind.OUT_OF_MEMORY]
+    told = [event for event, _ in run.read_events() if isinstance(event, MemoryExhausted)]
     assert [event["micro_batch"] for event in told] == [2]
     assert len(steps) == STEPS
 
@@ -228,13 +228,13 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             )
             hand.close()
         kept.append(max(record["step"] for record, _ in run.read_metrics()))
-    told = [event.data for event, _ in run.read_events() if event.kind is EventKind.STATE]
+    told = [event for event, _ in run.read_events() if isinstance(event, StateChanged)]
     resumed = [each["resumed_from_step"] for each in told if each["state"] == "running"]
     assert kept == [1, 2]
     assert resumed == [None, 1]
     assert [record["step"] for record, _ in run.read_metrics()] == [1, 2]
     assert [line["step"] for line, _ in read_lines(run.path / Log.LEDGER)] == [1, 2]
-    saved = [event.data["step"] for event, _ in run.read_events() if event.kind == "checkpoint"]
+    saved = [event.step for event, _ in run.read_events() if event.kind == "checkpoint"]
     assert saved == kept
 
 

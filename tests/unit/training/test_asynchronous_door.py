@@ -13,8 +13,8 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
+from yunlu.runs.events import WorkerLost
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
 from yunlu.training.asynchronous import join_server as door_module
@@ -85,9 +85,9 @@ def crew(door: JoinServer, tmp_path: Path) -> Crew:
 
 def _faults(path: Path) -> list[tuple[str, str, str]]:
     return [
-        (event.data["member"], event.data["what"], event.data["detail"])
+        (event.worker, event.cause, event.detail)
         for event, _ in open_run(path).read_events()
-        if event.kind is EventKind.FAULT
+        if isinstance(event, WorkerLost)
     ]
 
 

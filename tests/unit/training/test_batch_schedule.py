@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from yunlu.planning.large_batch import efficiency
 from yunlu.planning.plan import Plan, Prediction
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import BatchChanged, Evaluated
 from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -246,7 +246,7 @@ def read(run: RunStore, key: str) -> dict[int, float]:
 
 
 def turns_of(run: RunStore) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is EventKind.BATCH]
+    return [event for event, _ in run.read_events() if isinstance(event, BatchChanged)]
 
 
 SETTINGS: dict[str, Any] = {
@@ -272,7 +272,7 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
     assert 40 + 80 / 3 <= len(sizes) < 120
     assert samples[len(sizes)] == sum(sizes.values())
     assert 1 < first["gain"] < 3
-    validated = [event.data for event, _ in run.read_events() if event.kind is EventKind.EVALUATION]
+    validated = [event for event, _ in run.read_events() if isinstance(event, Evaluated)]
     ends = {each["step"] for each in validated[:-1]}
     assert all(samples[step] % 290 == 0 for step in ends if step < len(sizes))
 

@@ -20,7 +20,7 @@ def make_log(run: RunStore) -> WorkerGroupLog:
 def do_steps(log: WorkerGroupLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
         log.add({"step": step, "loss": 1.0 / step})
-        log.enter(step, 8, step * 1000)
+        log.add_to_ledger(step, 8, step * 1000)
 
 
 def steps_in(path: Path) -> list[int]:
@@ -34,13 +34,13 @@ def read(run: RunStore) -> list[dict[str, Any]]:
 def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     leader, other = make_log(run), make_log(run)
-    for log, leads in ((leader, True), (other, False)):
-        log.begin(1, 0, leads=leads)
+    for log, is_leader in ((leader, True), (other, False)):
+        log.begin(1, 0, is_leader=is_leader)
         do_steps(log, 1, 5)
         log.flush()
         do_steps(log, 6, 9)
     assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5]
-    other.begin(2, 9, leads=True)  # the leader was killed before its next flush
+    other.begin(2, 9, is_leader=True)  # the leader was killed before its next flush
     assert steps_in(run.path / Log.METRICS) == steps_in(run.path / Log.LEDGER) == list(range(1, 10))
     do_steps(other, 10, 11)
     other.flush()
@@ -51,13 +51,13 @@ def test_another_worker_writes_what_the_leader_took_to_its_grave(tmp_path: Path)
 def test_steps_that_were_undone_are_not_told_but_done_again(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     log = make_log(run)
-    log.begin(1, 0, leads=True)
+    log.begin(1, 0, is_leader=True)
     do_steps(log, 1, 4)
     log.flush()
     do_steps(log, 5, 7)
-    log.begin(2, 6, leads=True)  # everyone goes back to where six steps were done
+    log.begin(2, 6, is_leader=True)  # everyone goes back to where six steps were done
     assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5, 6]
-    log.begin(3, 3, leads=True)
+    log.begin(3, 3, is_leader=True)
     do_steps(log, 4, 5)
     log.flush()
     assert steps_in(run.path / Log.LEDGER) == [1, 2, 3, 4, 5, 6, 4, 5]

@@ -15,8 +15,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.sample_events import EventT
 from yunlu.executors.worker_process import worker_lock_is_free
-from yunlu.runs.run_dir import EventKind
+from yunlu.runs.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    ErrorRaised,
+    Evaluated,
+    ModelExported,
+    StateChanged,
+    WarningRaised,
+)
 from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -33,8 +42,8 @@ def losses(run: RunStore) -> dict[int, float]:
     return {record["step"]: record["loss"] for record, _ in run.read_metrics()}
 
 
-def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is kind]
+def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
+    return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def exported(run: RunStore) -> dict[str, Tensor]:
@@ -146,13 +155,13 @@ def test_a_stopped_and_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert live(whole.path, task=ObjectTask(model=network(), data=data)) is RunState.FINISHED
     task = Interrupted(run=broken, passes=11, data=data)
     assert live(broken.path, task=task) is RunState.STOPPED
-    stopped_at = events(broken, EventKind.CHECKPOINT)[-1]["step"]
+    stopped_at = events(broken, CheckpointSaved)[-1].step
     assert 0 < stopped_at < max(losses(whole))
     assert live(broken.path, task=ObjectTask(model=network(), data=data)) is RunState.FINISHED
     assert losses(broken) == losses(whole)
     for name, weight in exported(whole).items():
         assert torch.equal(exported(broken)[name], weight), name
-    scores = [[e["loss"] for e in events(run, EventKind.EVALUATION)] for run in (broken, whole)]
+    scores = [[e["loss"] for e in events(run, Evaluated)] for run in (broken, whole)]
     assert scores[0] == scores[1]
 
 
@@ -185,14 +194,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice_and_keeps_the_checkp
 
     run = make_run(steps=60, batch=20, checkpoint=5, evaluate="never")
     assert live(run.path, task=Poison(model=network(), data=points())) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert error["code"] == "training"
     assert "not finite at step" in error["message"]
     assert "train.optimizer.lr" in error["hint"]
     kept = sorted(path.name for path in (run.path / Area.CHECKPOINTS).iterdir())
     assert kept, "the checkpoints from before the trouble are there"
     live(run.path, task=ObjectTask(model=network(), data=points()))
-    assert events(run, EventKind.STATE)[-1]["state"] == "finished"
+    assert events(run, StateChanged)[-1].state == "finished"
 
 
 def test_a_gradient_that_is_not_finite_is_never_scored_or_saved(make_run: MakeRun) -> None:
@@ -207,8 +216,8 @@ def test_a_gradient_that_is_not_finite_is_never_scored_or_saved(make_run: MakeRu
 
     run = make_run(steps=60, batch=20, checkpoint=1, evaluate=1)
     assert live(run.path, task=Cliff(model=network(), data=points())) is RunState.FAILED
-    assert "gradient is not finite" in events(run, EventKind.ERROR)[0]["message"]
-    assert all(math.isfinite(float(e["loss"])) for e in events(run, EventKind.EVALUATION))
+    assert "gradient is not finite" in events(run, ErrorRaised)[0].message
+    assert all(math.isfinite(float(e["loss"])) for e in events(run, Evaluated))
     saved = list((run.path / Area.CHECKPOINTS).glob("step-*/rank-*.safetensors"))
     assert saved
     for path in saved:
@@ -260,10 +269,10 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(make_run: MakeRun) ->
 def test_the_best_checkpoint_is_what_is_tested_and_exported(make_run: MakeRun) -> None:
     run = make_run(epochs=30, batch=16, optimizer={"name": "sgd", "lr": 3.0}, clip={"norm": None})
     live(run.path, task=ObjectTask(model=network(), data=points()))
-    scored = [e for e in events(run, EventKind.EVALUATION) if e["split"] == "validation"]
+    scored = [e for e in events(run, Evaluated) if e["split"] == "validation"]
     best = max(scored, key=lambda e: (e["metrics"]["accuracy"], -e["loss"]))
     assert best is not scored[-1], "the run must get worse again for this to mean something"
-    assert events(run, EventKind.EXPORT)[-1]["from_step"] == best["step"]
+    assert events(run, ModelExported)[-1].from_step == best["step"]
 
 
 def test_a_resumed_run_refuses_data_that_changed(make_run: MakeRun) -> None:
@@ -275,7 +284,7 @@ def test_a_resumed_run_refuses_data_that_changed(make_run: MakeRun) -> None:
     changed[:] += 1
     outcome = live(run.path, task=ObjectTask(model=network(), data=(changed, targets)))
     assert outcome is RunState.FAILED
-    assert "data has changed" in events(run, EventKind.ERROR)[-1]["message"]
+    assert "data has changed" in events(run, ErrorRaised)[-1].message
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> None:
@@ -289,7 +298,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> N
     newest.write_bytes(content)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     assert any(
-        "does not match its checksum" in e["message"] for e in events(run, EventKind.WARNING)
+        "does not match its checksum" in e["message"] for e in events(run, WarningRaised)
     )
     assert losses(run) == losses(whole)
 
@@ -305,8 +314,8 @@ def test_two_workers_never_share_a_run(make_run: MakeRun) -> None:
             return super().load(job)
 
     assert live(run.path, task=Nested(model=network(), data=points())) is RunState.FINISHED
-    assert not events(run, EventKind.ERROR)
-    assert len(events(run, EventKind.LIFE)) == 1
+    assert not events(run, ErrorRaised)
+    assert len(events(run, AttemptStarted)) == 1
 
 
 def test_a_process_forked_while_training_does_not_keep_the_run_busy(make_run: MakeRun) -> None:
@@ -333,7 +342,7 @@ def test_a_process_forked_while_training_does_not_keep_the_run_busy(make_run: Ma
 def test_a_model_that_does_not_fit_its_data_is_named_with_the_shapes(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=20)
     assert live(run.path, task=ObjectTask(model=nn.Linear(5, 3), data=points())) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert error["code"] == "model"
     assert "(8, 6)" in error["hint"]
 
@@ -341,14 +350,14 @@ def test_a_model_that_does_not_fit_its_data_is_named_with_the_shapes(make_run: M
 def test_a_batch_larger_than_the_data_is_refused(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=500)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert "only 72 training samples" in error["message"]
 
 
 def test_an_unknown_metric_is_refused_before_the_first_step(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=20, early_stopping={"metric": "acuracy"})
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert "'accuracy'" in error["hint"]
     assert not losses(run)
 
@@ -374,10 +383,10 @@ def test_what_watches_the_validation_data_is_refused_without_any(
     run = make_run(steps=2, **options)
     data = {"train": points(), "test": points(5)}
     assert live(run.path, task=ObjectTask(model=network(), data=data)) is RunState.FAILED
-    assert "validation data" in events(run, EventKind.ERROR)[0]["message"]
+    assert "validation data" in events(run, ErrorRaised)[0].message
 
 
 def test_a_model_without_weights_to_train_is_explained(make_run: MakeRun) -> None:
     run, model = make_run(steps=2), network().requires_grad_(False)
     assert live(run.path, task=ObjectTask(model=model, data=points())) is RunState.FAILED
-    assert "any weight that can be trained" in events(run, EventKind.ERROR)[0]["message"]
+    assert "any weight that can be trained" in events(run, ErrorRaised)[0].message

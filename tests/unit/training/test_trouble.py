@@ -11,7 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from yunlu.runs.run_dir import EventKind
+from tests.sample_events import EventT
+from yunlu.runs.events import (
+    ErrorRaised,
+    Evaluated,
+    MemoryExhausted,
+    PlanMade,
+    PrecisionChanged,
+    RolledBack,
+    StepSkipped,
+    WarningRaised,
+)
 from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.training.tasks.python_objects import ObjectTask
@@ -21,8 +31,8 @@ from yunlu.training.worker import run as live
 MakeRun = Callable[..., RunStore]
 
 
-def events(run: RunStore, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event, _ in run.read_events() if event.kind is kind]
+def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
+    return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def losses(run: RunStore) -> dict[int, float]:
@@ -49,10 +59,10 @@ def test_a_poisoned_sample_costs_its_step_and_no_more(make_run: MakeRun) -> None
     run = make_run(epochs=2, batch=20, checkpoint=5)
     task = ObjectTask(model=network(), data=points(poisoned=range(7, 8)))
     assert live(run.path, task=task) is RunState.FINISHED
-    skipped = events(run, EventKind.SKIP)
+    skipped = events(run, StepSkipped)
     assert len(skipped) == 2  # once an epoch
     assert {skip["reason"] for skip in skipped} == {"not finite"}
-    assert not events(run, EventKind.ROLLBACK)
+    assert not events(run, RolledBack)
     steps = {skip["step"] for skip in skipped}
     assert losses(run).keys() == set(range(1, 31)) - steps
     assert all(math.isfinite(loss) for loss in losses(run).values())
@@ -77,9 +87,9 @@ def test_a_run_of_bad_steps_goes_back_to_a_checkpoint_and_on_past_them(make_run:
     run = make_run(epochs=4, batch=20, checkpoint=5, threads=1, micro_batch=20, trial_share=0.0)
     task = Poison(model=network(), data=points(), bad=range(40, 46))
     assert live(run.path, task=task) is RunState.FINISHED
-    (back,) = events(run, EventKind.ROLLBACK)
+    (back,) = events(run, RolledBack)
     assert back["to_step"] < min(back["skipping"]) + 1 <= back["step"]
-    skips = events(run, EventKind.SKIP)
+    skips = events(run, StepSkipped)
     passed = [skip["step"] for skip in skips if skip["reason"] == "passed over"]
     assert passed, "the bad steps are not tried again"
     left_out = {skip["step"] for skip in skips}
@@ -90,7 +100,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_ends_with_advice(make_run: M
     run = make_run(epochs=4, batch=20, checkpoint=1000, trial_share=0.0)
     task = Poison(model=network(), data=points(), bad=range(30, 10**6))
     assert live(run.path, task=task) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert "not finite at step" in error["message"]
 
 
@@ -98,7 +108,7 @@ def test_a_guard_that_may_do_nothing_ends_the_run_at_the_first_bad_step(make_run
     run = make_run(epochs=1, batch=20, guard={"skips": 0, "rollbacks": 0})
     task = ObjectTask(model=network(), data=points(poisoned=range(7, 8)))
     assert live(run.path, task=task) is RunState.FAILED
-    assert len(events(run, EventKind.SKIP)) == 1
+    assert len(events(run, StepSkipped)) == 1
 
 
 class Crowded(ObjectTask):
@@ -121,7 +131,7 @@ def test_short_memory_splits_the_batch_and_changes_nothing_else(make_run: MakeRu
     assert live(whole.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     task = Crowded(run=split, room=5, model=network(), data=points())
     assert live(split.path, task=task) is RunState.FINISHED
-    assert [e["micro_batch"] for e in events(split, EventKind.OUT_OF_MEMORY)] == [10, 5]
+    assert [e["micro_batch"] for e in events(split, MemoryExhausted)] == [10, 5]
     assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
 
 
@@ -129,7 +139,7 @@ def test_memory_too_short_for_one_sample_ends_the_run_with_advice(make_run: Make
     run = make_run(epochs=1, batch=20)
     task = Crowded(run=run, room=0, model=network(), data=points())
     assert live(run.path, task=task) is RunState.FAILED
-    (error,) = events(run, EventKind.ERROR)
+    (error,) = events(run, ErrorRaised)
     assert "Memory ran out" in error["message"]
 
 
@@ -138,7 +148,7 @@ def test_the_batch_grows_at_the_turn_of_an_epoch(make_run: MakeRun) -> None:
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     items = [record["items"] for record, _ in run.read_metrics()]
     assert items == [50] * 6 + [100] * 3 + [120, 120, 60]
-    scored = [e["step"] for e in events(run, EventKind.EVALUATION)]
+    scored = [e["step"] for e in events(run, Evaluated)]
     assert scored == [6, 9, 12]
 
 
@@ -177,11 +187,11 @@ def test_a_layer_that_overflows_in_fp16_is_moved_and_the_run_goes_on(make_run: M
     settings = {"epochs": 3, "batch": 20, "precision": "fp16", "checkpoint": 5}
     adapted, fixed = make_run(**settings), make_run(**settings, adapt_precision=False)
     assert live(adapted.path, task=ObjectTask(model=Loud(), data=points())) is RunState.FINISHED
-    moved = events(adapted, EventKind.PRECISION)
+    moved = events(adapted, PrecisionChanged)
     assert {move["module"] for move in moved if move["to"] == "full"} == {"loud"}
     shares = [record["low_share"] for record, _ in adapted.read_metrics()]
     assert 0 < shares[-1] < 1
-    assert len(events(adapted, EventKind.SKIP)) <= 5
+    assert len(events(adapted, StepSkipped)) <= 5
     assert live(fixed.path, task=ObjectTask(model=Loud(), data=points())) is RunState.FAILED
 
 
@@ -191,7 +201,7 @@ def test_an_explicit_precision_that_is_slower_here_is_warned_of(make_run: MakeRu
     from yunlu.training.probe import measured_speeds, probe_machine
 
     (fp16,) = [s for s in measured_speeds(probe_machine().best_device) if s.precision == "fp16"]
-    warned = any("slower than fp32" in each["message"] for each in events(run, EventKind.WARNING))
+    warned = any("slower than fp32" in each["message"] for each in events(run, WarningRaised))
     assert warned == (fp16.relative_speed < 1)
 
 
@@ -201,9 +211,9 @@ def test_a_step_that_is_left_out_leaves_nothing_in_running_averages(make_run: Ma
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
     task = ObjectTask(model=model, data=points(poisoned=range(7, 8)))
     assert live(run.path, task=task) is RunState.FINISHED
-    assert len(events(run, EventKind.SKIP)) == 2
+    assert len(events(run, StepSkipped)) == 2
     assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
-    assert all(math.isfinite(e["loss"]) for e in events(run, EventKind.EVALUATION))
+    assert all(math.isfinite(e["loss"]) for e in events(run, Evaluated))
 
 
 def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: MakeRun) -> None:
@@ -212,7 +222,7 @@ def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: 
 
     class Looking(Poison):
         def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-            if model.training and events(run, EventKind.ROLLBACK) and not seen:
+            if model.training and events(run, RolledBack) and not seen:
                 seen.extend(
                     int(path.name[5:]) for path in (run.path / Area.CHECKPOINTS).glob("step-*")
                 )
@@ -220,7 +230,7 @@ def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: 
 
     task = Looking(model=network(), data=points(), bad=range(34, 40))
     assert live(run.path, task=task) is RunState.FINISHED
-    (back,) = events(run, EventKind.ROLLBACK)
+    (back,) = events(run, RolledBack)
     assert seen
     assert max(seen) == back["to_step"]
 
@@ -230,7 +240,7 @@ def test_released_gradients_go_back_at_the_first_bad_step(make_run: MakeRun) -> 
                    trial_share=0.0)  # fmt: skip
     task = Poison(model=network(), data=points(), bad=range(30, 31))
     assert live(run.path, task=task) is RunState.FINISHED
-    assert len(events(run, EventKind.ROLLBACK)) == 1
+    assert len(events(run, RolledBack)) == 1
 
 
 def test_a_run_leaves_somebodys_own_model_as_it_was(make_run: MakeRun) -> None:
@@ -247,8 +257,8 @@ def test_a_run_leaves_somebodys_own_model_as_it_was(make_run: MakeRun) -> None:
 def test_what_is_set_is_never_taken_from_what_was_tried(make_run: MakeRun) -> None:
     tried = make_run(epochs=1, batch=20, trial_share=0.0)
     live(tried.path, task=ObjectTask(model=network(), data=points()))
-    kernel = events(tried, EventKind.PLAN)[0]["kernel"]
+    kernel = events(tried, PlanMade)[0].kernel
     other = "single" if kernel != "single" else "foreach"
     pinned = make_run(epochs=1, batch=20, trial_share=0.0, optimizer={"kernel": other})
     live(pinned.path, task=ObjectTask(model=network(), data=points()))
-    assert events(pinned, EventKind.PLAN)[0]["kernel"] == other
+    assert events(pinned, PlanMade)[0].kernel == other

@@ -10,15 +10,15 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from tests.sample_events import sample
-from yunlu.executors.record import Record, write_record
+from yunlu.executors.lease_record import LeaseRecord, write_record
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import service
 from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
-from yunlu.scheduler.journal import Journal
 from yunlu.scheduler.allocation_record import AllocationRecord, write_allocation
-from yunlu.scheduler.queue import Entry, read_entry, scan
+from yunlu.scheduler.pool_store import PoolStore
+from yunlu.scheduler.queue import QueueEntry, read_entry, scan
 from yunlu.spec.job import Job
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.pace import Paces
@@ -32,7 +32,7 @@ def make_job(**parts: Any) -> Job:
     return Job.model_validate(told | parts)
 
 
-def entry_of(run: RunStore) -> Entry:
+def entry_of(run: RunStore) -> QueueEntry:
     entry = read_entry(run)
     assert entry is not None
     return entry
@@ -96,7 +96,7 @@ def test_the_pool_says_what_a_trial_holds() -> None:
 
 def test_the_pool_has_as_many_devices_as_it_shows(own_home: Path) -> None:
     assert PoolPlaces().devices == 0
-    journal = Journal(own_home)
+    journal = PoolStore(own_home)
     journal.path.mkdir(parents=True)
     journal.view.write_text(json.dumps({"devices": 6}))
     assert PoolPlaces().devices == 6
@@ -148,7 +148,7 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
     assert claim.work_s == pytest.approx(10.0, rel=0.15)  # one rung of ten steps of about a second
     assert claim.beyond_s == pytest.approx(0.8 * 60.0, rel=0.15)
     assert claim.resize_s > paces.start_s  # with no executor: it would be started again
-    record, _ = Record(address="local").grant("here", 2, is_lead=True)
+    record, _ = LeaseRecord(address="local").grant("here", 2, is_lead=True)
     write_record(run, record)
     assert paces.claim(seen, held=2).resize_s == 3.0
     assert 0.7 < claim.power < 0.95  # 1.67 times as fast on two

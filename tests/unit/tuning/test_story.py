@@ -6,26 +6,34 @@ from typing import Any
 
 import pytest
 
-from yunlu.runs.run_dir import Event, EventKind
+from yunlu.runs.events import (
+    AttemptStarted,
+    Evaluated,
+    Event,
+    PlanMade,
+    RunEvent,
+    StateChanged,
+    WorkerGroupFormed,
+)
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.story import Story
 
 
-def tell(story: Story, at: float, kind: EventKind, **data: Any) -> None:
+def tell(story: Story, at: float, kind: type[RunEvent], **data: Any) -> None:
     story.take(Event(kind=kind, at=at, data=data))
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:
     story = Story(devices=3)  # as many as it has now: other lives had others
     assert story.device_seconds(100.0) == 0
-    tell(story, 10.0, EventKind.LIFE, began_at=8.0, devices=2)
+    tell(story, 10.0, AttemptStarted, began_at=8.0, devices=2)
     assert story.device_seconds(10.0) == 4
-    tell(story, 12.0, EventKind.CREW, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
-    tell(story, 15.0, EventKind.STATE, state="stopped", reason="held at rung 1")
+    tell(story, 12.0, WorkerGroupFormed, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
+    tell(story, 15.0, StateChanged, state="stopped", reason="held at rung 1")
     assert story.device_seconds(1e9) == 8 + 12
     assert (story.state, story.reason) == (RunState.STOPPED, "held at rung 1")
-    tell(story, 50.0, EventKind.STATE, state="pending")
-    tell(story, 60.0, EventKind.LIFE, began_at=60.0)
+    tell(story, 50.0, StateChanged, state="pending")
+    tell(story, 60.0, AttemptStarted, began_at=60.0)
     assert story.reason == ""
     assert story.device_seconds(65.0) == 25
     assert story.lives == 2
@@ -33,27 +41,27 @@ def test_device_seconds_follow_lives_and_resizes() -> None:
 
 def test_one_that_was_stopped_before_it_lived_says_so() -> None:
     story = Story()
-    tell(story, 0.0, EventKind.STATE, state="pending")
-    tell(story, 1.0, EventKind.STATE, state="stopped", reason="the worker was ended by SIGTERM")
+    tell(story, 0.0, StateChanged, state="pending")
+    tell(story, 1.0, StateChanged, state="stopped", reason="the worker was ended by SIGTERM")
     assert (story.reason, story.device_seconds(9.0)) == ("it had just been started", 0.0)
 
 
 def test_nobody_pays_for_the_night_after_a_kill() -> None:
     story = Story()
-    tell(story, 10.0, EventKind.LIFE, began_at=10.0)
-    tell(story, 30_000.0, EventKind.STATE, state="lost", reason="vanished", seen_at=25.0)
+    tell(story, 10.0, AttemptStarted, began_at=10.0)
+    tell(story, 30_000.0, StateChanged, state="lost", reason="vanished", seen_at=25.0)
     assert story.device_seconds(40_000.0) == 15
 
 
 def test_evaluations_are_counted_by_rung_and_made_again_once() -> None:
     story = Story()
-    tell(story, 0.0, EventKind.LIFE, began_at=0.0)
-    tell(story, 1.0, EventKind.PLAN, steps=45, evaluate_every=10)
+    tell(story, 0.0, AttemptStarted, began_at=0.0)
+    tell(story, 1.0, PlanMade, steps=45, evaluate_every=10)
     assert story.rungs == 5
     about = {"split": "validation", "metrics": {"accuracy": 0.5}, "loss": 0.7}
     for at, rung in ((2.0, 1), (4.0, 2), (6.0, 2)):
-        tell(story, at, EventKind.EVALUATION, rung=rung, step=10 * rung, **about)
-    tell(story, 7.0, EventKind.EVALUATION, **(about | {"split": "test", "step": 45}))
+        tell(story, at, Evaluated, rung=rung, step=10 * rung, **about)
+    tell(story, 7.0, Evaluated, **(about | {"split": "test", "step": 45}))
     assert [*story.evaluated] == [1, 2]
     assert story.step_of(2) == 20
     assert story.step_of(3) is None

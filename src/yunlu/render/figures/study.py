@@ -153,9 +153,7 @@ def pair_figure(
 ) -> ScatterFigure | None:
     """The plane of two dimensions: where trials did well, and where none has been."""
     shown = [
-        facts
-        for facts in ranks.best_first()
-        if {first.name, second.name} <= facts.params.keys()
+        facts for facts in ranks.best_first() if {first.name, second.name} <= facts.params.keys()
     ]
     if len(shown) < 3:
         return None

@@ -32,7 +32,8 @@ from yunlu.render.format import (
 from yunlu.render.html_page import render_html
 from yunlu.render.i18n.texts import known_text, same, text
 from yunlu.render.study_report.commands import model_path, report_link, run_path, train_command
-from yunlu.runs.directory_store import open_run
+from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document, Log
 from yunlu.tuning.facts import rank_trials, wall_s
 from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
 from yunlu.tuning.values import TrialState
@@ -66,8 +67,9 @@ def write_report(view: StudyView, path: Path | None = None) -> Path:
 
 
 def write_run_reports(view: StudyView) -> None:
-    """Write the reports of the trials' runs that rest and have none of their own yet."""
-    from yunlu.render.run_report.write import write_report as write_run_report  # noqa: PLC0415 (used by few)
+    """Write the reports of the trials' runs that are no longer active and have no report yet."""
+    # Calibration, which learns from reports, is slow to import.
+    from yunlu.render.run_report.write import write_report as write_run_report  # noqa: PLC0415
 
     for facts in view.trials:
         path = run_path(view, facts)

@@ -79,8 +79,8 @@
 
   for (const chart of document.querySelectorAll(".chart")) {
     const { unit, axis, series, marks } = JSON.parse(chart.querySelector("script").textContent);
-    const timed = axis === "time"; // in milliseconds; else in steps
-    const place = (x) => timed ? clock(x / 1000) : x.toLocaleString("en");
+    const timed = axis === "duration"; // in seconds; else in steps
+    const place = (x) => timed ? clock(x) : x.toLocaleString("en");
     const steps = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
     chart.querySelector(".scales input")?.addEventListener("change", (event) => {
       chart.dataset.scale = event.target.checked ? "log" : "linear";

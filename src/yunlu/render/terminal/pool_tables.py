@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from yunlu.scheduler.explanation import Explanation
     from yunlu.scheduler.pool_view import PoolArrival, PoolNode, PoolRun, PoolView
-    from yunlu.scheduler.queue import Entry
+    from yunlu.scheduler.queue import QueueEntry
 
 _PHASES = {
     "running": ("●", "bold green"),
@@ -98,7 +98,7 @@ def _history(explanation: Explanation) -> Table:
     return table
 
 
-def terms_line(entry: Entry, *, now: float) -> str:
+def terms_line(entry: QueueEntry, *, now: float) -> str:
     """Priority, devices, deadline and budget of a queued run."""
     needs = entry.needs
     most = f" to {needs.most}" if needs.most < _MANY_MOST else " or more"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.runs.fold import GroupGeneration
-    from yunlu.runs.run_store import RunStore
 
 _LINE_EVERY_S = 5.0
 _PACE_S = 10.0
@@ -264,8 +263,9 @@ class PlainDisplay:
 class JsonDisplay:
     """For programs: every event and metric record is one JSON line."""
 
-    def __init__(self, run: RunStore, out: TextIO | None = None) -> None:
-        self._run_id = run.id
+    def __init__(self, run: str, out: TextIO | None = None) -> None:
+        """``run``: its id."""
+        self._run_id = run
         self._out = out or sys.stdout
 
     def show(self, item: FollowedItem) -> None:

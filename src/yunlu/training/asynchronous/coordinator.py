@@ -121,11 +121,11 @@ class AsyncCoordinator:
         log = ServedLog(
             run,
             device=self._engine.device,
-            life=life,
+            attempt=life,
             forward=lambda values, step: self._trackers.log(values, step=step),
         )
         self._watch = CoordinatorCallbacks(
-            self._engine, run, trackers=self._trackers, stop=stop, life=life, log=log
+            self._engine, run, trackers=self._trackers, stop=stop, attempt=life, log=log
         )
         resumed_from = self._watch.resume()
         self._logged = _last_step(run, Log.METRICS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.settings import bind_address
+from yunlu.core.settings import bind_address, read_settings
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
@@ -72,6 +72,7 @@ class JoinServer:
         self._token = secrets.token_urlsafe(32)
         self._links = ControlServer(bind_address(), self._token)
         self._guests: dict[ControlConnection, JoinedNode] = {}
+        self._patience = read_settings().patience
         self._told_at = 0.0
         self._written: Crew | None = None
 
@@ -99,7 +100,8 @@ class JoinServer:
         self._links.poll(wait_s, on_message=self._hear, on_lost=self._lose)
         now = time.monotonic()
         for link, guest in list(self._guests.items()):
-            if now - guest.heard_at > (_SILENCE_S if guest.is_ready else _LOADING_S):
+            silence_s = _SILENCE_S * self._patience
+            if now - guest.heard_at > (silence_s if guest.is_ready else _LOADING_S):
                 self._links.close(link)
         if now - self._told_at >= _TELL_S:
             self._told_at = now

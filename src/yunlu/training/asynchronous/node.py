@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from yunlu.core.settings import read_settings
 from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.home import open_run
@@ -89,7 +90,7 @@ class AsyncNodeAgent:
     ) -> None:
         run.is_quiet = True  # one machine writes the run's log
         self._run, self._name, self._devices, self._stop = run, name, devices, stop
-        self._contact = ControlClient(run, quiet_s=_QUIET_S)
+        self._contact = ControlClient(run, quiet_s=_QUIET_S * read_settings().patience)
         self._fleet = ProcessGroupSupervisor(
             run,
             in_child=self._let_go,

@@ -46,7 +46,7 @@ def refuse_job(job: Job, *, workers: int) -> None:
         )
 
 
-def against_serving(run: RunStore, job: Job, *, workers: int) -> str:
+def find_async_obstacle(run: RunStore, job: Job, *, workers: int) -> str:
     """Why a run whose crew may choose cannot go on with asynchronous workers; empty where it can."""
     if run.has(Document.TRIAL):
         return "it is a trial, and its study could not stop it"

@@ -48,7 +48,7 @@ class CheckpointStore:
         metric: str,
         lower_is_better: bool,
         saved: Callable[[CheckpointEntry, float], None],
-        crew: SaveGroup | None = None,
+        group: SaveGroup | None = None,
         options: Mapping[str, Any] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -60,9 +60,9 @@ class CheckpointStore:
         self._metric = metric
         self._sign = 1.0 if lower_is_better else -1.0
         self._saved = saved
-        self._crew = crew or SaveGroup()
+        self._group = group or SaveGroup()
         self._patience_s = patience_s
-        self._shares = WriterAssignment(self._crew)
+        self._shares = WriterAssignment(self._group)
         self._buffer = HostBuffer()
         self._saves = 0
         self._is_abandoned = threading.Event()
@@ -105,7 +105,7 @@ class CheckpointStore:
             pieces,
             snapshot.groups,
             _Late(places, {name: tensors[name] for name in later}),
-            f"{self._crew.token}-{self._saves}",
+            f"{self._group.token}-{self._saves}",
         )
 
     def finish_copy(self) -> None:
@@ -151,12 +151,12 @@ class CheckpointStore:
             wanted: What this worker will read, named ``<group>/<name>``; without it the workers
                 verify all files between them. Either way a file is verified before it is read.
         """
-        if self._crew.is_leader:
+        if self._group.is_leader:
             self._place.sweep()
-        names = self._place.published() if self._crew.is_leader else []
+        names = self._place.published() if self._group.is_leader else []
         known = [
             name
-            for name in self._crew.share_of_leader(names)
+            for name in self._group.share_of_leader(names)
             if not_after is None or step_of(name) <= not_after
         ]
         return self._first_good(known, wanted, lambda error: warn(f"{error} It is passed over."))
@@ -169,10 +169,10 @@ class CheckpointStore:
     ) -> CheckpointReader | None:
         """The checkpoint with the best metric that verifies on all workers."""
         ranked: list[str] = []
-        if self._crew.is_leader:
+        if self._group.is_leader:
             ranked = [entry.path.name for entry in self._ranked(files.entries(self._place))]
         return self._first_good(
-            self._crew.share_of_leader(ranked),
+            self._group.share_of_leader(ranked),
             wanted,
             lambda error: warn(f"{error} It was among the best; the next best is taken."),
         )
@@ -180,7 +180,7 @@ class CheckpointStore:
     def forget_after(self, step: int) -> None:
         """Discard the checkpoints of later steps: the run has gone back behind them."""
         self.wait()
-        for name in self._place.published() if self._crew.is_leader else ():
+        for name in self._place.published() if self._group.is_leader else ():
             if step_of(name) > step:
                 self._place.discard(name)
 
@@ -190,7 +190,7 @@ class CheckpointStore:
         wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None,
         tell: Callable[[str], None],
     ) -> CheckpointReader | None:
-        crew = self._crew
+        crew = self._group
         for name in names:
             reader = None
             try:
@@ -258,7 +258,7 @@ class CheckpointStore:
         self, snapshot: Snapshot, pieces: dict[str, TensorShard], groups: list[str], token: str
     ) -> CheckpointEntry | None:
         """This worker's part; on the leader, the published checkpoint."""
-        place, crew = self._place, self._crew
+        place, crew = self._place, self._group
         directory = place.begin(snapshot.step, token)
         try:
             files.write_part(place, directory, crew, pieces, groups=groups, between=self._go_on)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from yunlu.core.settings import read_settings
 from yunlu.runs.events import StateChanged, WarningRaised
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.generations import GenerationPlan, plan_generation
@@ -48,7 +49,7 @@ from yunlu.training.elastic.messages import (
     StoreLocated,
     WorkerHello,
 )
-from yunlu.training.elastic.watchdog import Watchdog
+from yunlu.training.elastic.watchdog import Deadlines, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +115,8 @@ class Coordinator:
         self.is_dirty = False
         """The journal is out of date; it is written at the next tick."""
         self.membership = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
-        self.watchdog = Watchdog()
+        self._patience = read_settings().patience
+        self.watchdog = Watchdog(Deadlines().scaled(self._patience))
         self.stage: Stage = "planning"
         self.generation = 0
         self.layouts: dict[int, Layout] = {}
@@ -596,7 +598,7 @@ class Coordinator:
         if self.stage != "halting":
             return
         # A computing worker notices the halt at its next exchange, at worst a whole step later.
-        limit_s = max(_HALT_S, 3 * self.watchdog.usual_step_s)
+        limit_s = max(_HALT_S * self._patience, 3 * self.watchdog.usual_step_s)
         for worker in self.membership.with_status("busy"):
             phase = worker.heartbeat.phase if worker.heartbeat else "starting"
             is_short = phase in {"step", "sync", "forming", "starting"}
@@ -726,7 +728,7 @@ class Coordinator:
             m for m in self.membership.with_status("busy", "idle", "paused") if m.connection is None
         ]
         absent = [node for node in self.membership.nodes.values() if node.connection is None]
-        if (missing or absent) and now - self._stage_at < ADOPT_S:
+        if (missing or absent) and now - self._stage_at < ADOPT_S * self._patience:
             return
         for worker in missing:
             self._lose_worker(worker, "killed", "did not report to the new supervisor")

@@ -21,6 +21,7 @@ import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
@@ -100,7 +101,8 @@ class NodeAgent:
         self.name = name
         self.devices = devices
         self._prepare, self._plan, self._body = prepare, plan, body
-        self._client = ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=_QUIET_S)
+        quiet_s = _QUIET_S * read_settings().patience
+        self._client = ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=quiet_s)
         self._parts: Any = None
         self._children: dict[int, int] = {}
         """Worker numbers by pid; -1 for the planner."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +34,16 @@ class Deadlines:
     """Loading, first step, evaluation, checkpoint, export; each report of progress restarts it."""
     late_s: float = 1.0
     """If this process itself was not scheduled for so long, silence of the others proves nothing."""
+
+    def scaled(self, factor: float) -> Deadlines:
+        """Allow more time to whoever is only slow; a stopped process is known from the system."""
+        return replace(
+            self,
+            node_silent_s=factor * self.node_silent_s,
+            silent_s=factor * self.silent_s,
+            step_s=factor * self.step_s,
+            forming_s=factor * self.forming_s,
+        )
 
 
 STRAGGLER_RATIO = 1.3

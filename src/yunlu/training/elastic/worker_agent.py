@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from yunlu.core.settings import use_network_interface
+from yunlu.core.settings import read_settings, use_network_interface
 from yunlu.training.attempt import as_user_error
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.messages import (
@@ -297,7 +297,7 @@ class WorkerAgent:
                 self._enqueue(StoreHosted(generation=assignment.generation, host=host, port=port))
             else:
                 store = open_store(*self._wait_store_address(assignment.generation), is_host=False)
-            store.set_timeout(timedelta(seconds=_STORE_S))
+            store.set_timeout(timedelta(seconds=_STORE_S * read_settings().patience))
             self._store = store
         use_network_interface(interface_of(self._client.local_host))
         prefixed = PrefixStore(prefix, self._store)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.monitor import Course
+from yunlu.scheduler.run_progress import RunProgress
 from yunlu.tuning.conducting.places import restarts
 from yunlu.tuning.conducting.sharing import MANY, Claim, fit_power
 
@@ -33,7 +33,7 @@ class Paces:
 
     def __init__(self, *, rungs: int) -> None:
         self._rungs = rungs
-        self._courses: dict[int, Course] = {}
+        self._courses: dict[int, RunProgress] = {}
         self.power = fit_power(())
         """Speed on k devices is k to this power, as far as trials were seen at two sizes."""
         self.resize_s = _RESIZE_S
@@ -46,7 +46,7 @@ class Paces:
         """Read what the runs of these trials, by number, have written since the last time."""
         has_moved = False
         for number, run in runs:
-            course = self._courses.pop(number, None) or Course(run)
+            course = self._courses.pop(number, None) or RunProgress(run)
             self._courses[number] = course  # the newest last
             has_moved |= course.take()
         for number in [*self._courses][:-_KEPT]:
@@ -112,20 +112,20 @@ class Paces:
         singles_s = [pace_s * devices**self.power for devices, pace_s in _paces_s(course)]
         return median(singles_s) * course.steps / self._rungs if singles_s else None
 
-    def _change_s(self, course: Course | None) -> float:
+    def _change_s(self, course: RunProgress | None) -> float:
         """What other devices cost it: a pause, or another start."""
         if course is None or not restarts(course.run):
             return self.resize_s
         return self.start_s + _SAVE_S
 
-    def _late_s(self, course: Course, held: int) -> float:
+    def _late_s(self, course: RunProgress, held: int) -> float:
         """One that ought to have moved and has not will need as long again, for all we know."""
         pace_s = course.pace_s(held) or course.usual_step_s
         idle_s = time.monotonic() - course.moved_at - pace_s
         return idle_s * held**self.power if idle_s > _SETTLED_S else 0.0
 
 
-def _paces_s(course: Course) -> list[tuple[int, float]]:
+def _paces_s(course: RunProgress) -> list[tuple[int, float]]:
     """Devices and a usual step on them, for each number that it was seen with."""
     return [
         (each.devices, pace_s)

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.errors import StoreError
-from yunlu.executors import limits
-from yunlu.executors.finding import open_executor
-from yunlu.executors.record import read_record as read_leases
+from yunlu.executors import cpu_limits
+from yunlu.executors.registry import open_executor
+from yunlu.executors.lease_record import read_record as read_leases
 from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import service
@@ -27,10 +27,10 @@ from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_crew
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.executor_adapter import ExecutorAdapter, NotNowError
-from yunlu.scheduler.journal import Journal
-from yunlu.scheduler.needs import find_needs
+from yunlu.scheduler.pool_store import PoolStore
+from yunlu.scheduler.resource_request import make_request
 from yunlu.scheduler.allocation_record import read_allocation
-from yunlu.scheduler.queue import Entry, change_entry, put_back, read_entry, sign
+from yunlu.scheduler.queue import QueueEntry, change_entry, requeue, read_entry, job_signature
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class LocalPlaces:
         sight = self._hands.look(run)
         if sight.is_alive:
             return max(sight.devices, 1)
-        limits.forget(run.id)
+        cpu_limits.forget(run.id)
         return 0
 
     def usable(self, run: RunStore) -> int | None:
@@ -185,7 +185,7 @@ class LocalPlaces:
             return self._hands.look(run).usable
         if run.id not in self._most:
             job = read_job(run)
-            self._most[run.id] = min(find_needs(job).most, self.devices)
+            self._most[run.id] = min(make_request(job).most, self.devices)
         return self._most[run.id]
 
     def let_go(self, run: RunStore, *, for_good: bool) -> None:
@@ -202,9 +202,9 @@ class LocalPlaces:
             service.resume(run, command=WORKER)
         worker = recorded_worker(run)
         if worker is not None and self.devices > 1:
-            limits.sweep()
+            cpu_limits.sweep()
             cores = len(os.sched_getaffinity(0))
-            limits.limit(run.id, worker.pid, cpus=cores / self.devices)
+            cpu_limits.limit(run.id, worker.pid, cpus=cores / self.devices)
 
     def _has_lasted(self, run: RunStore) -> bool:
         """Whether the wish that it grows is more than a moment's.
@@ -247,7 +247,7 @@ class PoolPlaces:
     @property
     def devices(self) -> int:
         """As ``Places.devices``: all the pool has now, unless the study may have fewer."""
-        view = Journal(self._home).read_view() or {}
+        view = PoolStore(self._home).read_view() or {}
         there = int(view.get("devices") or 0)
         return min(there, self._most) if self._most is not None else there
 
@@ -261,23 +261,23 @@ class PoolPlaces:
         """As ``Places.start``: put into the queue, with all that waits there."""
         del most  # a bound in the queue can be raised at any time
         job = read_job(run)
-        needs = find_needs(job, most=devices)
+        needs = make_request(job, most=devices)
         priority = self._priority_of(promise)
         if read_entry(run) is None:
             adapted = job.train.adapt_batch
-            entry = Entry(
+            entry = QueueEntry(
                 submitted_at=time.time(),
                 priority=priority,
                 team=self._team,
                 needs=needs,
                 most_batch=adapted.max if adapted else None,
-                signature=sign(job),
+                signature=job_signature(job),
                 wish="pause",  # until it is whole
             )
             run.write(Document.QUEUE_ENTRY, entry.model_dump_json(indent=2))
         else:
             change_entry(run, needs=needs, priority=priority)
-        put_back(run)
+        requeue(run)
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Places.resize``: another bound; the pool sees to it at its next decision."""

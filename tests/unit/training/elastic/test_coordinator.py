@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from yunlu.planning.layout import Layout
+from yunlu.runs.events import ErrorRaised, WarningRaised, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.training.elastic.control_server import ControlConnection, ControlServer
@@ -31,7 +31,7 @@ from yunlu.training.elastic.messages import (
 )
 
 
-class Ship:
+class Rig:
     """A coordinator with two workers in a generation, on a clock that the test turns."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +100,12 @@ class Ship:
 
     def warnings(self) -> list[str]:
         events = [event for event, _ in self.run.read_events()]
-        return [e.data["message"] for e in events if e.kind is EventKind.WARNING]
+        return [e.message for e in events if isinstance(e, WarningRaised)]
 
 
 @pytest.fixture
-def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ship]:
-    found = Ship(tmp_path, monkeypatch)
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    found = Rig(tmp_path, monkeypatch)
     yield found
     found.server.close_all()
     for door in found.doors:
@@ -116,162 +116,162 @@ def settled(detail: str = "") -> Paused:
     return Paused(generation=1, step=3, detail=detail)
 
 
-def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(ship: Ship) -> None:
-    ship.coordinator._begin_halt("test", ship.now)
+def test_who_does_not_leave_a_broken_generation_is_lost_in_the_end(rig: Rig) -> None:
+    rig.coordinator._begin_halt("test", rig.now)
     heartbeat = Heartbeat(generation=1, phase="step")
-    ship.live(9, heartbeat, heartbeat)
-    assert ship.there() == [0, 1]
-    ship.live(2, heartbeat, heartbeat)
-    assert ship.there() == []
+    rig.live(9, heartbeat, heartbeat)
+    assert rig.there() == [0, 1]
+    rig.live(2, heartbeat, heartbeat)
+    assert rig.there() == []
 
 
 @pytest.mark.parametrize("phase", ["first step", "loading"])
-def test_a_first_step_may_take_long_to_leave(ship: Ship, phase: str) -> None:
-    ship.coordinator._begin_halt("test", ship.now)
+def test_a_first_step_may_take_long_to_leave(rig: Rig, phase: str) -> None:
+    rig.coordinator._begin_halt("test", rig.now)
     heartbeat = Heartbeat(generation=1, phase=phase)
-    ship.live(100, heartbeat, heartbeat)
-    assert ship.there() == [0, 1]
+    rig.live(100, heartbeat, heartbeat)
+    assert rig.there() == [0, 1]
 
 
-def test_a_supervisor_that_slept_hears_everything_before_it_judges(ship: Ship) -> None:
-    ship.coordinator._begin_halt("test", ship.now)
-    ship.coordinator.tick()
-    ship.now += 60
-    ship.handle_message(0, Heartbeat(generation=1, phase="step"))
-    ship.handle_message(0, settled())
-    ship.coordinator.tick()  # the other's words are still on their way
-    assert ship.there() == [0, 1]
+def test_a_supervisor_that_slept_hears_everything_before_it_judges(rig: Rig) -> None:
+    rig.coordinator._begin_halt("test", rig.now)
+    rig.coordinator.tick()
+    rig.now += 60
+    rig.handle_message(0, Heartbeat(generation=1, phase="step"))
+    rig.handle_message(0, settled())
+    rig.coordinator.tick()  # the other's words are still on their way
+    assert rig.there() == [0, 1]
 
 
-def test_the_cause_is_told_when_it_is_given_up(ship: Ship) -> None:
-    ship.handle_message(0, settled("gloo: the cable is torn"))
-    ship.coordinator._barren = 5
-    ship.handle_message(1, settled("connection closed by peer"))
-    assert ship.coordinator.outcome is not None
-    (error,) = [e.data for e, _ in ship.run.read_events() if e.kind is EventKind.ERROR]
+def test_the_cause_is_told_when_it_is_given_up(rig: Rig) -> None:
+    rig.handle_message(0, settled("gloo: the cable is torn"))
+    rig.coordinator._barren = 5
+    rig.handle_message(1, settled("connection closed by peer"))
+    assert rig.coordinator.outcome is not None
+    (error,) = [e for e, _ in rig.run.read_events() if isinstance(e, ErrorRaised)]
     assert "the cable is torn" in error["message"]
 
 
-def test_a_node_that_cannot_be_replaced_does_not_end_the_training(ship: Ship) -> None:
+def test_a_node_that_cannot_be_replaced_does_not_end_the_training(rig: Rig) -> None:
     heartbeat = Heartbeat(generation=1, phase="evaluate")
     failure = Failed(code="internal", message="no disk", traceback="")
-    ship.coordinator.handle_message(ship.greet(LOCAL, 0), Prepared())
+    rig.coordinator.handle_message(rig.greet(LOCAL, 0), Prepared())
     for pid in range(1, 2 + MAX_START_FAILURES):
-        connection = ship.coordinator.membership.nodes[LOCAL].connection
+        connection = rig.coordinator.membership.nodes[LOCAL].connection
         assert connection is not None
         if pid > 1:
-            ship.coordinator.handle_message(connection, failure)
-        ship.server.close(connection)
-        ship.coordinator.connection_lost(connection)
-        ship.live(100, heartbeat, heartbeat)
+            rig.coordinator.handle_message(connection, failure)
+        rig.server.close(connection)
+        rig.coordinator.connection_lost(connection)
+        rig.live(100, heartbeat, heartbeat)
         if pid >= MAX_START_FAILURES:
             break
-        assert ship.node_starts == pid
-        ship.greet(LOCAL, pid)
-    assert ship.node_starts == MAX_START_FAILURES - 1
-    assert ship.coordinator.outcome is None
-    assert sum("no disk" in words for words in ship.warnings()) == MAX_START_FAILURES - 1
-    assert sum("are not replaced" in words for words in ship.warnings()) == 1
+        assert rig.node_starts == pid
+        rig.greet(LOCAL, pid)
+    assert rig.node_starts == MAX_START_FAILURES - 1
+    assert rig.coordinator.outcome is None
+    assert sum("no disk" in words for words in rig.warnings()) == MAX_START_FAILURES - 1
+    assert sum("are not replaced" in words for words in rig.warnings()) == 1
     for number in (0, 1):
-        ship.coordinator._lose_member(ship.coordinator.membership.workers[number], "killed", "x")
-    ship.live(1)
-    assert ship.coordinator.outcome is not None
-    assert ship.coordinator.outcome.state is RunState.FAILED
+        rig.coordinator._lose_worker(rig.coordinator.membership.workers[number], "killed", "x")
+    rig.live(1)
+    assert rig.coordinator.outcome is not None
+    assert rig.coordinator.outcome.state is RunState.FAILED
 
 
-def test_a_second_node_of_one_name_and_one_without_devices_are_refused(ship: Ship) -> None:
-    nodes = ship.coordinator.membership.nodes
-    first = ship.greet("far", 7)
-    ship.greet("far", 8)
+def test_a_second_node_of_one_name_and_one_without_devices_are_refused(rig: Rig) -> None:
+    nodes = rig.coordinator.membership.nodes
+    first = rig.greet("far", 7)
+    rig.greet("far", 8)
     assert nodes["far"].connection is first
-    again = ship.greet("far", 7)  # the same process, in a new connection
+    again = rig.greet("far", 7)  # the same process, in a new connection
     assert nodes["far"].connection is again
-    ship.greet("empty", 9, devices=0)
+    rig.greet("empty", 9, devices=0)
     assert "empty" not in nodes
 
 
-def test_figures_are_not_worth_a_run(ship: Ship) -> None:
-    (ship.run.path / Log.RANK_METRICS).mkdir()  # nothing can be appended to it
+def test_figures_are_not_worth_a_run(rig: Rig) -> None:
+    (rig.run.path / Log.RANK_METRICS).mkdir()  # nothing can be appended to it
     heartbeat = Heartbeat(generation=1, phase="step", steps=((1, 0.1, 0.0),))
-    ship.live(3, heartbeat, heartbeat)
-    assert ship.coordinator.outcome is None
+    rig.live(3, heartbeat, heartbeat)
+    assert rig.coordinator.outcome is None
 
 
-def test_a_crew_that_has_changed_leaves_the_run_to_others(ship: Ship) -> None:
+def test_a_crew_that_has_changed_leaves_the_run_to_others(rig: Rig) -> None:
     for number in range(2):
-        assert ship.coordinator.outcome is None
-        ship.handle_message(number, Done(generation=1, ending="changed", step=3))
-    assert ship.coordinator.outcome is not None
-    assert ship.coordinator.outcome.switches_to_async
-    assert ship.coordinator.outcome.state is RunState.RUNNING
+        assert rig.coordinator.outcome is None
+        rig.handle_message(number, Done(generation=1, ending="async", step=3))
+    assert rig.coordinator.outcome is not None
+    assert rig.coordinator.outcome.switches_to_async
+    assert rig.coordinator.outcome.state is RunState.RUNNING
 
 
-def request_exclusion(ship: Ship) -> None:
+def request_exclusion(rig: Rig) -> None:
     """The second worker does, after a first step."""
-    ship.handle_message(0, Heartbeat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
-    ship.handle_message(1, LeaveNotice(is_excluded=True))
+    rig.handle_message(0, Heartbeat(generation=1, step=1, phase="step", steps=((1, 0.1, 0.0),)))
+    rig.handle_message(1, LeaveNotice(is_excluded=True))
 
 
 def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs(
-    ship: Ship,
+    rig: Rig,
 ) -> None:
-    request_exclusion(ship)
-    assert ship.coordinator.stage == "pausing"
-    assert (ship.coordinator.membership.active_target, ship.coordinator.membership.target) == (1, 2)
+    request_exclusion(rig)
+    assert rig.coordinator.stage == "pausing"
+    assert (rig.coordinator.membership.active_target, rig.coordinator.membership.target) == (1, 2)
     for number in (0, 1):
         live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
-        ship.handle_message(number, Paused(generation=1, step=1, live=live))
-    assert ship.coordinator.history[2] == Layout()
-    assert ship.coordinator.membership.workers[0].rank == 0
-    ship.handle_message(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
-    assert ship.there() == [0]
-    crew = [event.data for event, _ in ship.run.read_events() if event.kind is EventKind.CREW]
-    assert crew[-1]["reason"] == "member 1 steps aside"
-    assert not [event for event, _ in ship.run.read_events() if event.kind is EventKind.FAULT]
+        rig.handle_message(number, Paused(generation=1, step=1, live=live))
+    assert rig.coordinator.history[2] == Layout()
+    assert rig.coordinator.membership.workers[0].rank == 0
+    rig.handle_message(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
+    assert rig.there() == [0]
+    crew = [event for event, _ in rig.run.read_events() if isinstance(event, WorkerGroupFormed)]
+    assert crew[-1]["reason"] == "worker 1 is excluded as a straggler"
+    assert not [event for event, _ in rig.run.read_events() if isinstance(event, WorkerLost)]
 
 
-def test_who_stepped_aside_is_tried_again_later_and_later(ship: Ship) -> None:
-    request_exclusion(ship)
-    node = ship.coordinator.membership.nodes[LOCAL]
-    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S - 1)
+def test_who_stepped_aside_is_tried_again_later_and_later(rig: Rig) -> None:
+    request_exclusion(rig)
+    node = rig.coordinator.membership.nodes[LOCAL]
+    rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S - 1)
     assert node.seats == 1
-    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S)
+    rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S)
     assert node.seats == 2
-    node.set_aside(at=ship.now)
-    ship.coordinator._recall(ship.now + 2 * FIRST_EXCLUSION_S - 1)
+    node.exclude_worker(at=rig.now)
+    rig.coordinator._readmit_excluded(rig.now + 2 * FIRST_EXCLUSION_S - 1)
     assert node.seats == 1
-    ship.coordinator._recall(ship.now + 2 * FIRST_EXCLUSION_S)
+    rig.coordinator._readmit_excluded(rig.now + 2 * FIRST_EXCLUSION_S)
     assert node.seats == 2
 
 
-def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(ship: Ship) -> None:
-    node = ship.coordinator.membership.nodes[LOCAL]
+def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(rig: Rig) -> None:
+    node = rig.coordinator.membership.nodes[LOCAL]
     node.wanted = 4
     for _ in range(3):
-        node.set_aside(at=ship.now)
-    assert node.excluded_until == ship.now + FIRST_EXCLUSION_S
-    ship.coordinator._recall(ship.now + FIRST_EXCLUSION_S)
+        node.exclude_worker(at=rig.now)
+    assert node.excluded_until == rig.now + FIRST_EXCLUSION_S
+    rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S)
     assert node.seats == 4
 
 
-def test_the_last_worker_never_steps_aside(ship: Ship) -> None:
-    request_exclusion(ship)
-    ship.handle_message(0, LeaveNotice(is_excluded=True))
-    assert not ship.coordinator.membership.workers[0].is_leaving
-    assert ship.coordinator.membership.active_target == 1
+def test_the_last_worker_never_steps_aside(rig: Rig) -> None:
+    request_exclusion(rig)
+    rig.handle_message(0, LeaveNotice(is_excluded=True))
+    assert not rig.coordinator.membership.workers[0].is_leaving
+    assert rig.coordinator.membership.active_target == 1
 
 
-def test_who_stands_aside_is_called_back_where_nobody_else_is_left(ship: Ship) -> None:
-    request_exclusion(ship)
-    node = ship.coordinator.membership.nodes[LOCAL]
+def test_who_stands_aside_is_called_back_where_nobody_else_is_left(rig: Rig) -> None:
+    request_exclusion(rig)
+    node = rig.coordinator.membership.nodes[LOCAL]
     node.wanted = 1  # the other's device goes
-    assert ship.coordinator.membership.active_target == 0
-    ship.coordinator._recall(ship.now)
-    assert ship.coordinator.membership.active_target == 1
+    assert rig.coordinator.membership.active_target == 0
+    rig.coordinator._readmit_excluded(rig.now)
+    assert rig.coordinator.membership.active_target == 1
 
 
-def test_to_save_takes_those_too_who_were_to_step_aside(ship: Ship) -> None:
-    request_exclusion(ship)
-    ship.coordinator.stop()
-    assert not ship.coordinator.membership.workers[1].is_leaving
-    assert ship.coordinator.membership.active_target == 2
+def test_to_save_takes_those_too_who_were_to_step_aside(rig: Rig) -> None:
+    request_exclusion(rig)
+    rig.coordinator.stop()
+    assert not rig.coordinator.membership.workers[1].is_leaving
+    assert rig.coordinator.membership.active_target == 2

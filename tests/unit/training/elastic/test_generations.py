@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.layout import Layout, RankCoordinates
-from yunlu.training.elastic.generations import WorkerReport, split_of, part_at, plan_generation
+from yunlu.training.elastic.generations import WorkerReport, part_at, plan_generation, split_of
 from yunlu.training.elastic.messages import HeldState
 
 

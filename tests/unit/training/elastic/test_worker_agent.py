@@ -34,8 +34,8 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
         handoff_rank=0,
         restore=Restore(kind="start"),
     )
-    worker._post(Paused(generation=2, step=1))
-    worker._post(LeaveNotice())
+    worker._enqueue(Paused(generation=2, step=1))
+    worker._enqueue(LeaveNotice())
     outbox = worker._outbox
     ours, theirs = socket.socketpair()
     hellos: list[WorkerHello] = []
@@ -62,7 +62,7 @@ def test_a_worker_out_of_memory_says_so_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = WorkerAgent(0, node="local", run=open_run(tmp_path))
-    monkeypatch.setattr("yunlu.training.elastic.worker_agent._LAST_WORDS_S", 0.0)
+    monkeypatch.setattr("yunlu.training.elastic.worker_agent._FLUSH_S", 0.0)
     with worker._wake, worker._woken:
         worker.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     (words,) = worker._outbox

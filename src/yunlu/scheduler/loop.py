@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
 from yunlu.executors.executor import name_kind
-from yunlu.executors.finding import LOCAL, scheme_of
-from yunlu.scheduler import markets
+from yunlu.executors.registry import LOCAL, scheme_of
+from yunlu.scheduler import spot_policy
 from yunlu.scheduler.clock import SteadyClock
 from yunlu.scheduler.actions import ActionRunner
 from yunlu.scheduler.forecast import forecast, with_start
@@ -24,7 +24,7 @@ from yunlu.scheduler.moves import hold_still, is_under_way, plan_moves
 from yunlu.scheduler.policy.staying import stay_near
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.run_registry import RunRegistry
-from yunlu.scheduler.speed import Knowledge
+from yunlu.scheduler.speed_estimates import SpeedEstimates
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
 from yunlu.scheduler.view import make_view
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     from yunlu.executors.executor import Reserve
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.arrivals import Arrival
-    from yunlu.scheduler.forecast import Forecast
+    from yunlu.scheduler.pending_nodes import PendingNode
+    from yunlu.scheduler.forecast import QueueForecast
     from yunlu.scheduler.executor_adapter import RunControl
-    from yunlu.scheduler.journal import Journal, PoolSettings
+    from yunlu.scheduler.pool_store import PoolStore, PoolSettings
     from yunlu.scheduler.policy.values import Policy
     from yunlu.scheduler.scaling import Scaler
-    from yunlu.scheduler.speed import MakeEstimator
+    from yunlu.scheduler.speed_estimates import MakeEstimator
     from yunlu.scheduler.spot.values import Mode
 
 _KEEP_S = 30.0
@@ -50,7 +50,7 @@ _UNSEEN = 4.0
 """How much longer a run may be silent of which only its words are seen."""
 
 
-class Steward:
+class Scheduler:
     """One pool."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Steward:
         make_estimator: MakeEstimator,
         *,
         settings: PoolSettings,
-        journal: Journal,
+        journal: PoolStore,
         clock: SteadyClock | None = None,
         scaler: Scaler | None = None,
         limits: str = "",
@@ -73,11 +73,11 @@ class Steward:
         self.hands, self.policy = hands, policy
         self.register = RunRegistry(home, hands, self.clock, name=name)
         self.deeds = ActionRunner(self.register, hands, self.clock, name=name)
-        self.knowledge = Knowledge(make_estimator)
+        self.knowledge = SpeedEstimates(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
         """The standing one; None while nothing may be changed."""
-        self.forecast: dict[str, Forecast] = {}
+        self.forecast: dict[str, QueueForecast] = {}
         self.decided_ms = 0.0
         self._signature: Any = None
         self._news: Any = None
@@ -88,7 +88,7 @@ class Steward:
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
         """Since when a run waits in the queue of its cluster, on the monotonic clock."""
-        self._markets = markets.Markets(
+        self._markets = spot_policy.SpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
         self._teams = journal.read_teams()
@@ -189,10 +189,10 @@ class Steward:
         try:
             state = self._describe(stands)
             modes = self._choose_markets(state, stands)
-            seen = markets.steer(state, modes)
+            seen = spot_policy.steer(state, modes)
             decided = self.policy.decide(seen)
             placements = stay_near(decided.placements, seen.jobs, seen.nodes)
-            self.decision = markets.explain(modes, replace(decided, placements=placements))
+            self.decision = spot_policy.explain(modes, replace(decided, placements=placements))
             self.decided_ms = (time.process_time() - began) * 1e3
             self._scale(state, modes)
             self._foresee(seen, self.decision, stands)
@@ -247,7 +247,7 @@ class Steward:
         self.forecast = forecast(state, decision, unknown, self._arrivals)
 
     @property
-    def _arrivals(self) -> tuple[Arrival, ...]:
+    def _arrivals(self) -> tuple[PendingNode, ...]:
         return self._scaler.arrivals if self._scaler is not None else ()
 
     def _describe(self, stands: list[ScheduledRun]) -> PoolState:

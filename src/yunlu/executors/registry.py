@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from yunlu.core.errors import did_you_mean
 from yunlu.executors.executor import GROUP, Executor, ExecutorError
-from yunlu.executors.record import read_record
+from yunlu.executors.lease_record import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

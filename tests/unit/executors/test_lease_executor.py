@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Capabilities, ExecutorError, LeaseState
-from yunlu.executors.leased import LeasedExecutor, Seen
-from yunlu.executors.record import Lease, Record, known_record
+from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
+from yunlu.executors.lease_record import Lease, LeaseRecord, known_record
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore
@@ -32,10 +32,10 @@ class Books(LeasedExecutor):
     name = address = "books"
 
     def __init__(self) -> None:
-        self.jobs: dict[str, tuple[str, Seen]] = {}
+        self.jobs: dict[str, tuple[str, ObservedLeases]] = {}
         self.kill_in: int | None = None
         self.refuses = ""
-        self.left: tuple[bytes, dict[str, tuple[str, Seen]]] | None = None
+        self.left: tuple[bytes, dict[str, tuple[str, ObservedLeases]]] | None = None
         """What was on disk and in the cluster when the process was killed."""
 
     def capabilities(self) -> Capabilities:
@@ -53,12 +53,12 @@ class Books(LeasedExecutor):
         handle = str(len(self.jobs))
         self.jobs[handle] = (
             lease.name,
-            Seen(handle=handle, state=LeaseState.WAITING, node=lease.node),
+            ObservedLeases(handle=handle, state=LeaseState.WAITING, node=lease.node),
         )
         self._breathe(run)
         return handle
 
-    def look(self, run: RunStore, record: Record) -> dict[str, Seen]:
+    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         return dict(self.jobs.values())
 
     def cancel(self, handles: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.policy.fitting import Fitter
 from yunlu.scheduler.policy.observations import BatchLimits, Observations, Timing
-from yunlu.scheduler.speed import CatalogSpeeds
+from yunlu.scheduler.speed_estimates import CatalogSpeeds
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
 

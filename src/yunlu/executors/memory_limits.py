@@ -11,7 +11,7 @@ import psutil
 
 from yunlu.core.cgroup import read_cgroup
 from yunlu.core.units import show_bytes
-from yunlu.executors import limits
+from yunlu.executors import cpu_limits
 
 _V1 = Path("/sys/fs/cgroup/memory")
 _LEAST_BYTES = 2 << 30
@@ -45,11 +45,11 @@ def total_bytes() -> int:
 
 
 @cache
-def find_kind() -> limits.Kind | None:
+def find_kind() -> cpu_limits.Kind | None:
     """What keeps a run to its memory here; None where nothing may."""
-    if limits.can_hold(limits.home_v2(), "memory.max"):
+    if cpu_limits.can_hold(cpu_limits.home_v2(), "memory.max"):
         return "cgroup v2"
-    return "cgroup v1" if limits.can_hold(_home_v1(), "memory.limit_in_bytes") else None
+    return "cgroup v1" if cpu_limits.can_hold(_home_v1(), "memory.limit_in_bytes") else None
 
 
 def limit(run_id: str, pid: int, *, most_bytes: int) -> None:
@@ -78,10 +78,10 @@ def change(run_id: str, *, most_bytes: int) -> None:
             _write(group, max(most_bytes, int(1.1 * used)))
 
 
-def tell_outgrown(run_id: str) -> str | None:
+def report_exceeded(run_id: str) -> str | None:
     """That the run grew beyond its limit, and something of it was ended for that; None where not."""
     group = _group_of(run_id)
-    if group is None or not has_outgrown(group):
+    if group is None or not has_exceeded(group):
         return None
     most = _read(group, "memory.max", "memory.limit_in_bytes")
     words = "" if most is None else f" of {show_bytes(most)}"
@@ -100,10 +100,10 @@ def sweep() -> None:
     """Remove limits of runs that are over, but for those whose end nobody has read yet."""
     home = _group_of("")
     if home is not None:
-        limits.sweep_home(home.parent, has_outgrown)
+        cpu_limits.sweep_home(home.parent, has_exceeded)
 
 
-def has_outgrown(group: Path) -> bool:
+def has_exceeded(group: Path) -> bool:
     """Whether something was ended there because it took more than it may, and nobody has read that."""
     most = _read(group, "memory.max", "memory.limit_in_bytes")
     return most is not None and most < _NO_LIMIT and _count_kills(group) > 0
@@ -122,13 +122,13 @@ def _group_of(run_id: str) -> Path | None:
     kind = find_kind()
     if kind is None:
         return None
-    home = limits.home_v2() if kind == "cgroup v2" else _home_v1()
+    home = cpu_limits.home_v2() if kind == "cgroup v2" else _home_v1()
     return home / f"{limits.PREFIX}{run_id}"
 
 
 def _home_v1() -> Path:
     """As high as no limit is lost: a run outlives the group of whoever started it."""
-    home = _V1 / limits.own_group("memory")
+    home = _V1 / cpu_limits.own_group("memory")
     if not home.is_dir():  # in a container the path may be the host's
         return _V1
     while home != _V1 and (_read(home, "memory.limit_in_bytes") or 0) >= _NO_LIMIT:

@@ -22,7 +22,7 @@ _GIVEN_UP = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class PendingNode:
     """A machine that was asked for."""
 
     kind: str
@@ -35,7 +35,7 @@ class Arrival:
     """Its name, where it is listed already: what is placed there waits for it."""
 
 
-class Arrivals:
+class PendingNodes:
     """Remembers since when machines are on their way, and how long others took."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Arrivals:
         there: Mapping[str, int],
         *,
         now: float,
-    ) -> tuple[Arrival, ...]:
+    ) -> tuple[PendingNode, ...]:
         """Take in what is there now; what is still to come.
 
         Args:
@@ -65,14 +65,14 @@ class Arrivals:
             there: By kind, how many of them can be used now.
             now: On the pool's clock.
         """
-        found: list[Arrival] = []
+        found: list[PendingNode] = []
         for reserve in reserves:
             kind, ready = reserve.kind, there.get(reserve.kind, 0)
             wanted = min(max(asked.get(kind, 0), reserve.awake), reserve.most)
             since = self._count(kind, ready, max(wanted - ready, 0), now)
             names = [*reserve.waking, *[""] * len(since)]
             found += [
-                Arrival(kind=kind, type=reserve.type, devices=reserve.devices, at=at, node=name)
+                PendingNode(kind=kind, type=reserve.type, devices=reserve.devices, at=at, node=name)
                 for began, name in zip(since, names, strict=False)
                 if (at := self._expect(kind, began, now)) is not None
             ]

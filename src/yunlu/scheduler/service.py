@@ -1,6 +1,6 @@
 """The pool's service: one process for each home, started by ``yunlu pool up``.
 
-``python -m yunlu.scheduler.program HOME`` runs it in the foreground.
+``python -m yunlu.scheduler.service HOME`` runs it in the foreground.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import psutil
 
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
-from yunlu.executors.finding import open_executor
+from yunlu.executors.registry import open_executor
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
-from yunlu.scheduler.journal import Journal, PoolSettings, ServiceRecord
+from yunlu.scheduler.pool_store import PoolStore, PoolSettings, ServiceRecord
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.scaling import make_scaler
-from yunlu.scheduler.steward import Steward
+from yunlu.scheduler.loop import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -61,13 +61,13 @@ def main() -> int:
     return 0
 
 
-def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
+def serve(home: Path, journal: PoolStore, ended: threading.Event) -> None:
     """Turn the loop until told to end; the runs go on without us."""
     settings = journal.read_settings() or PoolSettings()
     executor = open_executor(settings.executor)
     executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
     able = executor.capabilities()
-    steward = Steward(
+    steward = Scheduler(
         home,
         ExecutorAdapter(executor),
         open_policy(settings.policy),
@@ -99,9 +99,9 @@ def serve(home: Path, journal: Journal, ended: threading.Event) -> None:
 
 
 @contextmanager
-def only_service(home: Path) -> Generator[Journal]:
+def only_service(home: Path) -> Generator[PoolStore]:
     """Hold the home's lock: two of us would give the same devices away twice."""
-    journal = Journal(home)
+    journal = PoolStore(home)
     journal.path.mkdir(parents=True, exist_ok=True)
     with journal.lock.open("w") as file:
         _lock(file)

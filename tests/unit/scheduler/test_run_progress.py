@@ -7,7 +7,7 @@ from yunlu.core.files import append_lines
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
-from yunlu.scheduler.monitor import Course
+from yunlu.scheduler.run_progress import RunProgress
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
 def test_step_times_are_told_for_each_number_of_workers(run):
     run.emit(sample(AttemptStarted, number=1))
     run.emit(sample(PlanMade, batch=64, micro_batch=16, steps=100))
-    course = Course(run)
+    course = RunProgress(run)
     steps(run, 1, 6, 1, step_s=0.4)
     assert course.take()
     assert course.seen("cpu") == ()  # nobody has said yet how many made them
@@ -61,7 +61,7 @@ def test_plain_worker_counts_as_one(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
     records = [{"step": n, "at": 1.0, "compute_s": 0.1} for n in range(1, 7)]
     append_lines(run.path / Log.METRICS, records)
-    course = Course(run)
+    course = RunProgress(run)
     course.take()
     (seen,) = course.seen("cpu")
     assert (seen.devices, seen.step_s) == (1, pytest.approx(0.1))
@@ -70,7 +70,7 @@ def test_plain_worker_counts_as_one(run):
 def test_a_start_counts_from_the_beginning_of_the_process(run):
     run.emit(sample(AttemptStarted, number=1, began_at=990.0))
     steps(run, 1, 1, None, step_s=0.1)
-    course = Course(run)
+    course = RunProgress(run)
     course.take()
     assert course.startup_s == pytest.approx(11.0)
 
@@ -80,7 +80,7 @@ def test_noise_is_per_base_batch(run):
     append_lines(
         run.path / Log.METRICS, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}]
     )
-    course = Course(run)
+    course = RunProgress(run)
     course.take()
     assert course.noise == (2.0, 3.0)
 
@@ -89,7 +89,7 @@ def test_torn_and_strange_lines_are_passed_over(run):
     (run.path / Log.METRICS).write_text(
         '{"step": 1, "at": 1}\n{"step": \n[1]\n{"loss": 2}\n{"step": 2'
     )
-    course = Course(run)
+    course = RunProgress(run)
     course.take()
     assert course.step == 1
 
@@ -97,6 +97,6 @@ def test_torn_and_strange_lines_are_passed_over(run):
 def test_batch_that_follows_the_workers_is_followed(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=100))
     run.emit(BatchChanged(step=5, batch=16, steps=60))
-    course = Course(run)
+    course = RunProgress(run)
     course.take()
     assert (course.base_batch, course.batch, course.steps) == (8, 16, 60)

@@ -16,15 +16,15 @@ from yunlu.executors.executor import (
     Resized,
     RunStatus,
 )
-from yunlu.executors.record import (
-    Happening,
+from yunlu.executors.lease_record import (
+    LeaseEvent,
     Lease,
-    Record,
+    LeaseRecord,
     known_record,
-    read_happenings,
+    read_lease_events,
     read_record,
     record_lock,
-    tell,
+    append_lease_event,
     write_record,
 )
 from yunlu.executors.worker_process import is_asynchronous
@@ -43,7 +43,7 @@ _LEAVE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ObservedLeases:
     """A lease as the cluster shows it."""
 
     handle: str
@@ -57,7 +57,7 @@ class Seen:
 class LeasedExecutor(ABC):
     """An executor whose cluster can start a program somewhere, list what it started, and end it.
 
-    The program is ``python -m yunlu.executors.lease RUN_DIR LEASE``: it supervises the run or
+    The program is ``python -m yunlu.executors.lease_runner RUN_DIR LEASE``: it supervises the run or
     joins it, and leaves when the record says that its lease is not wanted any more.
     """
 
@@ -77,7 +77,7 @@ class LeasedExecutor(ABC):
         """Ask the cluster for one lease; its handle. ``lead`` is the handle of the lead's, if known."""
 
     @abstractmethod
-    def look(self, run: RunStore, record: Record) -> Mapping[str, Seen]:
+    def look(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
         """Every lease of the run that the cluster knows, by name; also those not in the record."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class LeasedExecutor(ABC):
             before = read_record(run)
             if before is not None:
                 self._end_all(run, before)
-            record = Record(
+            record = LeaseRecord(
                 address=self.address,
                 next_lease=before.next_lease if before else 0,
                 directory=str(directory) if directory else None,
@@ -137,7 +137,7 @@ class LeasedExecutor(ABC):
                     granted.append(lease)
             write_record(run, record)
             for lease in ended:
-                tell(run, lease, "unwanted")
+                append_lease_event(run, lease, "unwanted")
             self._send_away(ended, seen)
             self._ask(run, record, granted)
         text = f"{placement.devices} devices as soon as they are there"
@@ -174,12 +174,12 @@ class LeasedExecutor(ABC):
         known_record(run)
         return text_logs(run)
 
-    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+    def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
         """As ``Executor.events``."""
         known_record(run)
-        yield from read_happenings(run, offset=offset)
+        yield from read_lease_events(run, offset=offset)
 
-    def _ask(self, run: RunStore, record: Record, leases: Sequence[Lease]) -> None:
+    def _ask(self, run: RunStore, record: LeaseRecord, leases: Sequence[Lease]) -> None:
         """Ask for leases that stand in the record already; write down what they are called."""
         directory = Path(record.directory or run.address)
         for place, lease in enumerate(leases):
@@ -191,9 +191,9 @@ class LeasedExecutor(ABC):
                 raise
             record = record.change(lease.name, handle=handle)
             write_record(run, record)
-            tell(run, lease, "asked", reason=handle)
+            append_lease_event(run, lease, "asked", reason=handle)
 
-    def _look_again(self, run: RunStore) -> tuple[Record, list[LeaseStatus], Mapping[str, Seen]]:
+    def _look_again(self, run: RunStore) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
         """The record brought up to date with the cluster; who is in neither's plans is ended."""
         record = known_record(run)
         seen = self.look(run, record)
@@ -212,7 +212,7 @@ class LeasedExecutor(ABC):
             self.cancel([*dict.fromkeys(ended)])
         return self._note(run, record, statuses, seen), statuses, seen
 
-    def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, Seen]) -> None:
+    def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, ObservedLeases]) -> None:
         """Those that wait are ended, those that run are told."""
         found = [seen[lease.name] for lease in leases if lease.name in seen]
         if waiting := [each.handle for each in found if each.state is LeaseState.WAITING]:
@@ -220,14 +220,14 @@ class LeasedExecutor(ABC):
         if running := [each.handle for each in found if each.state is LeaseState.RUNNING]:
             self.notify(running)
 
-    def _end_all(self, run: RunStore, record: Record) -> None:
+    def _end_all(self, run: RunStore, record: LeaseRecord) -> None:
         seen = self.look(run, record)
         left = [found.handle for found in seen.values() if found.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
 
     @staticmethod
-    def _status_of(lease: Lease, seen: Seen | None) -> LeaseStatus:
+    def _status_of(lease: Lease, seen: ObservedLeases | None) -> LeaseStatus:
         if seen is None:
             gone = lease.reason or "the cluster does not know it any more"
             reason = gone if lease.handle else "it was never started"
@@ -245,14 +245,14 @@ class LeasedExecutor(ABC):
 
     @staticmethod
     def _note(
-        run: RunStore, record: Record, statuses: Sequence[LeaseStatus], seen: Mapping[str, Seen]
-    ) -> Record:
+        run: RunStore, record: LeaseRecord, statuses: Sequence[LeaseStatus], seen: Mapping[str, ObservedLeases]
+    ) -> LeaseRecord:
         """Write down what changed since the last look; forget what left as it should."""
         after = record
         for each in statuses:
             lease = each.lease
             if lease.state != each.state:
-                tell(run, lease, each.state, each.reason)
+                append_lease_event(run, lease, each.state, each.reason)
             handle = seen[lease.name].handle if lease.name in seen else lease.handle
             after = after.change(lease.name, state=each.state, reason=each.reason, handle=handle)
         done = {
@@ -275,7 +275,7 @@ def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
     return is_asynchronous(run, (job.get("communication") or {}).get("method"))
 
 
-def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
+def _find_laggards(record: LeaseRecord, seen: Mapping[str, ObservedLeases]) -> list[str]:
     """Who was sent away long ago and is still there; a clock that was set back spares them.
 
     Who was sent away and waits need not be waited for: its node was lost, and the cluster queued it again.
@@ -292,7 +292,7 @@ def _find_laggards(record: Record, seen: Mapping[str, Seen]) -> list[str]:
     return found
 
 
-def _match(record: Record, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:
+def _match(record: LeaseRecord, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:
     """Which leases stay, and which go, so that no node has more than is wanted there."""
     room = dict(wanted)
     kept: list[Lease] = []

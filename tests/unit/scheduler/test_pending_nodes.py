@@ -3,7 +3,7 @@
 import pytest
 
 from yunlu.executors.executor import Reserve
-from yunlu.scheduler.arrivals import Arrivals
+from yunlu.scheduler.pending_nodes import PendingNodes
 
 
 def look(arrivals, now, *, asked=0, there=0, awake=0, waking=()):
@@ -12,7 +12,7 @@ def look(arrivals, now, *, asked=0, there=0, awake=0, waking=()):
 
 
 def test_machine_is_expected_after_the_time_that_others_took():
-    arrivals = Arrivals()
+    arrivals = PendingNodes()
     (guessed,) = look(arrivals, 0.0, asked=1)
     assert guessed.at == arrivals.boot_s("gpu") == 60.0
     (late,) = look(arrivals, 80.0, asked=1)
@@ -24,12 +24,12 @@ def test_machine_is_expected_after_the_time_that_others_took():
 
 
 def test_machines_that_somebody_else_woke_are_on_their_way_too():
-    found = look(Arrivals(), 5.0, awake=2, waking=("c1", "c2"))
+    found = look(PendingNodes(), 5.0, awake=2, waking=("c1", "c2"))
     assert [(each.node, each.at) for each in found] == [("c1", 65.0), ("c2", 65.0)]
 
 
 def test_machine_that_is_not_wanted_any_more_teaches_nothing():
-    arrivals = Arrivals()
+    arrivals = PendingNodes()
     look(arrivals, 0.0, asked=2)
     assert len(look(arrivals, 10.0, asked=1)) == 1
     assert look(arrivals, 20.0) == ()
@@ -38,17 +38,17 @@ def test_machine_that_is_not_wanted_any_more_teaches_nothing():
 
 @pytest.mark.parametrize(("waited_s", "expected"), [(599.0, 1), (601.0, 0)])
 def test_machine_that_never_comes_is_not_counted_on_for_ever(waited_s, expected):
-    arrivals = Arrivals()
+    arrivals = PendingNodes()
     look(arrivals, 0.0, asked=1)
     assert len(look(arrivals, waited_s, asked=1)) == expected
 
 
 def test_more_than_there_can_be_are_not_expected():
-    assert len(look(Arrivals(), 0.0, asked=9, there=1)) == 3
+    assert len(look(PendingNodes(), 0.0, asked=9, there=1)) == 3
 
 
 def test_machines_that_were_there_from_the_first_look_on_teach_nothing():
-    arrivals = Arrivals()
+    arrivals = PendingNodes()
     look(arrivals, 0.0, there=2, awake=3)
     look(arrivals, 7.0, there=3, awake=3)
     assert arrivals.boot_s("gpu") == 7.0  # only the one that came

@@ -41,7 +41,7 @@ _WORDS = {
 
 
 @dataclass(slots=True)
-class _Watched:
+class _SpotRun:
     """One run with a deadline."""
 
     watch: DeadlineWatch
@@ -65,13 +65,13 @@ class _Stall:
     is_spot: bool
 
 
-class Markets:
+class SpotPolicy:
     """Watches the runs with a deadline of one pool; what it forgets, it learns anew."""
 
     def __init__(self, *, step_s: float, prices: Mapping[str, float] | None = None) -> None:
         """Asked at least every ``step_s``; prices of machines by kind, for those that are asleep."""
         self._step_s, self._prices = step_s, prices or {}
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _SpotRun] = {}
         self._has_spot = False
 
     def choose(
@@ -126,7 +126,7 @@ class Markets:
 
     def _find(
         self, demand: Demand, own: Sequence[_Stall], now: float, spent: float
-    ) -> _Watched | None:
+    ) -> _SpotRun | None:
         """Its watch; a new one where it has none, or another deadline, or another speed."""
         known = self._watched.get(demand.id)
         assert demand.deadline_at is not None
@@ -144,14 +144,14 @@ class Markets:
             step_s=self._step_s,
             levels=_LEVELS,
         )
-        found = _Watched(watch, demand.deadline_at, shape, spent)
+        found = _SpotRun(watch, demand.deadline_at, shape, spent)
         self._watched[demand.id] = found
         return found
 
     def _ask(
         self,
         demand: Demand,
-        watched: _Watched,
+        watched: _SpotRun,
         stalls: Sequence[_Stall],
         state: PoolState,
         spent: float,

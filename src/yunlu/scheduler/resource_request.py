@@ -14,7 +14,7 @@ MANY = 1 << 20
 """More than any pool has: no bound."""
 
 
-class Needs(Value):
+class ResourceRequest(Value):
     """Bounds on a job's devices."""
 
     least: int
@@ -30,7 +30,7 @@ class Needs(Value):
         return self.least == self.most
 
 
-def find_needs(job: Job, *, least: int | None = None, most: int | None = None) -> Needs:
+def make_request(job: Job, *, least: int | None = None, most: int | None = None) -> ResourceRequest:
     """What the job's file says, unless its owner says more.
 
     A job that names its devices or its whole layout is rigid, unless bounds are given.
@@ -46,7 +46,7 @@ def find_needs(job: Job, *, least: int | None = None, most: int | None = None) -
                 f"the job can use one device only: {clash.key}: {clash.why}.",
                 hint=f"remove {clash.key}, or leave out --min-devices and --max-devices",
             )
-        return Needs(least=1, most=1, asked=1)
+        return ResourceRequest(least=1, most=1, asked=1)
     if least is None and most is None and fixed is not None:
         return _rigid(fixed, multiple)
     low = _round_up(least or multiple, multiple)
@@ -61,12 +61,12 @@ def find_needs(job: Job, *, least: int | None = None, most: int | None = None) -
     asked = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
         low, asked = 2, max(asked, 2)  # one worker alone has nobody to exchange with
-    return Needs(least=low, most=high, asked=asked, multiple=multiple)
+    return ResourceRequest(least=low, most=high, asked=asked, multiple=multiple)
 
 
-def _rigid(devices: int, multiple: int) -> Needs:
+def _rigid(devices: int, multiple: int) -> ResourceRequest:
     multiple = multiple if devices % multiple == 0 else 1
-    return Needs(least=devices, most=devices, asked=devices, multiple=multiple)
+    return ResourceRequest(least=devices, most=devices, asked=devices, multiple=multiple)
 
 
 def _fixed_devices(job: Job) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 
 from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.slurm import SlurmExecutor
-from yunlu.executors.slurm_words import read_nodes, read_queue
+from yunlu.executors.slurm_parse import read_nodes, read_queue
 
 
 def test_a_queue_is_read_with_reasons() -> None:

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from yunlu.core.value import Value
 from yunlu.executors.executor import SPOT, ExecutorError, LeaseState, Reserve
-from yunlu.executors.leased import Seen
+from yunlu.executors.lease_executor import ObservedLeases
 from yunlu.executors.ray_keeper import RAYLET_GONE
 from yunlu.hardware.fleet import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from yunlu.executors.record import Record
+    from yunlu.executors.lease_record import LeaseRecord
 
 OURS = "yunlu"
 """The namespace of our actors, and the beginning of every name."""
@@ -154,8 +154,8 @@ def size_selectors(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list
 
 
 def read_leases(
-    survey: Survey, *, run: str, record: Record, ended: Mapping[str, str]
-) -> dict[str, Seen]:
+    survey: Survey, *, run: str, record: LeaseRecord, ended: Mapping[str, str]
+) -> dict[str, ObservedLeases]:
     """Every lease of a run that the cluster knows, by name.
 
     Args:
@@ -166,7 +166,7 @@ def read_leases(
     """
     names = name_nodes(survey)
     beginning = lease_name(run, "")
-    found: dict[str, Seen] = {}
+    found: dict[str, ObservedLeases] = {}
     for group in survey.groups:
         if group.name.startswith(beginning):
             lease = group.name.removeprefix(beginning)
@@ -176,7 +176,7 @@ def read_leases(
                 state, reason = LeaseState.GONE, ended[lease]
             node = names.get(group.node, asked.node if asked else "")
             is_lost = reason == RAYLET_GONE or node not in names.values()
-            found[lease] = Seen(
+            found[lease] = ObservedLeases(
                 handle=group.name,
                 state=state,
                 reason=reason,
@@ -187,7 +187,7 @@ def read_leases(
         name = lease_name(run, lease.name)
         reason = ended.get(lease.name) or survey.errors.get(name)
         if reason and lease.name not in found:  # its devices are given back already
-            found[lease.name] = Seen(
+            found[lease.name] = ObservedLeases(
                 handle=name,
                 state=LeaseState.GONE,
                 reason=reason,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.executors.lease import Holder, lead_program
-from yunlu.executors.record import Record, read_happenings, write_record
+from yunlu.executors.lease_runner import LeaseRunner, lead_program
+from yunlu.executors.lease_record import LeaseRecord, read_lease_events, write_record
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
@@ -20,7 +20,7 @@ from yunlu.runs.run_store import Area, Document, RunStore
 def run(tmp_path: Path) -> RunStore:
     made = open_run(tmp_path)
     (made.path / Document.JOB).write_text('{"spares": 2}')
-    record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
+    record, _ = LeaseRecord(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 2)
     write_record(made, record)
     made.emit(StateChanged(state="pending"))
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunStore:
 
 
 def hold(run: RunStore, lease: str) -> int:
-    words = [sys.executable, "-m", "yunlu.executors.lease", str(run.path), lease]
+    words = [sys.executable, "-m", "yunlu.executors.lease_runner", str(run.path), lease]
     return subprocess.run(words, check=False, timeout=LIMIT_S, capture_output=True).returncode
 
 
@@ -36,10 +36,10 @@ def hold(run: RunStore, lease: str) -> int:
 def test_a_lease_that_is_not_wanted_any_more_is_given_back_at_once(
     run: RunStore, change: dict[str, object]
 ) -> None:
-    record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
+    record, _ = LeaseRecord(address="slurm").grant("a", 1, is_lead=True)
     write_record(run, record.model_copy(update=change))
     assert hold(run, "a.0") == 0
-    assert not list(read_happenings(run))
+    assert not list(read_lease_events(run))
 
 
 @pytest.mark.parametrize("lease", ["a.0", "b.1"])
@@ -50,7 +50,7 @@ def test_nobody_wakes_or_waits_for_a_run_that_is_over(
     for each in ("planning", "running", state):
         run.emit(StateChanged(state=each))
     assert hold(run, lease) == 0
-    assert [event.data["state"] for event, _ in run.read_events()][-1] == state
+    assert [event.state for event, _ in run.read_events()][-1] == state
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_a_lead_that_comes_back_gives_the_run_another_life(
 ) -> None:
     for state in before:
         run.emit(StateChanged(state=state))
-    record, lease = Record(address="slurm").grant("a", 1, is_lead=True)
+    record, lease = LeaseRecord(address="slurm").grant("a", 1, is_lead=True)
     write_record(run, record)
-    words, environment = Holder(run, "a.0").find_part(lease)
+    words, environment = LeaseRunner(run, "a.0").find_part(lease)
     assert "yunlu.training.elastic.supervisor" in words
     assert "YUNLU_BIND" in environment
-    assert [event.data["state"] for event, _ in run.read_events()] == ["pending", *before, *after]
+    assert [event.state for event, _ in run.read_events()] == ["pending", *before, *after]
 
 
 def test_even_a_run_on_one_device_has_a_supervisor(run: RunStore) -> None:
@@ -82,7 +82,7 @@ def test_even_a_run_on_one_device_has_a_supervisor(run: RunStore) -> None:
 
 
 def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunStore) -> None:
-    record, _ = Record(address="slurm").grant("a", 1, is_lead=True)
+    record, _ = LeaseRecord(address="slurm").grant("a", 1, is_lead=True)
     record, _ = record.grant("b", 3)
     write_record(run, record)
     assert "asynchronous" not in " ".join(lead_program(run, 1))

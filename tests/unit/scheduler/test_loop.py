@@ -9,15 +9,14 @@ import pytest
 
 from tests.unit.scheduler.world import Fair
 from yunlu.runs.events import ErrorRaised, StateChanged
-from yunlu.runs.run_dir import EventKind
 from yunlu.runs.run_store import Document
-from yunlu.scheduler import usage_monitor as gauge_module
 from yunlu.scheduler import run_registry as register_module
-from yunlu.scheduler.usage_monitor import Usage, find_lie
-from yunlu.scheduler.journal import PoolSettings
+from yunlu.scheduler import usage_monitor as gauge_module
 from yunlu.scheduler.allocation_record import MOST_FAILURES, STALLED, read_allocation
-from yunlu.scheduler.queue import change_entry, put_back, read_entry, set_priority
+from yunlu.scheduler.pool_store import PoolSettings
+from yunlu.scheduler.queue import change_entry, read_entry, requeue, set_priority
 from yunlu.scheduler.run_status import Phase
+from yunlu.scheduler.usage_monitor import Usage, find_overuse
 
 
 def turn(world, steward, times=1, *, seconds=1.0):
@@ -29,7 +28,7 @@ def turn(world, steward, times=1, *, seconds=1.0):
 
 
 def states(run):
-    return [e.data["state"] for e, _ in run.read_events() if e.kind is EventKind.STATE]
+    return [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
 
 
 def decided(steward, run):
@@ -124,7 +123,7 @@ def test_paused_run_gives_its_devices_back_and_goes_on_when_resumed(make_world, 
     shown = steward.journal.read_view()
     assert [(each["id"], each["phase"]) for each in shown["runs"]] == [("a", "paused")]
     assert shown["held"] == 0
-    put_back(run)
+    requeue(run)
     turn(world, steward, 45)
     assert states(run)[-1] == "finished"
 
@@ -133,7 +132,7 @@ def test_wish_in_the_middle_of_a_turn_is_not_missed(make_world, make_steward):
     class Meddler(Fair):
         def decide(self, state):
             if states(run)[-1] == "stopped" and read_entry(run).wish == "pause":
-                put_back(run)  # after the service has looked, before it turns away
+                requeue(run)  # after the service has looked, before it turns away
             return super().decide(state)
 
     world = make_world(steps=30)
@@ -160,7 +159,7 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     assert notes.failures == MOST_FAILURES
     assert "3 times in a row" in notes.given_up
     assert states(good)[-1] == "finished"
-    last = [e.data for e, _ in run.read_events() if e.kind is EventKind.STATE][-1]
+    last = [e for e, _ in run.read_events() if isinstance(e, StateChanged)][-1]
     assert last.get("reason", notes.given_up) == notes.given_up
     assert decided(steward, run)[-1] in {"given up", "fair"}
     told = [line["text"] for line in steward.journal.read_decisions(run.id)]
@@ -176,7 +175,7 @@ def test_run_given_up_is_tried_again_when_it_is_resumed(make_world, make_steward
     turn(world, steward, 200)
     assert states(run)[-1] == "failed"
     world.cursed.clear()
-    put_back(run)
+    requeue(run)
     turn(world, steward, 20)
     assert states(run)[-1] == "finished"
 
@@ -409,7 +408,7 @@ def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, co
     turn(world, steward, 4)
     usage = Usage(cores=cores, memory_bytes=gib * 2.0**30)
     machine = {"cores": 8.0, "memory_bytes": 16 * 2.0**30}  # two cores for each of four devices
-    words = find_lie(steward.register.stands["a"], usage, machine, steward.nodes)
+    words = find_overuse(steward.register.stands["a"], usage, machine, steward.nodes)
     assert (words is None) == (expected is None)
     assert expected is None or expected in words
 

@@ -28,7 +28,7 @@ class MakeEstimator(Protocol):
         ...
 
 
-class Knowledge:
+class SpeedEstimates:
     """What is known of how fast runs are: of each its own, and of all that are alike."""
 
     def __init__(self, make_estimator: MakeEstimator) -> None:

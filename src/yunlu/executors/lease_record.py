@@ -44,7 +44,7 @@ class Lease(Value):
     reason: str = ""
 
 
-class Record(Value):
+class LeaseRecord(Value):
     """The leases of a run, in this life and what is left of those before."""
 
     address: str
@@ -75,19 +75,19 @@ class Record(Value):
 
     def grant(
         self, node: str, devices: int, *, is_lead: bool = False, slots: tuple[int, ...] = ()
-    ) -> tuple[Record, Lease]:
+    ) -> tuple[LeaseRecord, Lease]:
         """The record with one more lease, and that lease."""
         name = f"{node}.{self.next_lease}"
         lease = Lease(name=name, node=node, devices=devices, is_lead=is_lead, slots=slots)
         changes = {"leases": (*self.leases, lease), "next_lease": self.next_lease + 1}
         return self.model_copy(update=changes), lease
 
-    def without(self, names: Collection[str]) -> Record:
+    def without(self, names: Collection[str]) -> LeaseRecord:
         """The record after these leases are forgotten."""
         left = tuple(lease for lease in self.leases if lease.name not in names)
         return self.model_copy(update={"leases": left})
 
-    def change(self, name: str, **changes: object) -> Record:
+    def change(self, name: str, **changes: object) -> LeaseRecord:
         """The record with one lease changed."""
         leases = tuple(
             lease.model_copy(update=changes) if lease.name == name else lease
@@ -96,7 +96,7 @@ class Record(Value):
         return self.model_copy(update={"leases": leases})
 
 
-class Happening(Value):
+class LeaseEvent(Value):
     """One thing that happened to a lease."""
 
     at: float
@@ -109,16 +109,16 @@ class Happening(Value):
     reason: str = ""
 
 
-def read_record(run: RunStore) -> Record | None:
+def read_record(run: RunStore) -> LeaseRecord | None:
     """What is known; none where the run is with no executor."""
     try:
         content = run.read(Document.LEASES)
-        return None if content is None else Record.model_validate_json(content)
+        return None if content is None else LeaseRecord.model_validate_json(content)
     except (OSError, ValueError):
         return None
 
 
-def known_record(run: RunStore) -> Record:
+def known_record(run: RunStore) -> LeaseRecord:
     """What is known; refused where the run is with no executor."""
     record = read_record(run)
     if record is None:
@@ -129,21 +129,21 @@ def known_record(run: RunStore) -> Record:
     return record
 
 
-def write_record(run: RunStore, record: Record) -> None:
+def write_record(run: RunStore, record: LeaseRecord) -> None:
     """Publish what is known, on disk before this returns."""
     run.write(Document.LEASES, record.model_dump_json(indent=1))
 
 
-def tell(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
+def append_lease_event(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
     """Add one happening."""
-    told = Happening(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
+    told = LeaseEvent(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
     run.append(Log.LEASE_EVENTS, [told.model_dump()])
 
 
-def read_happenings(run: RunStore, *, offset: int = 0) -> Iterator[tuple[Happening, int]]:
+def read_lease_events(run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
     """What happened, from a byte offset on, each with the offset after it."""
     for found, after in run.read_log(Log.LEASE_EVENTS, offset=offset):
-        yield Happening.model_validate(found), after
+        yield LeaseEvent.model_validate(found), after
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import pytest
 
 from yunlu.core.errors import JobError
-from yunlu.scheduler.needs import MANY, find_needs
+from yunlu.scheduler.resource_request import MANY, make_request
 from yunlu.spec.job import Job
 
 
@@ -28,13 +28,13 @@ def job(**parts):
     ],
 )
 def test_bounds_follow_the_job_and_what_its_owner_says(parts, bounds, expected):
-    needs = find_needs(job(**parts), **bounds)
+    needs = make_request(job(**parts), **bounds)
     assert (needs.least, needs.most, needs.asked, needs.multiple) == expected
     assert needs.is_rigid == (needs.least == needs.most)
 
 
 def test_impossible_bounds_are_refused_with_the_reason():
     with pytest.raises(JobError, match="multiple of 2"):
-        find_needs(job(layout="tp2"), least=3, most=3)
+        make_request(job(layout="tp2"), least=3, most=3)
     with pytest.raises(JobError, match=r"one device only: train\.compile"):
-        find_needs(job(train={"compile": True}), most=4)
+        make_request(job(train={"compile": True}), most=4)

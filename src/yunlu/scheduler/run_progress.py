@@ -32,7 +32,7 @@ class _Group:
     waits_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RECENT))
 
 
-class Course:
+class RunProgress:
     """One run, watched."""
 
     def __init__(self, run: RunStore) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from yunlu.executors import local, memory
+from yunlu.executors import local
+from yunlu.executors import memory_limits
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle
@@ -23,7 +24,7 @@ from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 
 needs_groups = pytest.mark.skipif(
-    memory.find_kind() is None, reason="control groups for memory cannot be made here"
+    memory_limits.find_kind() is None, reason="control groups for memory cannot be made here"
 )
 GIB = 1 << 30
 MOST = 200 << 20
@@ -61,7 +62,7 @@ time.sleep(600)  # goes on, as a supervisor does that has lost a worker
 def test_run_may_take_its_share_or_what_its_job_says(
     total: int, devices: int, of: int, declared: float | None, expected: int
 ) -> None:
-    chosen = memory.choose_bytes(total=total, devices=devices, of=of, declared_gb=declared)
+    chosen = memory_limits.choose_bytes(total=total, devices=devices, of=of, declared_gb=declared)
     assert chosen == expected
 
 
@@ -69,11 +70,11 @@ def test_where_no_group_can_be_made_nothing_is_limited_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "find_kind", lambda: None)
-    memory.limit("run", os.getpid(), most_bytes=1)
-    memory.change("run", most_bytes=1)
-    memory.forget("run")
-    memory.sweep()
-    assert memory.tell_outgrown("run") is None
+    memory_limits.limit("run", os.getpid(), most_bytes=1)
+    memory_limits.change("run", most_bytes=1)
+    memory_limits.forget("run")
+    memory_limits.sweep()
+    assert memory_limits.report_exceeded("run") is None
     assert "memory is not limited" in LocalExecutor("local").capabilities().limits
 
 
@@ -83,13 +84,13 @@ def test_groups_are_made_as_high_as_no_limit_is_lost(
     inner = tmp_path / "container" / "session"
     inner.mkdir(parents=True)
     monkeypatch.setattr(memory, "_V1", tmp_path)
-    monkeypatch.setattr(memory.limits, "own_group", lambda _: "container/session")
+    monkeypatch.setattr(memory_limits.limits, "own_group", lambda _: "container/session")
     no_limit = str((1 << 63) - 4096)
     for folder, text in ((inner, no_limit), (tmp_path / "container", str(GIB))):
         (folder / "memory.limit_in_bytes").write_text(text)
-    assert memory._home_v1() == tmp_path / "container"
+    assert memory_limits._home_v1() == tmp_path / "container"
     (tmp_path / "container" / "memory.limit_in_bytes").write_text(no_limit)
-    assert memory._home_v1() == tmp_path
+    assert memory_limits._home_v1() == tmp_path
 
 
 @pytest.fixture
@@ -106,19 +107,19 @@ def test_who_grows_beyond_its_limit_is_ended_and_nobody_else(
     hog: subprocess.Popen[str],
 ) -> None:
     run_id = f"test-{os.getpid()}"
-    memory.limit(run_id, hog.pid, most_bytes=MOST // 2)
-    memory.change(run_id, most_bytes=MOST)
-    assert memory.tell_outgrown(run_id) is None
+    memory_limits.limit(run_id, hog.pid, most_bytes=MOST // 2)
+    memory_limits.change(run_id, most_bytes=MOST)
+    assert memory_limits.report_exceeded(run_id) is None
     out, _ = hog.communicate("\n")
     assert hog.returncode == -signal.SIGKILL
     assert 8 * len(out.split()) <= MOST >> 20
-    told = memory.tell_outgrown(run_id)
+    told = memory_limits.report_exceeded(run_id)
     assert told is not None
     assert "more memory than its limit of 200.0 MiB" in told
-    memory.sweep()
-    assert memory.tell_outgrown(run_id)  # nobody has been told yet
-    memory.forget(run_id)
-    assert memory.tell_outgrown(run_id) is None
+    memory_limits.sweep()
+    assert memory_limits.report_exceeded(run_id)  # nobody has been told yet
+    memory_limits.forget(run_id)
+    assert memory_limits.report_exceeded(run_id) is None
 
 
 @needs_groups
@@ -127,21 +128,21 @@ def test_end_that_was_read_is_not_told_again_though_something_of_it_is_still_end
 ) -> None:
     run_id = f"test-{os.getpid()}"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as lingering:
-        memory.limit(run_id, lingering.pid, most_bytes=MOST)
-        (memory._group_of(run_id) / "cgroup.procs").write_text(str(hog.pid))  # type: ignore[operator]
+        memory_limits.limit(run_id, lingering.pid, most_bytes=MOST)
+        (memory_limits._group_of(run_id) / "cgroup.procs").write_text(str(hog.pid))  # type: ignore[operator]
         hog.communicate("\n")
-        assert memory.tell_outgrown(run_id)
-        memory.forget(run_id)
-        assert memory.tell_outgrown(run_id) is None
+        assert memory_limits.report_exceeded(run_id)
+        memory_limits.forget(run_id)
+        assert memory_limits.report_exceeded(run_id) is None
         lingering.kill()
-    memory.sweep()
-    assert not memory._group_of(run_id).exists()  # type: ignore[union-attr]
+    memory_limits.sweep()
+    assert not memory_limits._group_of(run_id).exists()  # type: ignore[union-attr]
 
 
 @needs_groups
 def test_limit_is_never_set_below_what_is_taken(hog: subprocess.Popen[str]) -> None:
     run_id = f"test-{os.getpid()}"
-    memory.limit(run_id, hog.pid, most_bytes=GIB)
+    memory_limits.limit(run_id, hog.pid, most_bytes=GIB)
     assert hog.stdin is not None
     assert hog.stdout is not None
     hog.stdin.write("\n")
@@ -149,12 +150,12 @@ def test_limit_is_never_set_below_what_is_taken(hog: subprocess.Popen[str]) -> N
     for _ in range(10):
         hog.stdout.readline()
     os.kill(hog.pid, signal.SIGSTOP)
-    memory.change(run_id, most_bytes=1 << 20)
-    assert memory.tell_outgrown(run_id) is None
+    memory_limits.change(run_id, most_bytes=1 << 20)
+    assert memory_limits.report_exceeded(run_id) is None
     assert hog.poll() is None
     hog.kill()
     hog.wait()
-    memory.forget(run_id)
+    memory_limits.forget(run_id)
 
 
 @needs_groups
@@ -197,7 +198,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
         assert "train.memory_gb" in str(error.hint)
         assert executor.status(modest).is_alive
         assert not executor.status(greedy).is_alive
-        assert memory.tell_outgrown(greedy.id) is None  # the next life begins afresh
+        assert memory_limits.report_exceeded(greedy.id) is None  # the next life begins afresh
     finally:
         for run in runs.values():
             executor.stop(run, now=True)

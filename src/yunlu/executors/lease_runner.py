@@ -1,6 +1,6 @@
 """The program of a lease on a cluster: supervises the run, or joins it, for as long as it may.
 
-``python -m yunlu.executors.lease RUN_DIR LEASE`` is what a cluster starts. It holds the devices
+``python -m yunlu.executors.lease_runner RUN_DIR LEASE`` is what a cluster starts. It holds the devices
 until its last process is gone, and leaves when it is told to (SIGTERM: preemption, the end of the
 time allowed) or when the run's record says that the lease is not wanted any more. A cluster may
 start it a second time, after a preemption: a lead then gives the run another life.
@@ -24,7 +24,7 @@ import psutil
 
 from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
-from yunlu.executors.record import Lease, read_record, record_lock, tell, write_record
+from yunlu.executors.lease_record import Lease, read_record, record_lock, append_lease_event, write_record
 from yunlu.executors.usage import LeaseUse, Meter, write_use
 from yunlu.executors.worker_process import (
     is_asynchronous,
@@ -61,14 +61,14 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="yunlu.executors.lease")
+    parser = argparse.ArgumentParser(prog="yunlu.executors.lease_runner")
     parser.add_argument("run", type=Path)
     parser.add_argument("lease")
     parser.add_argument(
         "--with-parent", action="store_true", help="end everything once the parent is gone"
     )
     asked = parser.parse_args()
-    return Holder(open_run(asked.run), asked.lease, with_parent=asked.with_parent).hold()
+    return LeaseRunner(open_run(asked.run), asked.lease, with_parent=asked.with_parent).hold()
 
 
 def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
     )
 
 
-class Holder:
+class LeaseRunner:
     """One lease, from the cluster's start of it to its end."""
 
     def __init__(self, run: RunStore, name: str, *, with_parent: bool = False) -> None:
@@ -113,7 +113,7 @@ class Holder:
         words, environment = self.find_part(lease)
         if not words:
             return AGAIN if self._is_noticed and self._is_needed() else 0
-        tell(self.run, lease, "began", reason=socket.gethostname())
+        append_lease_event(self.run, lease, "began", reason=socket.gethostname())
         self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (our own interpreter and module)
         return self._see_through(lease)
 
@@ -187,7 +187,7 @@ class Holder:
                     self._kill_all()
             time.sleep(_LOOP_S)
         code = self._child.returncode or 0
-        tell(self.run, lease, "ended", reason=f"exit code {code}")
+        append_lease_event(self.run, lease, "ended", reason=f"exit code {code}")
         if self._is_noticed and self._is_needed():
             return AGAIN
         return 1 if code else 0
@@ -271,7 +271,7 @@ class Holder:
         lease = record.find(self.name) if record else None
         if record and lease and lease.is_wanted and not record.is_ending:
             self._is_noticed = True
-            tell(self.run, lease, "noticed", reason="the cluster asks it to go")
+            append_lease_event(self.run, lease, "noticed", reason="the cluster asks it to go")
 
     def _pass_on(self) -> None:
         """Whoever supervises saves and stops the run; a node leaves it."""

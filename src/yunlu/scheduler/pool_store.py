@@ -64,7 +64,7 @@ class ServiceRecord(Value):
     began_at: float
 
 
-class Journal:
+class PoolStore:
     """Files of the pool of one home."""
 
     def __init__(self, home: Path) -> None:

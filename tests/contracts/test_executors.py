@@ -27,7 +27,7 @@ from tests.contracts.places import (
 from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
-from yunlu.executors.executor import ExecutorError, LeaseState, Scaling
+from yunlu.executors.executor import ExecutorError, LeaseState, NodeScaling
 from yunlu.executors.registry import executor_of, open_executor
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import service
@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_with_a_reason(place: Place, tmp_path: Path) -
 
 def test_its_nodes_have_what_is_asked_of_them(place: Place) -> None:
     executor = place.executor
-    assert executor.capabilities().scales == isinstance(executor, Scaling)
+    assert executor.capabilities().scales == isinstance(executor, NodeScaling)
     nodes = {node.name: node.devices for node in executor.nodes()}
     for name, devices in place.large.shares:
         assert nodes[name] >= devices

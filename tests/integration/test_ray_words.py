@@ -12,9 +12,9 @@ from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.executors.ray_keeper import RAYLET_GONE
 from yunlu.executors.ray_parse import (
-    Group,
+    PlacementGroupInfo,
     RayNode,
-    Survey,
+    ClusterSurvey,
     count_awake,
     lease_name,
     read_growth,
@@ -44,45 +44,45 @@ def _record(*nodes: str) -> LeaseRecord:
 
 
 def test_devices_are_gpus_where_there_are_any_and_a_bare_head_has_none() -> None:
-    assert read_nodes(Survey(nodes=(HEAD, GPUS, CPUS))) == (
+    assert read_nodes(ClusterSurvey(nodes=(HEAD, GPUS, CPUS))) == (
         Node(name="10.0.0.1", devices=4, type="cpu"),
         Node(name="10.0.0.2", devices=8, type="A100", domain="z1", is_spot=True),
     )
-    assert [node.devices for node in read_nodes(Survey(nodes=(GPUS,)), device="cpu")] == [32]
+    assert [node.devices for node in read_nodes(ClusterSurvey(nodes=(GPUS,)), device="cpu")] == [32]
 
 
 def test_what_other_programs_hold_is_not_ours_to_give() -> None:
     busy = CPUS.model_copy(update={"available": {"CPU": 1.0}})
-    ours = Group(name="yunlu/r/n.0", state="CREATED", node=CPUS.id, resources={"CPU": 2.0})
-    assert read_nodes(Survey(nodes=(busy,)))[0].devices == 1
-    assert read_nodes(Survey(nodes=(busy,), groups=(ours,)))[0].devices == 3
+    ours = PlacementGroupInfo(name="yunlu/r/n.0", state="CREATED", node=CPUS.id, resources={"CPU": 2.0})
+    assert read_nodes(ClusterSurvey(nodes=(busy,)))[0].devices == 1
+    assert read_nodes(ClusterSurvey(nodes=(busy,), groups=(ours,)))[0].devices == 3
 
 
 def test_raylets_that_share_a_machine_have_names_of_their_own() -> None:
     twin = CPUS.model_copy(update={"id": "dddddddd"})
-    found = read_nodes(Survey(nodes=(CPUS, twin, GPUS)))
+    found = read_nodes(ClusterSurvey(nodes=(CPUS, twin, GPUS)))
     assert [node.name for node in found] == ["10.0.0.1-aaaaaa", "10.0.0.1-dddddd", "10.0.0.2"]
 
 
 def test_a_node_that_is_drained_gets_nothing_new() -> None:
     draining = CPUS.model_copy(update={"is_draining": True})
-    assert read_nodes(Survey(nodes=(draining,)))[0].is_leaving
+    assert read_nodes(ClusterSurvey(nodes=(draining,)))[0].is_leaving
 
 
 def test_leases_run_wait_or_are_gone() -> None:
     record = _record("10.0.0.1", "10.0.0.2", "10.0.0.9", "10.0.0.1", "10.0.0.1")
     names = [lease_name("run", lease.name) for lease in record.leases]
     groups = (
-        Group(name=names[0], state="CREATED", node=CPUS.id),
-        Group(name=names[1], state="PENDING"),
-        Group(name=names[2], state="PENDING"),  # its node has died meanwhile
-        Group(name=names[3], state="CREATED", node=CPUS.id),  # its actor has died
-        Group(name=names[4], state="CREATED", node=CPUS.id),  # has said itself that it is over
-        Group(name=lease_name("other", "10.0.0.1.0"), state="CREATED", node=CPUS.id),
-        Group(name=lease_name("run", "10.0.0.1.77"), state="CREATED", node=CPUS.id),
+        PlacementGroupInfo(name=names[0], state="CREATED", node=CPUS.id),
+        PlacementGroupInfo(name=names[1], state="PENDING"),
+        PlacementGroupInfo(name=names[2], state="PENDING"),  # its node has died meanwhile
+        PlacementGroupInfo(name=names[3], state="CREATED", node=CPUS.id),  # its actor has died
+        PlacementGroupInfo(name=names[4], state="CREATED", node=CPUS.id),  # has said itself that it is over
+        PlacementGroupInfo(name=lease_name("other", "10.0.0.1.0"), state="CREATED", node=CPUS.id),
+        PlacementGroupInfo(name=lease_name("run", "10.0.0.1.77"), state="CREATED", node=CPUS.id),
     )
     living = {*names, lease_name("run", "10.0.0.1.77")} - {names[3]}
-    survey = Survey(nodes=(CPUS, GPUS), groups=groups, actors=frozenset(living))
+    survey = ClusterSurvey(nodes=(CPUS, GPUS), groups=groups, actors=frozenset(living))
     seen = read_leases(survey, run="run", record=record, ended={record.leases[4].name: "so"})
     assert [each.state for each in seen.values()] == [
         LeaseState.RUNNING,
@@ -103,9 +103,9 @@ def test_leases_run_wait_or_are_gone() -> None:
 def test_the_reason_why_an_actor_could_not_begin_is_told() -> None:
     record = _record("10.0.0.1")
     name = lease_name("run", record.leases[0].name)
-    survey = Survey(
+    survey = ClusterSurvey(
         nodes=(CPUS,),
-        groups=(Group(name=name, state="CREATED", node=CPUS.id),),
+        groups=(PlacementGroupInfo(name=name, state="CREATED", node=CPUS.id),),
         errors={name: "it does not see the directory"},
     )
     (seen,) = read_leases(survey, run="run", record=record, ended={}).values()
@@ -114,7 +114,7 @@ def test_the_reason_why_an_actor_could_not_begin_is_told() -> None:
 
 def test_what_the_autoscaler_can_start_is_in_reserve_and_asked_for() -> None:
     growth = read_growth("cpu:4x3,A100:8x2")
-    assert count_awake(Survey(nodes=(CPUS, HEAD)), growth) == (
+    assert count_awake(ClusterSurvey(nodes=(CPUS, HEAD)), growth) == (
         Reserve(type="cpu", devices=4, awake=1, most=3, nodes=(CPUS.name,)),
         Reserve(type="A100", devices=8, awake=0, most=2),
     )
@@ -131,7 +131,7 @@ def test_spot_nodes_are_a_kind_of_their_own() -> None:
     spot = RayNode(
         id="s", name="s", resources={"GPU": 8, "accelerator_type:A100": 1}, labels=labels
     )
-    own, cheap = count_awake(Survey(nodes=(spot,)), growth)
+    own, cheap = count_awake(ClusterSurvey(nodes=(spot,)), growth)
     assert (own.kind, own.awake, cheap.kind, cheap.awake) == ("A100", 0, "A100-spot", 1)
     wanted = {"A100": 1, "A100-spot": 2}
     assert len(size_bundles(growth, wanted)) == 3

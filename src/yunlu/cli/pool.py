@@ -1,43 +1,25 @@
-"""``yunlu pool``: the pool of this home, its machines, its queue, and why it does what it does."""
+"""``yunlu pool``: share devices among jobs; nodes, queue, and the reasons of decisions."""
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
-from rich.live import Live
 
-from yunlu.core.errors import StoreError, YunluError
-from yunlu.core.settings import read_settings
-from yunlu.jobs import service
-from yunlu.render.terminal.page import indented, make_console, to_json
-from yunlu.render.terminal.pool_tables import pool_page, terms_line, why_page
-from yunlu.runs.states import RunState
-from yunlu.scheduler import control
-from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.pool_store import PoolStore, PoolSettings
-from yunlu.scheduler.queue import change_terms, read_entry, scan
+from yunlu.client.connect import default_client
+from yunlu.core.errors import StoreError
+from yunlu.render.terminal.page import indented, make_console, print_json, print_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
+
+    from yunlu.scheduler.pool_view import PoolView
 
 Number = Annotated[int | None, Parameter(show_default=False)]
 
 _REFRESH_S = 0.5
-_LOOK_S, _LOOK_AFAR_S = 1.0, 3.0
-"""How often a machine, and how often a cluster, is asked how its runs stand."""
-
-_RESTING = {"pause": "paused", "stop": "stopped"}
-_PHASES = {
-    RunState.PLANNING: "starting",
-    RunState.RUNNING: "running",
-    RunState.STOPPING: "leaving",
-}
-"""Of runs that go on without a service."""
 
 pool = App(
     name="pool",
@@ -58,24 +40,28 @@ pool.command(
 
 @pool.default
 def show_pool(*, once: bool = False, json: bool = False) -> int:
-    """Show machines, who holds what, and the queue with predicted starts and ends.
+    """Show nodes, who holds which devices, and the queue with predicted starts and ends.
 
     Args:
         once: Print it once, instead of keeping it up to date until Ctrl-C.
         json: Print it once, as one JSON object.
     """
-    home = service.home()
+    client = default_client()
     if json:
-        print(to_json(look(home)))
+        print_json(_dump(client.pool()))
         return 0
+    from rich.live import Live  # noqa: PLC0415 (slow to import)
+
+    from yunlu.render.terminal.pool_tables import pool_page  # noqa: PLC0415 (as above)
+
     console = make_console()
     if once or not console.is_terminal:
-        console.print(indented(pool_page(look(home), now=time.time())))
+        console.print(indented(pool_page(client.pool(), now=time.time())))
         return 0
     with Live(console=console, auto_refresh=False, screen=False) as live:
         try:
             while True:
-                live.update(indented(pool_page(look(home), now=time.time())), refresh=True)
+                live.update(indented(pool_page(client.pool(), now=time.time())), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             return 0
@@ -99,24 +85,24 @@ def up(
     price: tuple[str, ...] = (),
     json: bool = False,
 ) -> int:
-    """Turn this machine, or a cluster, into a pool; one for each home. Runs that go on are adopted.
+    """Turn this machine, or a cluster, into a pool; one for each home. Active runs are adopted.
 
-    Without options, the pool is as it was when it was last up; with any, it is as they say.
+    Without options, the pool has the settings it was last up with; with any option, only those given.
 
     Args:
-        devices: How many: GPUs, or equal shares of this machine's processors; all GPUs, else cores.
+        devices: Number of devices: GPUs, or equal CPU shares. Default: all GPUs, or all cores.
         slurm: A Slurm partition instead of this machine; "" is its default one.
         ray: The address of a Ray cluster instead, such as head:10001; on a node of it: ray.
-        policy: How devices are shared: yunlu, fifo, ..., or your own module:Class.
-        round_s: Seconds between decisions where nothing happens; what happens is answered at once.
-        quota: Devices that are always a team's to claim: vision=8; may be repeated.
-        borrow: How many more a team may hold while nobody else wants them: vision=4; any without a word.
-        weight: How much of what is left over goes to a team, against 1 for the others: vision=2.
-        idle_s: Seconds after which a machine that nobody uses is given back, where machines come and go.
-        max_nodes: The most machines to have, where they come and go; those always there included.
-        max_dollars: What all machines together may cost an hour.
-        team_dollars: What the machines asked for a team may cost an hour: vision=12.50.
-        price: What a machine of a kind costs an hour: a100=32.77, a100-spot=9.80; may be repeated.
+        policy: Allocation policy: yunlu, fifo, ..., or your own module:Class.
+        round_s: Seconds between two decisions; an event leads to a decision at once.
+        quota: Devices guaranteed to a team: vision=8; may be repeated.
+        borrow: Idle devices that a team may borrow beyond its quota: vision=4. Default: any number.
+        weight: Weight of a team when idle devices are shared out; 1 for the others: vision=2.
+        idle_s: Seconds after which an idle node is released, where nodes can be requested.
+        max_nodes: Most nodes, where nodes can be requested; permanent ones count.
+        max_dollars: Most that all nodes may cost per hour.
+        team_dollars: Most that nodes requested for a team may cost per hour: vision=12.50.
+        price: Price of a node type per hour: a100=32.77, a100-spot=9.80; may be repeated.
         json: Print one JSON line.
     """
     if sum(choice is not None for choice in (devices, slurm, ray)) > 1:
@@ -128,65 +114,54 @@ def up(
     for name, number in (("idle", idle_s), ("max-nodes", max_nodes), ("max-dollars", max_dollars)):
         if number is not None and not number >= 0:
             raise StoreError(f"--{name}: {number:g} is below 0")
-    settings = PoolSettings(
+    started = default_client().pool_up(
         executor=_address(devices, slurm, ray),
         policy=policy,
         round_s=round_s,
-        look_s=_LOOK_S if slurm is None and ray is None else _LOOK_AFAR_S,
-        quotas={team: int(count) for team, count in _of_teams("quota", quota, int)},
-        borrow={team: int(count) for team, count in _of_teams("borrow", borrow, int)},
-        weights=dict(_of_teams("weight", weight, float)),
-        team_dollars_per_hour=dict(_of_teams("team-dollars", team_dollars, float)),
-        prices=dict(_of_teams("price", price, float, of="machine", example="a100=32.77")),
+        quotas={team: int(count) for team, count in _read_pairs("quota", quota, int)},
+        borrow={team: int(count) for team, count in _read_pairs("borrow", borrow, int)},
+        weights=dict(_read_pairs("weight", weight, float)),
+        team_dollars_per_hour=dict(_read_pairs("team-dollars", team_dollars, float)),
+        prices=dict(_read_pairs("price", price, float, of="machine", example="a100=32.77")),
         idle_s=idle_s,
         max_nodes=max_nodes,
         max_dollars_per_hour=max_dollars,
-        dollars_per_hour=read_settings().dollars_per_hour,
     )
-    home = service.home()
-    before = _as_before(home, settings)
-    settings = before or settings
-    from yunlu.scheduler.policies import open_policy  # noqa: PLC0415 (arrays are slow to import)
-
-    open_policy(settings.policy)  # refused here rather than in the log
-    found = control.bring_up(home, settings)
-    view = look(home)
-    devices_there, nodes_there = int(view.get("devices") or 0), len(view.get("nodes") or ())
+    view, settings = started.view, started.settings
     if json:
-        print(to_json({"is_up": True, "pid": found.pid, "devices": devices_there,
-                       "nodes": nodes_there, "policy": settings.policy, "home": str(home)}))  # fmt: skip
+        print_json({"is_up": True, "pid": started.pid, "devices": view.devices,
+                    "nodes": len(view.nodes), "policy": settings.policy,
+                    "home": started.home})  # fmt: skip
         return 0
     console = make_console()
     console.print(
-        f" up          {_count(devices_there, 'device')} on {_count(nodes_there, 'node')}, "
-        f"policy {settings.policy} (process {found.pid})"
+        f" up          {_count(view.devices, 'device')} on {_count(len(view.nodes), 'node')}, "
+        f"policy {settings.policy} (process {started.pid})"
     )
-    if before is not None:
-        console.print(f" as it was last: {before.executor}; options change it", style="dim")
-    if view.get("limits"):
-        console.print(f" limits      {view['limits']}", style="dim")
-    for words in (view.get("troubles") or {}).values():
-        console.print(f" {words}", style="yellow")
-    console.print(
-        " yunlu submit JOB queues a job; yunlu pool shows what becomes of it", style="dim"
-    )
+    if started.is_as_before:
+        console.print(f" as it was last: {settings.executor}; options change it", style="dim")
+    if view.limits:
+        console.print(f" limits      {view.limits}", style="dim")
+    for trouble in view.troubles.values():
+        console.print(f" {trouble}", style="yellow")
+    console.print(" yunlu submit JOB queues a job; yunlu pool shows its progress", style="dim")
     return 0
 
 
 @pool.command
 def down(*, stop_jobs: bool = False, json: bool = False) -> int:
-    """End the pool's service. Its runs go on, and the next service adopts them.
+    """End the service of the pool. Its runs continue, and the next service adopts them.
 
     Args:
-        stop_jobs: Also let every run save and stop; they stay in the queue.
+        stop_jobs: Also save and stop every run; they stay in the queue.
         json: Print one JSON line.
     """
-    was_up = control.bring_down(service.home(), stop_jobs=stop_jobs)
+    ended = default_client().pool_down(stop_jobs=stop_jobs)
     if json:
-        print(to_json({"was_up": was_up, "stopped_jobs": stop_jobs}))
+        print_value(ended)
         return 0
-    words = "down; runs go on" if not stop_jobs else "down; runs save and stop, and stay queued"
-    make_console().print(f" {words}" if was_up else " no pool was up")
+    runs = "runs save and stop, and stay queued" if stop_jobs else "runs go on"
+    make_console().print(f" down; {runs}" if ended.was_up else " no pool was up")
     return 0
 
 
@@ -195,14 +170,16 @@ def why(run: str = "last", /, *, json: bool = False) -> int:
     """Explain what the pool decided on a run, and what it waits for.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
+        run: Its id, a unique prefix of it, or: last.
         json: Print it as one JSON object.
     """
-    found = explain(service.home(), service.find(run))
+    explanation = default_client().pool_why(run)
     if json:
-        print(to_json(found.model_dump(mode="json")))
+        print_value(explanation)
         return 0
-    make_console().print(indented(why_page(found)))
+    from yunlu.render.terminal.pool_tables import why_page  # noqa: PLC0415 (slow to import)
+
+    make_console().print(indented(why_page(explanation)))
     return 0
 
 
@@ -218,25 +195,26 @@ def change(
     max_devices: Number = None,
     json: bool = False,
 ) -> int:
-    """Change what was asked for a queued run, also while it runs; the pool follows at its next look.
+    """Change priority, deadline, budget or devices of a queued run, also while it runs.
 
     Args:
-        run: Its id, a unique beginning of it, or: last.
+        run: Its id, a unique prefix of it, or: last.
         priority: Higher goes first; 0 is usual.
-        deadline: When it should be done, from now: 90min, 36h; or: none.
-        budget: What it may cost in all, in dollars; or: none.
-        min_devices: It does not start on fewer.
-        max_devices: It is never given more.
-        json: Print what is asked for it now, as one JSON line.
+        deadline: When it should be finished, from now: 90min, 36h; or: none.
+        budget: Most it may cost in all, in dollars; or: none.
+        min_devices: Fewest devices it starts on.
+        max_devices: Most devices it is given.
+        json: Print the new terms as one JSON line.
     """
-    asked = (priority, deadline, budget, min_devices, max_devices)
-    if all(each is None for each in asked):
+    terms = (priority, deadline, budget, min_devices, max_devices)
+    if all(term is None for term in terms):
         raise StoreError(
             "nothing is to be changed", hint="say --priority, --deadline, --budget, ..."
         )
-    store = service.find(run)
-    entry = change_terms(
-        store,
+    client = default_client()
+    run_id = client.run(run).id
+    entry = client.pool_change(
+        run_id,
         priority=priority,
         deadline=deadline,
         budget=budget,
@@ -244,51 +222,17 @@ def change(
         max_devices=max_devices,
     )
     if json:
-        print(to_json({"run": store.id, **entry.model_dump(mode="json")}))
+        print_json({"run": run_id, **entry.model_dump(mode="json")})
         return 0
-    make_console().print(f"[bold]{store.id}[/]: {terms_line(entry, now=time.time())}")
+    from yunlu.render.terminal.pool_tables import terms_line  # noqa: PLC0415 (slow to import)
+
+    make_console().print(f"[bold]{run_id}[/]: {terms_line(entry, now=time.time())}")
     return 0
 
 
-def look(home: Path) -> dict[str, Any]:
-    """What the service last saw; without one, the queue as its files have it."""
-    found, view = control.find_service(home), PoolStore(home).read_view()
-    if found is not None and view is not None:
-        return {"is_up": True, "pid": found.pid, **view}
-    queued: list[dict[str, Any]] = []
-    troubles: dict[str, str] = {}
-    for store in scan(home) if home.is_dir() else ():
-        try:
-            record, entry = service.read_record(store), read_entry(store)
-        except YunluError as error:  # one that cannot be read does not hide the others
-            troubles[store.id] = str(error)
-            continue
-        if entry is None or not (record.state.is_active or record.state.can_resume):
-            continue
-        queued.append(
-            {
-                "id": store.id,
-                "state": record.state.value,
-                "phase": _PHASES.get(record.state) or _RESTING.get(entry.wish, "waiting"),
-                "priority": entry.priority,
-                "team": entry.team,
-                "progress": record.progress,
-                "submitted_at": entry.submitted_at,
-            }
-        )
-    queued.sort(key=lambda run: (-run["priority"], run["submitted_at"]))
-    return {"is_up": False, "runs": queued, "nodes": [], "troubles": troubles}
-
-
-def _as_before(home: Path, said: PoolSettings) -> PoolSettings | None:
-    """How the pool was last up, where nothing was said; none where it never was."""
-    nothing = PoolSettings(dollars_per_hour=said.dollars_per_hour)
-    if said != nothing:
-        return None
-    with suppress(StoreError):  # of another version: a new one is written
-        before = PoolStore(home).read_settings()
-        return before if before != nothing else None
-    return None
+def _dump(view: PoolView) -> dict[str, object]:
+    """What is known: without a service, only the queue."""
+    return view.model_dump(mode="json", exclude_unset=True)
 
 
 def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:
@@ -300,7 +244,7 @@ def _address(devices: int | None, slurm: str | None, ray: str | None) -> str:
     return "local" if devices is None else f"local://?devices={devices}"
 
 
-def _of_teams(
+def _read_pairs(
     option: str,
     texts: Iterable[str],
     kind: type[int | float],
@@ -308,11 +252,11 @@ def _of_teams(
     of: str = "team",
     example: str = "vision=8",
 ) -> Iterator[tuple[str, float]]:
-    """A figure of each team, or kind of machine, that is named."""
+    """Pairs of a name and a number: of teams, or node types."""
     for text in texts:
-        team, _, told = text.partition("=")
+        team, _, figure = text.partition("=")
         try:
-            number = kind(told)
+            number = kind(figure)
         except ValueError:
             number = -1
         if not team or not 0 <= number < math.inf or (option == "weight" and not number):

@@ -24,7 +24,7 @@ def resume(
     client = default_client()
     started = client.resume(run, detach=detach)
     if not started.is_queued:
-        title = f"\n resuming    [bold]{started.id}[/]"
+        title = "" if started.is_launched else f"\n resuming    [bold]{started.id}[/]"
         return watch_started(client, started, title=title, json=json, detach=detach)
     if json:
         print_json({"run": started.id, "dir": started.dir, "queued": True})

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from yunlu.client.api import source_of, validate
-from yunlu.core.errors import StoreError, nearest
-from yunlu.jobs import service
-from yunlu.render.terminal.page import ACCENT, make_console, to_json
-from yunlu.scheduler.control import find_service
-from yunlu.scheduler.pool_store import PoolStore
-from yunlu.scheduler.queue import enqueue, read_options, read_entry
+from yunlu.client.connect import default_client
+from yunlu.render.terminal.page import ACCENT, make_console, print_json
 
 Number = Annotated[int | None, Parameter(show_default=False)]
 
@@ -32,57 +26,46 @@ def submit(
     budget: Annotated[float | None, Parameter(show_default=False)] = None,
     json: bool = False,
 ) -> int:
-    """Queue a job. The pool starts it when it is its turn, and gives it devices as they are free.
+    """Queue a job. The pool starts it in its turn, and gives it devices as they become free.
 
     A job that names its devices or its whole layout keeps that size, unless bounds are given here.
 
     Args:
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set train.epochs=3; may be repeated.
-        name: Name the run.
+        name: Name of the run.
         priority: Higher goes first.
-        team: Whose devices it uses.
-        min_devices: It does not start on fewer.
-        max_devices: It is never given more.
-        deadline: When it should be done: 90min, 36h, 1d 12h from now.
-        budget: What it may cost, in dollars; it is paused when that is spent.
+        team: Team whose quota it uses.
+        min_devices: Fewest devices it starts on.
+        max_devices: Most devices it is given.
+        deadline: When it should be finished: 90min, 36h, 1d 12h from now.
+        budget: Most it may cost, in dollars; it is paused when that is spent.
         json: Print one JSON line.
     """
-    said = [f"name={name}"] if name else []
-    asked = validate(job, overrides=(*overrides, *said))
-    wanted = read_options(
+    from yunlu.spec.load import load_job, source_of  # noqa: PLC0415 (slow to import)
+
+    options = [f"name={name}"] if name else []
+    queued = default_client().submit(
+        load_job(job, overrides=(*overrides, *options)),
+        source=source_of(job),
         priority=priority,
         team=team,
         min_devices=min_devices,
         max_devices=max_devices,
         deadline=deadline,
-        budget_dollars=budget,
+        budget=budget,
     )
-    run = enqueue(asked, wanted, source=source_of(job))
-    is_up = find_service(service.home()) is not None
     if json:
-        print(to_json({"run": run.id, "dir": run.address, "pool_is_up": is_up}))
+        print_json({"run": queued.run, "dir": queued.dir, "pool_is_up": queued.pool_is_up})
         return 0
     console = make_console()
-    entry = read_entry(run)
-    assert entry is not None
-    needs = entry.needs
-    size = f"{needs.least}" if needs.is_rigid else f"{needs.least} or more"
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{run.id}[/]  [dim]queued, on {size}[/]")
-    if not is_up:
+    size = f"{queued.least}" if queued.is_rigid else f"{queued.least} or more"
+    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{queued.run}[/]  [dim]queued, on {size}[/]")
+    if not queued.pool_is_up:
         console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
     else:
-        console.print(f" yunlu pool shows the queue; yunlu pool why {run.id} explains")
-    if near := _find_near_team(team):
-        words = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
-        console.print(words, style="yellow")
+        console.print(f" yunlu pool shows the queue; yunlu pool why {queued.run} explains")
+    if near := queued.similar_team:
+        text = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
+        console.print(text, style="yellow")
     return 0
-
-
-def _find_near_team(team: str) -> str | None:
-    """A team of the pool that was probably meant; none where the team is known, or like no other."""
-    with suppress(StoreError):  # of another version
-        known = PoolStore(service.home()).read_settings()
-        if team and known is not None and team not in known.quotas:
-            return nearest(team, known.quotas)
-    return None

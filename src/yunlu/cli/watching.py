@@ -28,7 +28,7 @@ def watch_started(
     """Show a run that was started or resumed; the exit code of the command."""
     if started.exit_code is not None:  # a launched rank above 0: rank 0 shows the run
         return started.exit_code
-    if not json:
+    if title and not json:
         make_console().print(title, highlight=False)
     if detach:
         return _leave(started, json=json)

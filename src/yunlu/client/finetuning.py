@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError
 from yunlu.jobs.asking import merge, plain, read_options
 from yunlu.jobs.start import find_start
-from yunlu.spec.job import Job
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.jobs.start import Start
+    from yunlu.spec.job import Job
 
 
 def finetuning_job(
@@ -46,13 +45,6 @@ def finetuning_job(
     if options:
         mapping["train"] = merge(mapping.get("train") or {}, options)
     return base.complete(job_from_mapping(mapping, where="finetune()" if job is None else "job"))
-
-
-def source_of(job: str | Path | Job | None) -> Path | None:
-    """The file of a job; ``jobs.py:name`` names a job inside a file."""
-    if job is None or isinstance(job, Job):
-        return None
-    return Path(re.sub(r"(?<=\.py):\w+$", "", str(job)))
 
 
 def _load_without_model(job: str | Path, base: Start, overrides: Sequence[str]) -> Job:

@@ -84,7 +84,8 @@ class LocalRuns:
         self, start: str, job: str, *, overrides: Sequence[str] = (), detach: bool = False
     ) -> StartedRun:
         """As ``RunVerbs.finetune``."""
-        from yunlu.client.finetuning import finetuning_job, source_of
+        from yunlu.client.finetuning import finetuning_job
+        from yunlu.spec.load import source_of
 
         whole = finetuning_job(start, job, overrides)
         return self.train(whole, source=source_of(job), detach=detach)

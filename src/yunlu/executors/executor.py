@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from yunlu.executors.lease_record import LeaseEvent, Lease
+    from yunlu.executors.lease_record import Lease, LeaseEvent
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
 
@@ -47,7 +47,7 @@ class Capabilities:
     requeues: bool = False
     """The cluster itself starts again what it preempted."""
     scales: bool = False
-    """Nodes can be asked for and given back: it is a ``Scaling`` too."""
+    """Nodes can be asked for and given back: it is a ``NodeScaling`` too."""
     limits: str = ""
     """How a run is kept to its devices, in words; empty where it is not."""
 
@@ -116,7 +116,7 @@ class RunStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resized:
+class ResizeResult:
     """What became of a wish for other devices."""
 
     how: Literal["live", "restart", "later"]
@@ -156,7 +156,7 @@ class Executor(Protocol):
         """
         ...
 
-    def resize(self, run: RunStore, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> ResizeResult:
         """Give a running run these devices instead; does not wait until it has them."""
         ...
 
@@ -209,7 +209,7 @@ def name_kind(node_type: str, *, is_spot: bool) -> str:
 
 
 @runtime_checkable
-class Scaling(Protocol):
+class NodeScaling(Protocol):
     """An executor whose nodes come and go."""
 
     def reserves(self) -> tuple[Reserve, ...]:

@@ -13,18 +13,18 @@ from yunlu.executors.executor import (
     ExecutorError,
     LeaseState,
     LeaseStatus,
-    Resized,
+    ResizeResult,
     RunStatus,
 )
 from yunlu.executors.lease_record import (
-    LeaseEvent,
     Lease,
+    LeaseEvent,
     LeaseRecord,
+    append_lease_event,
     known_record,
     read_lease_events,
     read_record,
     record_lock,
-    append_lease_event,
     write_record,
 )
 from yunlu.executors.worker_process import is_asynchronous
@@ -112,18 +112,18 @@ class LeasedExecutor(ABC):
                 self._end_all(run, known_record(run))
                 raise
 
-    def resize(self, run: RunStore, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> ResizeResult:
         """As ``Executor.resize``."""
         with record_lock(run):
             record, statuses, seen = self._look_again(run)
             is_alive = any(each.state is not LeaseState.GONE for each in statuses)
             if record.is_ending or not is_alive or _is_headless(run, statuses):
-                return Resized(how="later", text=f"{run.id} is stopped, or just being")
+                return ResizeResult(how="later", text=f"{run.id} is stopped, or just being")
             lead = next((lease for lease in record.wanted if lease.is_lead), None)
             wanted = dict(placement.shares)
             if lead is not None and wanted.get(lead.node, 0) < lead.devices:
                 words = f"it is led from {lead.node}, by a lease of {lead.devices}"
-                return Resized(how="restart", text=f"{words}, which cannot be taken from it live")
+                return ResizeResult(how="restart", text=f"{words}, which cannot be taken from it live")
             kept, ended = _match(record, wanted)
             held: dict[str, int] = {}
             for lease in kept:
@@ -141,7 +141,7 @@ class LeasedExecutor(ABC):
             self._send_away(ended, seen)
             self._ask(run, record, granted)
         text = f"{placement.devices} devices as soon as they are there"
-        return Resized(how="live", text=text)
+        return ResizeResult(how="live", text=text)
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Executor.stop``."""

@@ -24,8 +24,14 @@ import psutil
 
 from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
-from yunlu.executors.lease_record import Lease, read_record, record_lock, append_lease_event, write_record
-from yunlu.executors.usage import LeaseUse, Meter, write_use
+from yunlu.executors.lease_record import (
+    Lease,
+    append_lease_event,
+    read_record,
+    record_lock,
+    write_record,
+)
+from yunlu.executors.usage import LeaseUse, UsageMeter, write_use
 from yunlu.executors.worker_process import (
     is_asynchronous,
     launch_lock,
@@ -98,7 +104,7 @@ class LeaseRunner:
         self._leads = False
         self._is_heir = False
         self._looked_at = 0.0
-        self._meter = Meter()
+        self._meter = UsageMeter()
         self._measured_at = -_MEASURE_S
 
     def hold(self) -> int:

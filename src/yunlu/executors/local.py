@@ -8,30 +8,29 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.executors import memory_limits
-from yunlu.executors import cpu_limits
+from yunlu.executors import cpu_limits, memory_limits
 from yunlu.executors.executor import (
     Capabilities,
     ExecutorError,
     LeaseState,
     LeaseStatus,
-    Resized,
+    ResizeResult,
     RunStatus,
 )
-from yunlu.executors.registry import read_address
-from yunlu.executors.lease_runner import lead_program
 from yunlu.executors.lease_record import (
-    LeaseEvent,
     Lease,
+    LeaseEvent,
     LeaseRecord,
+    append_lease_event,
     known_record,
     locked,
     read_lease_events,
     read_record,
     record_lock,
-    append_lease_event,
     write_record,
 )
+from yunlu.executors.lease_runner import lead_program
+from yunlu.executors.registry import read_address
 from yunlu.executors.worker_group import end_workers, living_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -112,7 +111,7 @@ class LocalExecutor:
             append_lease_event(run, lease, "asked", reason=str(worker.pid))
             write_record(run, record.change(lease.name, handle=str(worker.pid)))
 
-    def resize(self, run: RunStore, placement: Placement) -> Resized:
+    def resize(self, run: RunStore, placement: Placement) -> ResizeResult:
         """As ``Executor.resize``."""
         devices = self._check(run, placement)
         with record_lock(run):
@@ -120,18 +119,18 @@ class LocalExecutor:
             lease = record.wanted[0]
             worker = recorded_worker(run)
             if record.is_ending or worker is None:
-                return Resized(how="later", text=f"{run.id} is just being stopped")
+                return ResizeResult(how="later", text=f"{run.id} is just being stopped")
             if self._gpus and devices != lease.devices:
-                return Resized(how="restart", text="a process keeps the GPUs it was started with")
+                return ResizeResult(how="restart", text="a process keeps the GPUs it was started with")
             if devices > lease.devices:
                 self._limit_anew(run, worker, devices)
             text = self._ask_for(run, devices)
             if text is None:
                 self._limit_anew(run, worker, lease.devices)
-                return Resized(how="later", text=f"{run.id} is just starting or changing")
+                return ResizeResult(how="later", text=f"{run.id} is just starting or changing")
             self._limit_anew(run, worker, devices)
             write_record(run, record.change(lease.name, devices=devices))
-        return Resized(how="live", text=text)
+        return ResizeResult(how="live", text=text)
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Executor.stop``."""

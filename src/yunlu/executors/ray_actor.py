@@ -25,7 +25,7 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 """What Ray set for its own workers is not meant for ours."""
 
 
-class Order(Value):
+class LeaseOrder(Value):
     """What a lease is to do: all that its actor is told."""
 
     run: str
@@ -40,7 +40,7 @@ class LeaseActor:
     """Starts the program of a lease and gives its devices back when it is over."""
 
     def __init__(self, order: str) -> None:
-        asked = Order.model_validate_json(order)
+        asked = LeaseOrder.model_validate_json(order)
         ray: Any = import_module("ray")
         self._group: Any = ray.util.get_current_placement_group()
         self._keeper = _start_keeper(asked, address=ray.util.get_node_ip_address())
@@ -65,7 +65,7 @@ class LeaseActor:
         import_module("ray").util.remove_placement_group(self._group)
 
 
-def _start_keeper(asked: Order, *, address: str) -> subprocess.Popen[bytes]:
+def _start_keeper(asked: LeaseOrder, *, address: str) -> subprocess.Popen[bytes]:
     if asked.version != __version__:
         raise RuntimeError(
             f"{address} has yunlu {__version__}, and the run was sent from {asked.version}; "

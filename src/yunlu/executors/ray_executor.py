@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from yunlu import __version__
 from yunlu.core.settings import worker_environment
 from yunlu.executors.executor import Capabilities, ExecutorError, Reserve
-from yunlu.executors.registry import read_address
 from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
+from yunlu.executors.lease_record import read_lease_events
 from yunlu.executors.ray_link import find_link
 from yunlu.executors.ray_parse import (
-    Survey,
+    ClusterSurvey,
     count_awake,
     lease_name,
     name_nodes,
@@ -22,7 +22,7 @@ from yunlu.executors.ray_parse import (
     size_bundles,
     size_selectors,
 )
-from yunlu.executors.lease_record import read_lease_events
+from yunlu.executors.registry import read_address
 from yunlu.runs.run_store import WORKER_LOG, Area
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class RayExecutor(LeasedExecutor):
 
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        from yunlu.executors.ray_actor import Order  # noqa: PLC0415
+        from yunlu.executors.ray_actor import LeaseOrder  # noqa: PLC0415
 
         del lead  # who joins waits for it by itself
         survey = self.survey()
@@ -104,7 +104,7 @@ class RayExecutor(LeasedExecutor):
                 hint=f"there are {', '.join(sorted(ids)) or 'none'}",
             )
         log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
-        order = Order(
+        order = LeaseOrder(
             run=run.address,
             lease=lease.name,
             log=run.location(log),
@@ -134,9 +134,9 @@ class RayExecutor(LeasedExecutor):
         """As ``LeasedExecutor.notify``."""
         self._link.call("leave", names=list(handles))
 
-    def survey(self) -> Survey:
+    def survey(self) -> ClusterSurvey:
         """The cluster as it is now, in its own words."""
-        return Survey.model_validate(self._link.call("survey"))
+        return ClusterSurvey.model_validate(self._link.call("survey"))
 
     def _environment(self) -> dict[str, str]:
         return {

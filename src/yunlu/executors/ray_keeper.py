@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.executors.lease_record import read_record, append_lease_event
+from yunlu.executors.lease_record import append_lease_event, read_record
 from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ class RayNode(Value):
     is_draining: bool = False
 
 
-class Group(Value):
+class PlacementGroupInfo(Value):
     """A placement group of ours."""
 
     name: str
@@ -51,11 +51,11 @@ class Group(Value):
     resources: dict[str, float] = Field(default_factory=dict)
 
 
-class Survey(Value):
+class ClusterSurvey(Value):
     """The cluster at one moment."""
 
     nodes: tuple[RayNode, ...] = ()
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PlacementGroupInfo, ...] = ()
     actors: frozenset[str] = frozenset()
     """Names of actors of ours that live, or are being started."""
     errors: dict[str, str] = Field(default_factory=dict)
@@ -67,7 +67,7 @@ def lease_name(run: str, lease: str) -> str:
     return f"{OURS}/{run}/{lease}"
 
 
-def name_nodes(survey: Survey) -> dict[str, str]:
+def name_nodes(survey: ClusterSurvey) -> dict[str, str]:
     """A name of its own for every node, by its id: several raylets may share a machine."""
     count = Counter(node.name for node in survey.nodes)
     return {
@@ -83,7 +83,7 @@ def resource_of(resources: Mapping[str, float], wanted: str = "auto") -> str:
     return GPU if resources.get(GPU, 0) >= 1 else CPU
 
 
-def read_nodes(survey: Survey, *, device: str = "auto") -> tuple[Node, ...]:
+def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ...]:
     """Nodes, each with the devices that nobody else holds."""
     names = name_nodes(survey)
     found = [
@@ -129,7 +129,7 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
     return tuple(found)
 
 
-def count_awake(survey: Survey, growth: Iterable[Reserve]) -> tuple[Reserve, ...]:
+def count_awake(survey: ClusterSurvey, growth: Iterable[Reserve]) -> tuple[Reserve, ...]:
     """What may be started, with what of it is there."""
     names = name_nodes(survey)
     found: list[Reserve] = []
@@ -154,7 +154,7 @@ def size_selectors(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list
 
 
 def read_leases(
-    survey: Survey, *, run: str, record: LeaseRecord, ended: Mapping[str, str]
+    survey: ClusterSurvey, *, run: str, record: LeaseRecord, ended: Mapping[str, str]
 ) -> dict[str, ObservedLeases]:
     """Every lease of a run that the cluster knows, by name.
 
@@ -198,7 +198,7 @@ def read_leases(
 
 
 def _state_of(
-    group: Group, survey: Survey, names: Mapping[str, str], wanted: str
+    group: PlacementGroupInfo, survey: ClusterSurvey, names: Mapping[str, str], wanted: str
 ) -> tuple[LeaseState, str]:
     if group.name not in survey.actors:
         gone = bool(group.node) and group.node not in names
@@ -211,7 +211,7 @@ def _state_of(
     return LeaseState.WAITING, f"the devices on {wanted} are not free yet"
 
 
-def _devices_for_us(survey: Survey, node: RayNode, resource: str) -> int:
+def _devices_for_us(survey: ClusterSurvey, node: RayNode, resource: str) -> int:
     total = node.resources.get(resource, 0)
     if node.available is None:
         return int(total)

@@ -18,9 +18,9 @@ from yunlu.executors.executor import (
     Reserve,
     name_kind,
 )
-from yunlu.executors.registry import read_address
-from yunlu.executors.lease_runner import AGAIN
 from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
+from yunlu.executors.lease_runner import AGAIN
+from yunlu.executors.registry import read_address
 from yunlu.executors.slurm_parse import (
     QUEUE_FORMAT,
     QueuedJob,

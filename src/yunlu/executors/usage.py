@@ -42,7 +42,7 @@ class LeaseUse(Value):
     machine: NodeUse
 
 
-class Meter:
+class UsageMeter:
     """Looks at this machine now and then."""
 
     def __init__(self) -> None:

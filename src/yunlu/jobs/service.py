@@ -44,7 +44,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from yunlu.executors.executor import Executor, Resized
+    from yunlu.executors.executor import Executor, ResizeResult
     from yunlu.hardware.fleet import Placement
     from yunlu.planning.plan import Plan
     from yunlu.runs.events import Event
@@ -131,7 +131,7 @@ def resume(
     return store
 
 
-def place(run: RunStore, placement: Placement) -> Resized:
+def place(run: RunStore, placement: Placement) -> ResizeResult:
     """Give a run that an executor started other devices, live where that can be.
 
     Where the answer is ``restart`` nothing has happened: stop it, and resume it with the placement.

@@ -11,8 +11,8 @@ from yunlu.executors.worker_process import launch_lock, record_worker, this_proc
 from yunlu.jobs.run import move as move_state
 from yunlu.jobs.service import read_record
 from yunlu.runs.states import RunState
-from yunlu.scheduler.executor_adapter import NotNowError
 from yunlu.scheduler.allocation_record import STALLED, PendingAction
+from yunlu.scheduler.executor_adapter import NotNowError
 from yunlu.scheduler.queue import change_entry
 
 if TYPE_CHECKING:

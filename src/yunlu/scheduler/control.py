@@ -16,9 +16,9 @@ from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import service
-from yunlu.scheduler.pool_store import PoolStore, PoolSettings, ServiceRecord
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
-from yunlu.scheduler.queue import requeue, read_entry, scan
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
+from yunlu.scheduler.queue import read_entry, requeue, scan
 
 if TYPE_CHECKING:
     from pathlib import Path

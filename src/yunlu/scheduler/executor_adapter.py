@@ -12,8 +12,8 @@ import psutil
 
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import LeaseState
-from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.lease_record import read_record as read_leases
+from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.worker_process import (
     WorkerProcess,
     record_worker,

@@ -9,9 +9,9 @@ from yunlu.core.errors import StoreError
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
 from yunlu.jobs.service import read_record
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.pool_store import PoolStore
-from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.queue import read_entry
 
 if TYPE_CHECKING:

@@ -16,16 +16,16 @@ from yunlu.core.errors import YunluError
 from yunlu.executors.executor import name_kind
 from yunlu.executors.registry import LOCAL, scheme_of
 from yunlu.scheduler import spot_policy
-from yunlu.scheduler.clock import SteadyClock
 from yunlu.scheduler.actions import ActionRunner
+from yunlu.scheduler.clock import SteadyClock
 from yunlu.scheduler.forecast import forecast, with_start
-from yunlu.scheduler.usage_monitor import UsageMonitor
 from yunlu.scheduler.moves import hold_still, is_under_way, plan_moves
 from yunlu.scheduler.policy.staying import stay_near
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.run_registry import RunRegistry
-from yunlu.scheduler.speed_estimates import SpeedEstimates
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
+from yunlu.scheduler.speed_estimates import SpeedEstimates
+from yunlu.scheduler.usage_monitor import UsageMonitor
 from yunlu.scheduler.view import make_view
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from yunlu.executors.executor import Reserve
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.pending_nodes import PendingNode
-    from yunlu.scheduler.forecast import QueueForecast
     from yunlu.scheduler.executor_adapter import RunControl
-    from yunlu.scheduler.pool_store import PoolStore, PoolSettings
+    from yunlu.scheduler.forecast import QueueForecast
+    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.policy.values import Policy
+    from yunlu.scheduler.pool_store import PoolSettings, PoolStore
     from yunlu.scheduler.scaling import Scaler
     from yunlu.scheduler.speed_estimates import MakeEstimator
     from yunlu.scheduler.spot.values import Mode

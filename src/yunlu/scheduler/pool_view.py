@@ -12,7 +12,7 @@ from yunlu.core.value import Value
 from yunlu.jobs import service
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import bring_down, bring_up, find_service
-from yunlu.scheduler.pool_store import PoolStore, PoolSettings
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.scheduler.queue import read_entry, scan
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.clock import SteadyClock
-    from yunlu.scheduler.pool_store import PoolSettings
-    from yunlu.scheduler.run_progress import RunProgress
     from yunlu.scheduler.allocation_record import AllocationRecord
-    from yunlu.scheduler.policy.values import Speed
-    from yunlu.scheduler.queue import QueueEntry
+    from yunlu.scheduler.clock import SteadyClock
     from yunlu.scheduler.observation import RunObservation
+    from yunlu.scheduler.policy.values import Speed
+    from yunlu.scheduler.pool_store import PoolSettings
+    from yunlu.scheduler.queue import QueueEntry
+    from yunlu.scheduler.run_progress import RunProgress
 
 _LEAST_RESTART_S = 1.0
 

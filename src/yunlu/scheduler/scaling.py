@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from yunlu.executors.executor import Scaling, name_kind
-from yunlu.scheduler.pending_nodes import PendingNodes
+from yunlu.executors.executor import NodeScaling, name_kind
 from yunlu.scheduler.autoscaling.decision import decide_nodes
 from yunlu.scheduler.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
+from yunlu.scheduler.pending_nodes import PendingNodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from yunlu.executors.executor import Executor, Reserve
     from yunlu.hardware.fleet import Node
     from yunlu.scheduler.pending_nodes import PendingNode
-    from yunlu.scheduler.pool_store import PoolSettings
     from yunlu.scheduler.policy.values import PoolState
+    from yunlu.scheduler.pool_store import PoolSettings
     from yunlu.scheduler.spot.values import Mode
 
 _ALWAYS = "always "
@@ -37,7 +37,7 @@ class Scaler:
         limits: Limits | None = None,
         prices: Mapping[str, float] | None = None,
     ) -> None:
-        self._executor = executor if isinstance(executor, Scaling) else None
+        self._executor = executor if isinstance(executor, NodeScaling) else None
         self._prices = prices or {}
         """Dollars an hour by kind, also of machines that are not there."""
         self._rules, self._limits = rules or Rules(), limits or Limits()

@@ -25,10 +25,10 @@ from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
 from yunlu.executors.registry import open_executor
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
-from yunlu.scheduler.pool_store import PoolStore, PoolSettings, ServiceRecord
-from yunlu.scheduler.policies import open_estimator, open_policy
-from yunlu.scheduler.scaling import make_scaler
 from yunlu.scheduler.loop import Scheduler
+from yunlu.scheduler.policies import open_estimator, open_policy
+from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
+from yunlu.scheduler.scaling import make_scaler
 
 if TYPE_CHECKING:
     from collections.abc import Generator

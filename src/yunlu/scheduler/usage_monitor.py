@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.lease_record import read_record
-from yunlu.executors.usage import Meter, NodeUse, read_uses
+from yunlu.executors.registry import is_elsewhere
+from yunlu.executors.usage import NodeUse, UsageMeter, read_uses
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.worker_group import read_crew
 
@@ -52,7 +52,7 @@ class UsageMonitor:
         self.nodes: dict[str, NodeUse] = {}
         """Those of the pool, as far as it is known."""
         self.usage: dict[str, Usage] = {}
-        self._meter = Meter()
+        self._meter = UsageMeter()
         self._looked_at = -math.inf
         self._lies: dict[str, int] = {}
         self._heard: dict[tuple[str, str], tuple[float, float]] = {}

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from yunlu.executors.usage import NodeUse
     from yunlu.hardware.fleet import Node
-    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.forecast import QueueForecast
-    from yunlu.scheduler.usage_monitor import UsageMonitor, Usage
-    from yunlu.scheduler.pool_store import PoolSettings
+    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.policy.values import Decision
+    from yunlu.scheduler.pool_store import PoolSettings
     from yunlu.scheduler.run_status import ScheduledRun
+    from yunlu.scheduler.usage_monitor import Usage, UsageMonitor
 
 
 def make_view(

@@ -21,7 +21,7 @@ from yunlu.spec.source import Document, parse
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["InvalidJobError", "Problem", "job_from_mapping", "load_job"]
+__all__ = ["InvalidJobError", "Problem", "job_from_mapping", "load_job", "source_of"]
 
 _PYTHON = re.compile(r"(?P<file>.+\.py)(?::(?P<name>[A-Za-z_]\w*))?")
 _YAML = {".yaml", ".yml", ".json"}
@@ -46,6 +46,13 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     default_name = _as_name(file.stem if name == "job" else f"{file.stem}-{name}")
     job = job.model_copy(update={"name": job.name or default_name})
     return _beside(job, file.parent)
+
+
+def source_of(job: str | Path | Job | None) -> Path | None:
+    """The file of a job; ``jobs.py:name`` names a job inside a file."""
+    if job is None or isinstance(job, Job):
+        return None
+    return Path(re.sub(r"(?<=\.py):\w+$", "", str(job)))
 
 
 def job_from_mapping(mapping: Mapping[str, Any], *, where: str = "job") -> Job:

@@ -1,4 +1,4 @@
-"""Threads beside the one that trains."""
+"""Background threads of the training process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 def open_background(name: str) -> ThreadPoolExecutor:
-    """One thread whose operations stay in it; called by the thread that trains.
+    """An executor with one thread that uses no OpenMP threads; called by the training thread.
 
-    Every thread with a large enough operation would get helpers of its own from OpenMP, as many as there
-    are cores, and keep them. From then on the process has more threads than cores, and those of the
-    thread that trains no longer wait for their next turn awake: on two cores, the steps of a small
-    model take twice as long from the first checkpoint on.
+    OpenMP gives every thread with a large enough operation a pool of its own, one thread per core, and
+    keeps it. The process then has more threads than cores, and the training thread's pool no longer
+    spins while waiting: on two cores, the steps of a small model take twice as long from the first
+    checkpoint on.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
     count = torch.get_num_threads()
     if count > 1:
-        pool.submit(_keep_to_itself).result()
-        torch.set_num_threads(count)  # part of what was set is set for all threads
+        pool.submit(_use_one_thread).result()
+        torch.set_num_threads(count)  # part of the setting is global to all threads
     return pool
 
 
-def _keep_to_itself() -> None:
-    torch.get_num_threads()  # a thread takes over the number of all others when it is first asked for
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # a thread inherits the global number at the first call
     torch.set_num_threads(1)

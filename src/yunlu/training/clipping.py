@@ -1,4 +1,4 @@
-"""Bounds on the gradient: of its components, of its norm, or of its norm against those before.
+"""Gradient clipping: by value, by norm, or by an adaptive norm learned from earlier steps.
 
 On a CPU torch's own functions spend most of their time sorting tensors by device and multiplying by
 one; the same arithmetic is done here without that, and gives the same bits.
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from yunlu.spec.train import ClipSpec
 
 DEVIATIONS = 2.5
-"""An adaptive bound lies this far above the mean of the norms before (Kumar et al. 2025)."""
+"""Standard deviations of the adaptive bound above the mean norm (Kumar et al. 2025)."""
 MEMORY = 0.97
-"""What the norms before weigh against the newest one."""
+"""Decay of the exponential averages."""
 WARMUP = 25
-"""Steps without an adaptive bound, until mean and deviation mean something."""
+"""Steps before the adaptive bound applies."""
 _ENOUGH = (1 - MEMORY ** (WARMUP - 0.5)) / (1 - MEMORY)  # weight of WARMUP norms, rounding aside
 _LEAST_SPREAD = 0.05  # of the mean: norms that hardly vary must still be free to grow
 _EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
 
 Number = float | Tensor
 Statistics = tuple[Number, Number, Number]
-"""Of the norms before: their weight, mean and variance."""
+"""Weight, mean and variance of earlier norms."""
 
 
 def measure_norm(gradients: list[Tensor]) -> Tensor:
@@ -45,21 +45,21 @@ def measure_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def measure_square(weights: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
-    """Our part of the square of the gradient's norm: what others hold as well is shared out."""
+    """This worker's part of the squared gradient norm; replicated weights count once over all workers."""
     held = [
-        (weight.grad, many)
-        for weight, many in zip(weights, copies, strict=True)
+        (weight.grad, count)
+        for weight, count in zip(weights, copies, strict=True)
         if weight.grad is not None
     ]
     if not held:
         return torch.zeros((), dtype=torch.float64)
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient, _ in held])
-    many = torch.tensor([many for _, many in held], dtype=torch.float64, device=norms.device)
-    return (norms.double().square() / many).sum()
+    counts = torch.tensor([count for _, count in held], dtype=torch.float64, device=norms.device)
+    return (norms.double().square() / counts).sum()
 
 
 class Clipper:
-    """Bounds gradients in place, as the job asks."""
+    """Clips gradients in place, as the job configures."""
 
     def __init__(self, spec: ClipSpec) -> None:
         self._spec = spec
@@ -68,9 +68,9 @@ class Clipper:
     def clip(
         self, gradients: list[Tensor], norm: Tensor, measure: Callable[[], Tensor] | None = None
     ) -> None:
-        """Bound the gradients, whose norm is ``norm``; nothing waits for an accelerator.
+        """Clip gradients of norm ``norm``; never synchronises with an accelerator.
 
-        ``measure`` gives the norm anew, where these are not all of the gradient.
+        ``measure`` computes the norm again, where these are only a part of the gradient.
         """
         if self._spec.value is not None:
             for gradient in gradients:
@@ -82,10 +82,10 @@ class Clipper:
             _scale(gradients, bound, norm)
 
     def bound(self, norm: Tensor) -> Number | None:
-        """The largest norm allowed to this step; an adaptive one learns from ``norm``."""
+        """Largest norm allowed at this step; an adaptive bound learns from ``norm``."""
         if self._spec.norm != "adaptive":
             return self._spec.norm
-        if norm.device.type == "cpu":  # plain numbers cost a hundredth of tensors that hold one
+        if norm.device.type == "cpu":  # plain numbers cost a hundredth of one-element tensors
             bound, self._statistics = learn_bound(self._statistics, norm.item())
             return bound
         weight, mean, variance = (torch.as_tensor(n, device=norm.device) for n in self._statistics)
@@ -93,7 +93,7 @@ class Clipper:
         return bound
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """State for a checkpoint, as JSON."""
         return {"statistics": [float(number) for number in self._statistics]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -103,10 +103,10 @@ class Clipper:
 
 
 def learn_bound(statistics: Statistics, norm: Number) -> tuple[Number, Statistics]:
-    """The bound for a step of this norm, and what is known after it.
+    """The bound for a step of this norm, and the updated statistics.
 
-    Mean and variance are exponential (West 1979), corrected for their start at nothing. The bound
-    is a z-score (Kumar et al. 2025, section 3). On an accelerator nothing here waits for it.
+    Mean and variance are exponential (West 1979), corrected for their start at zero. The bound
+    is a z-score (Kumar et al. 2025, section 3). Never synchronises with an accelerator.
     """
     weight, mean, variance = statistics
     spread = (variance + (_LEAST_SPREAD * mean) ** 2) ** 0.5

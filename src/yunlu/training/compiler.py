@@ -1,4 +1,4 @@
-"""The compiler switch: torch.compile (Inductor), or XLA where its package fits the installed torch."""
+"""Model compilation: torch.compile (Inductor), or XLA where its package fits the installed torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 Backend = Literal["inductor", "xla"]
 
 # Fitted to the processor seconds of five models of 8 to 75 layers, compiled for the first time on a
-# slow CPU: 13 to 84 s, met within 8 s. A root, since layers of one shape share what was compiled.
+# slow CPU: 13 to 84 s, error up to 8 s. A root, since layers of one shape share compiled code.
 _ROOT_S = 11.6
 _OFFSET_S = -12.0
 _LEAST_S = 10.0
 
 
 def compiler_problem(backend: Backend, device: torch.device | None = None) -> str | None:
-    """Why this machine cannot compile; none where it can. The device is the CPU unless given."""
+    """Why this machine cannot compile; None if it can. The device is the CPU unless given."""
     if backend == "xla":
         return _xla_problem()
     from torch._dynamo.eval_frame import is_dynamo_supported  # noqa: PLC0415 - slow to import
@@ -47,8 +47,8 @@ def compiler_problem(backend: Backend, device: torch.device | None = None) -> st
 def compile_model(model: nn.Module, backend: Backend, device: torch.device) -> None:
     """Compile in place: the names of the weights stay as they are.
 
-    Nothing is compiled before the first call. A second length of batch is compiled for any length,
-    so that data of varying length does not compile for ever. For XLA the model moves to its device.
+    Compilation happens at the first call. A second batch length compiles for dynamic lengths,
+    so that data of varying length does not recompile for ever. For XLA the model moves to its device.
     """
     problem = compiler_problem(backend, device)
     if problem is not None:
@@ -66,12 +66,12 @@ def compile_model(model: nn.Module, backend: Backend, device: torch.device) -> N
         with explain_compile_errors():
             return compiled(*args, **kwargs)
 
-    # What nn.Module.compile sets, with our words around errors; copies and pickles leave it out.
+    # As nn.Module.compile, with our error messages; copies and pickles leave it out.
     model._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
 
 
 def compiled_call(model: nn.Module) -> Any:
-    """What runs instead of the model as it was written; none where it is not compiled."""
+    """The compiled call of the model; None if it is not compiled."""
     return model._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
 
 
@@ -96,9 +96,9 @@ def explain_compile_errors() -> Generator[None]:
 
 
 def xla_device() -> torch.device:
-    """The device that XLA compiles for: weights and batches must lie on it.
+    """The device that XLA compiles for; weights and batches must be on it.
 
-    Ask for it before the first backward pass of the process: torch counts its devices only once.
+    Call before the first backward pass of the process: torch counts its devices only once.
     """
     problem = compiler_problem("xla")
     if problem is not None:
@@ -109,7 +109,7 @@ def xla_device() -> torch.device:
 
 
 def run_xla_steps(optimizer: torch.optim.Optimizer) -> None:
-    """XLA only records what it is told; end each step of the optimiser by compiling and running it."""
+    """Compile and run the recorded graph after each optimiser step: XLA is lazy."""
     import torch_xla  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     def run(*_: Any) -> None:
@@ -119,9 +119,9 @@ def run_xla_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def estimate_compile_s(model: nn.Module) -> float:
-    """Seconds that Inductor takes for the first step, from the layers it has to compile.
+    """Estimated seconds that Inductor takes for the first step, from the number of layers.
 
-    Far less for a model that torch still has in its cache; more where other work has the cores.
+    Far less for a model in torch's cache; more on busy cores.
     """
     layers = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     return max(_LEAST_S, _ROOT_S * math.sqrt(layers) + _OFFSET_S)
@@ -132,10 +132,10 @@ def _cpp_problem() -> str | None:
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
     try:
-        found = get_cpp_compiler()
+        compiler = get_cpp_compiler()
     except InvalidCxxCompiler:
-        found = ""
-    if shutil.which(found) is None:
+        compiler = ""
+    if shutil.which(compiler) is None:
         return "torch.compile needs a C++ compiler on the CPU, and there is none (g++ or clang++)."
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not headers.exists():

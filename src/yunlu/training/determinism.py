@@ -1,4 +1,4 @@
-"""Algorithms whose result does not vary from run to run."""
+"""Deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _settings: Any = cast("Any", torch)._C
 
 
 def set_deterministic(mode: bool, *, warn_only: bool = True) -> None:
-    """As ``torch.use_deterministic_algorithms``, which loads a compiler to tell it, too.
+    """As ``torch.use_deterministic_algorithms``, without importing Inductor to configure it.
 
-    That takes a second and 70 MB; ``compile_model`` tells the compiler where there is one.
+    The import takes a second and 70 MB; ``compile_model`` configures the compiler where it is used.
     """
     _settings._set_deterministic_algorithms(mode, warn_only=warn_only)
     compiler: Any = sys.modules.get("torch._inductor.config")

@@ -63,36 +63,36 @@ if TYPE_CHECKING:
 
 
 _ADAPTING_STEPS = 20
-"""Losses in a row that may overflow while modules are moved to full precision."""
+"""Overflowing losses in a row that are tolerated while modules move to full precision."""
 
 
 class Engine:
-    """Holds everything that changes while training, and the moves of one step."""
+    """Holds all state that changes while training, and the phases of one step."""
 
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        parts: TrainingInputs,
+        inputs: TrainingInputs,
         emit: Callable[..., Any],
         *,
         world: World | None = None,
         optimizer_of: Callable[..., tuple[Any, Any]] = make_optimizer,
     ) -> None:
-        """``emit`` takes what happens inside a step: the run's log of events."""
+        """``emit`` receives events that occur inside a step."""
         self.emit = emit
-        self.job, self.plan, self.task, self.splits = job, plan, parts.task, parts.splits
+        self.job, self.plan, self.task, self.splits = job, plan, inputs.task, inputs.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
         self.world = world or World(layout=Layout(), rank=0, device=self.device)
-        self.model = parts.model.to(self.device)
+        self.model = inputs.model.to(self.device)
         self.micro_batch = plan.micro_batch
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)
         aliases = find_aliases(self.model)
         self.steps_done = self._overflows = self._items = 0
-        # Packed samples waste nothing, whatever their order.
-        self.lengths = None if plan.padding == "pack" else lengths_of(parts.splits.train)
-        samples, replicas = len(parts.splits.train), self.world.layout.replicas
+        # Packed samples have no padding, whatever their order.
+        self.lengths = None if plan.padding == "pack" else lengths_of(inputs.splits.train)
+        samples, replicas = len(inputs.splits.train), self.world.layout.replicas
         self.batch_schedule = BatchSchedule(
             job, plan, self.lengths, samples=samples, replicas=replicas
         )
@@ -107,27 +107,27 @@ class Engine:
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
         self.clipper = Clipper(train.clip)
         self.noise = NoiseScale(self.weights, is_mixed=self.lengths is None)
-        # Released gradients have changed the weights before a step can be judged: only going back helps.
+        # Gradient release changes the weights before a step can be judged: only a rollback helps.
         released = {"spikes": None, "skips": 0} if train.gradient_release else {}
         self.guard = Guard(train.guard.model_copy(update=released))
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
         self._in_step = self.keeps_ledger = False
         self.is_inconsistent = False
-        """Weights and what the optimiser remembers are of two different steps."""
+        """Whether weights and optimiser state belong to different steps."""
         self.before_change: Callable[[], None] = _nothing
-        """Called before weights change: somebody may still be copying them."""
+        """Called before weights change: a checkpoint may still be copying them."""
         self.note_waiting: Callable[..., None] = _nothing
-        """Called before this worker waits for others, and after (``is_over``)."""
+        """Called before this worker waits for other workers, and after (``is_over``)."""
         self.requested_batch: Callable[[], int | None] = _nothing
-        """The batch that somebody asks for while the run goes on."""
+        """Batch size requested while the run goes on."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
             compile_model(self.model, plan.compile, self.device)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each step still to do; resumes where the last life stopped."""
+        """Micro-batches of the remaining steps; resumes where the last attempt stopped."""
         return step_batches(
             self.splits.train,
             collate_for(self.task, self.plan.padding),
@@ -141,52 +141,52 @@ class Engine:
             digests=self.keeps_ledger,
         )
 
-    def agree(self, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
-        """What the step holds over all workers, and whether one of them asks for an end."""
+    def agree(self, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
+        """Totals of the step over all workers, and whether one of them requests a stop."""
         self.note_waiting()
-        agreed, is_new = self.communication.agree(micros, ask, self.steps_done)
+        totals, is_new = self.communication.agree(micros, request, self.steps_done)
         if is_new:
-            self._rearrange()
+            self._wrap_again()
         self.note_waiting(is_over=True)
-        return agreed
+        return totals
 
     def synchronize(self) -> None:
-        """Hold what all hold: before evaluating, saving and leaving; by all, after the same step."""
+        """Synchronise the weights before evaluating, saving or leaving; by all workers after the same step."""
         self.note_waiting()
         if self.communication.communicator.settle():
             average_buffers(self.world, self.model, self.average)
         self.note_waiting(is_over=True)
 
     def begin(self) -> None:
-        """Everything is in place: go on from here."""
+        """Start communication; called once all state is in place."""
         self.communication.begin(self.steps_done)
         if self.communication.has_own_moments:
-            # Each remembers other gradients: from now on their updates must be the same.
+            # Workers have different optimiser state: from now on their updates must be equal.
             self.optimizer.state.clear()
             self.communication.has_own_moments = False
         hold_moments(self.optimizer, held=self.communication.communicator.holds_moments)
 
-    def _rearrange(self) -> None:
+    def _wrap_again(self) -> None:
         self.wrapped.close()
         self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
         hold_moments(self.optimizer, held=self.communication.communicator.holds_moments)
 
     def accumulate(self, micros: Sequence[Batch], items: int) -> Tensor | None:
-        """Forward and backward over the micro-batches; the mean loss over the true count of items.
+        """Forward and backward over the micro-batches; the mean loss over all items of the step.
 
-        None where memory ran out: what was done is undone, and micro-batches are smaller now.
+        None if memory ran out: the step is undone, and the micro-batch is halved.
         """
         if items == 0 and self.communication.communicator.is_apart:
-            items = 1  # fewer samples than workers: this one adds nothing
+            items = 1  # fewer samples than workers: this one has none
         if items == 0:
             raise DataError(
-                f"Step {self.steps_done + 1} holds nothing to learn from: every target is ignored.",
+                f"Step {self.steps_done + 1} has no targets: every target is ignored.",
                 hint="Raise train.batch, or clean the data of empty samples.",
             )
         self._items = items
         self._set_rate()
         if not self.world.layout.is_single:
-            # Any number of workers, any resume: the numbers of a step are its own.
+            # Seeded by step: random numbers do not depend on the number of workers or on resuming.
             seed, replica = self.job.train.seed, self.world.replica
             seed_step(seed, self.steps_done, replica, self.device)
         self._start.mark()
@@ -194,7 +194,10 @@ class Engine:
         try:
             with self.wrapped.step_context():
                 return self.wrapped.accumulate(
-                    micros, self._loss_of, self._watched(micros), forward=self.precision.forward
+                    micros,
+                    self._loss_of,
+                    self._backward_with_noise(micros),
+                    forward=self.precision.forward,
                 )
         except Exception as error:
             if not self._shrink(error):
@@ -203,16 +206,16 @@ class Engine:
 
     def _loss_of(self, model: nn.Module, micro: Batch) -> Tensor:
         loss, _ = self.task.loss(model, micro.to(self.device))
-        # By the count of the whole global batch, never by the micro-batch's own.
+        # Divided by the items of the global batch, never by those of the micro-batch.
         return loss / self._items if micro.counts else loss * 0.0
 
-    def _watched(self, micros: Sequence[Batch]) -> Callable[[Tensor], None]:
+    def _backward_with_noise(self, micros: Sequence[Batch]) -> Callable[[Tensor], None]:
         self.wrapped.is_watched = self.noise.is_due(self.steps_done)
         alone = micros if self.communication.steps_alone else ()
         return self.noise.begin(self.steps_done, alone, self.precision)
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Add penalties to the gradient, and measure it; the loss and the norm over all workers."""
+        """Reduce the gradient and add penalties; returns loss and gradient norm over all workers."""
         if self.release is not None:
             return loss, self.release.norm
         self.note_waiting()
@@ -227,40 +230,42 @@ class Engine:
             self.note_waiting(is_over=True)
             return loss, norm
         share = loss.double() / self.world.layout.tp
-        ours = (
+        local = (
             share,
             measure_square(self.weights, self.wrapped.copies),
             *self.wrapped.gradient_squares(),
         )
-        sums = self.world.sum_over_all(torch.stack(ours))
+        sums = self.world.sum_over_all(torch.stack(local))
         self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
         self.communication.note_exchange(self.wrapped.exchange_s)
         self.note_waiting(is_over=True)
         return sums[0].float(), sums[1].sqrt().float()
 
-    def _measure(self) -> Tensor:
+    def _measure_norm(self) -> Tensor:
         if self.communication.steps_alone:
             return measure_norm(self._gradients())
-        ours = measure_square(self.weights, self.wrapped.copies)
-        return self.world.sum_over_all(ours).sqrt().float()
+        local_square = measure_square(self.weights, self.wrapped.copies)
+        return self.world.sum_over_all(local_square).sqrt().float()
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, StepVerdict]:
-        """Loss and norm as numbers, and whether this step may change the weights."""
+        """Loss and norm as numbers, and the guard's verdict on the step."""
         if self.device.type == "cpu":
             loss_value, norm_value = float(loss), float(norm)
         else:
-            loss_value, norm_value = torch.stack((loss, norm)).tolist()  # one wait for the device
+            loss_value, norm_value = torch.stack(
+                (loss, norm)
+            ).tolist()  # one device synchronisation
         if self._is_being_adapted(loss_value):
             return loss_value, norm_value, StepVerdict("skip", "overflow")
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
         if verdict.action == "rollback" and self.communication.communicator.is_apart:
-            verdict = StepVerdict("skip", verdict.reason)  # only all together can go back
+            verdict = StepVerdict("skip", verdict.reason)  # only all workers together can roll back
         return loss_value, norm_value, verdict
 
     def _is_being_adapted(self, loss: float) -> bool:
-        """Whether a loss that overflowed is still the business of the adaptive precision."""
+        """Whether the adaptive precision is still handling an overflow."""
         if math.isfinite(loss) or self.precision.low_share is None:
             self._overflows = 0
             return False
@@ -268,10 +273,10 @@ class Engine:
         return self._overflows <= _ADAPTING_STEPS
 
     def update(self, norm: Tensor) -> bool:
-        """Bound the gradient and change the weights; whether that was done, or overflow forbade."""
+        """Clip the gradient and update the weights; false if an overflow prevented it."""
         if self.release is None:
             self.noise.observe(self.steps_done, self.communication.batch_of(self.steps_done))
-            self.clipper.clip(self._gradients(), norm, self._measure)
+            self.clipper.clip(self._gradients(), norm, self._measure_norm)
         self.before_change()
         self.is_inconsistent = self.world.layout.zero1
         is_applied = self.precision.step(self.optimizer)
@@ -281,22 +286,22 @@ class Engine:
             self._start.bring_back_buffers()
         elif self.average is not None:
             self.average.update_parameters(self.model)
-        self._exchange(self.communication.after_update)
+        self._end_update(self.communication.after_update)
         self._end_step()
         return is_applied
 
     def discard_step(self) -> bool:
-        """End a bad step with weights and running averages as they were."""
+        """End a bad step without an update; restores the buffers."""
         self.precision.skip()
         self._start.bring_back_buffers()
-        self._exchange(self.communication.after_left_out)
+        self._end_update(self.communication.after_left_out)
         if self.release is not None:
-            self.release.step()  # its weights have moved; a rollback follows
+            self.release.step()  # its weights have changed; a rollback follows
         self._end_step()
         return False
 
     def close(self) -> None:
-        """Leave the model as it was given: it may be somebody's own."""
+        """Remove all hooks from the model: it may belong to the user."""
         if self.release is not None:
             self.release.close()
         self.precision.detach()
@@ -306,29 +311,29 @@ class Engine:
         set_compiled_call(self.model, None)
 
     def abandon_step(self) -> None:
-        """Others are lost: be as at the end of the last step."""
+        """Undo the current step after losing other workers."""
         if self._in_step:
             self._start.bring_back_buffers()
             self.precision.skip()
         self._in_step = False
         self.optimizer.zero_grad(set_to_none=True)
         self.wrapped.drop_gradients()
-        agreed = self.communication.communicator.abandon()
-        self.steps_done = self.steps_done if agreed is None else agreed
+        last_step = self.communication.communicator.abandon()
+        self.steps_done = self.steps_done if last_step is None else last_step
 
     def rejoin(self, world: World, *, micro_batch: int) -> None:
-        """Go on among other workers with what is here; only where everyone holds everything.
+        """Continue in another world with the state held here; only if each worker holds all of it.
 
-        ``micro_batch`` is the plan's: under the same layout less may have turned out to fit.
+        ``micro_batch``: of the plan; used under another layout, where more may fit.
         """
         if world.layout != self.world.layout:
             self.micro_batch = micro_batch
         self.world = world
         self.communication.join_next(world, self.steps_done)
-        self._rearrange()
+        self._wrap_again()
 
-    def _exchange(self, end_step: Callable[[int], None]) -> None:
-        is_apart = self.communication.communicator.is_apart  # weights may be exchanged
+    def _end_update(self, end_step: Callable[[int], None]) -> None:
+        is_apart = self.communication.communicator.is_apart  # weights may be averaged
         if is_apart:
             self.note_waiting()
         end_step(self.steps_done + 1)
@@ -336,7 +341,7 @@ class Engine:
             self.note_waiting(is_over=True)
 
     def skip_step(self) -> None:
-        """End a step that was bad before a rollback, without looking at its samples again."""
+        """End a step that was bad before a rollback, without computing it."""
         self._set_rate()
         self._end_step()
 
@@ -361,18 +366,18 @@ class Engine:
 
     def health(self) -> dict[str, float]:
         """Figures of the step just done that only some runs have, by their names in the log."""
-        found = {
+        values = {
             **self.noise.figures(),
             "loss_scale": self.precision.scale,
             "low_share": self.precision.low_share,
             "exchange_s": self.wrapped.exchange_s or None,
             **self.communication.figures(),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def lr(self) -> float:
-        """The learning rate of the step under way, or of the one just done."""
+        """Learning rate of the current or the last step."""
         return self.optimizer.param_groups[0]["lr"]
 
     def _set_rate(self) -> None:
@@ -381,11 +386,11 @@ class Engine:
             group["lr"] = lr
 
     def _shrink(self, error: Exception) -> bool:
-        """Halve the micro-batch where memory ran out; false where that cannot help."""
-        if not self.world.layout.is_single:  # all have to agree on another size
+        """Halve the micro-batch after running out of memory; false if that cannot help."""
+        if not self.world.layout.is_single:  # all workers would have to agree on another size
             return False
         size = smaller(self.micro_batch)
-        # Released gradients need the whole batch in one pass.
+        # Gradient release needs the whole batch in one pass.
         if size is None or self.release is not None or not is_out_of_memory(error):
             return False
         message = str(error).partition("\n")[0][:200]

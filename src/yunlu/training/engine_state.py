@@ -1,6 +1,6 @@
-"""Everything of an engine that a run needs to go on: as boxes of tensors, and as JSON.
+"""State of an engine: tensor shards and JSON.
 
-The same is written to a checkpoint, read back under any layout, and passed between live workers.
+The same state is written to a checkpoint, read back under any layout, and sent between live workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from yunlu.training.parallel.tensor_slices import (
     full_slice,
     weights_of,
 )
-from yunlu.training.parallel.tensor_slices import fill as fill_pieces
+from yunlu.training.parallel.tensor_slices import fill as fill_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,19 +36,19 @@ Groups = dict[str, dict[str, TensorShard]]
 
 
 class EngineState:
-    """What an engine holds, found once: FSDP shows other tensors in the middle of a step."""
+    """State of an engine; collected once, since FSDP exposes other tensors during a step."""
 
-    def __init__(self, engine: Engine, whole_aliases: Mapping[str, str]) -> None:
+    def __init__(self, engine: Engine, model_aliases: Mapping[str, str]) -> None:
         self._engine = engine
-        self.aliases = dict(whole_aliases)
+        self.aliases = dict(model_aliases)
         parts = engine.wrapped.parts
-        self.model = weights_of(parts, aliases=whole_aliases)
+        self.model = weights_of(parts, aliases=model_aliases)
         self._leaves = parameter_shards(
-            parts, engine.wrapped.weights, engine.wrapped.leaves, aliases=whole_aliases
+            parts, engine.wrapped.weights, engine.wrapped.leaves, aliases=model_aliases
         )
 
     def moving(self) -> set[str]:
-        """Names of what forward passes change, as a checkpoint has them: running averages."""
+        """Checkpoint names of tensors that forward passes change: running averages."""
         trained = {
             self.aliases.get(name, name)
             for part in self._engine.wrapped.parts
@@ -57,15 +57,15 @@ class EngineState:
         return {f"model/{name}" for name in self.model if name not in trained}
 
     def pieces(self) -> Groups:
-        """Live tensors, by group; the optimiser's exist from its first step on."""
+        """Live shards, by group; the optimiser's exist from its first step on."""
         moments, _ = optimizer_shards(self._engine.optimizer, self._leaves)
-        found: Groups = {"model": self.model, "optimizer": moments}
+        shards: Groups = {"model": self.model, "optimizer": moments}
         if self._engine.average is not None:
-            found["ema"] = weights_of([self._engine.average.module], aliases=self.aliases)
-        return found
+            shards["ema"] = weights_of([self._engine.average.module], aliases=self.aliases)
+        return shards
 
     def numbers(self) -> dict[str, Any]:
-        """The rest, as JSON; the same on all workers."""
+        """The other state, as JSON; the same on all workers."""
         engine = self._engine
         _, groups = optimizer_shards(engine.optimizer, self._leaves)
         average = engine.average
@@ -76,7 +76,7 @@ class EngineState:
             "clipping": engine.clipper.state(),
             "guard": engine.guard.state(),
             "noise": engine.noise.numbers(),
-            "course": engine.batch_schedule.state(),
+            "batch_schedule": engine.batch_schedule.state(),
             "plateau": engine.plateau.state(),
             "micro_batch": engine.micro_batch,
             "layout": _describe_layout(engine),
@@ -85,19 +85,19 @@ class EngineState:
         }
 
     def wanted(self, specs: Mapping[str, TensorSpec]) -> Groups:
-        """Tensors to be filled from somewhere that has these (``<group>/<name>``)."""
+        """Shards to be filled from a source with these tensors (``<group>/<name>``)."""
         prefix = "optimizer/"
         moments = {
             name.removeprefix(prefix): spec
             for name, spec in specs.items()
             if name.startswith(prefix)
         }
-        found = self.pieces()
-        found["optimizer"] = wanted_optimizer(self._engine.optimizer, self._leaves, moments)
-        return found
+        shards = self.pieces()
+        shards["optimizer"] = wanted_optimizer(self._engine.optimizer, self._leaves, moments)
+        return shards
 
     def install(self, filled: Groups, numbers: dict[str, Any], *, step: int) -> None:
-        """Go on from tensors that were filled, after ``step`` steps."""
+        """Install filled shards as the state after ``step`` steps."""
         engine = self._engine
         engine.wrapped.release_gathered()
         self._check_data(numbers)
@@ -105,21 +105,21 @@ class EngineState:
         self._adopt(numbers, step=step)
 
     def snapshot(self, *, metrics: dict[str, float], extra: dict[str, Any]) -> Snapshot:
-        """What this worker contributes to a checkpoint; live tensors are copied by who saves."""
+        """This worker's part of a checkpoint; the checkpoint store copies the live tensors."""
         engine = self._engine
         tensors: dict[str, Any] = {}
         state = self.numbers() | {"extra": extra}
         if engine.world.layout.is_single:
-            # Among others the numbers of a step are its own: see ``seed_step``.
+            # With several workers each step is seeded: see ``seed_step``.
             tensors["random"], state["random"] = states.copy_random()
         pair, about = engine.noise.pair()
         if pair and not engine.wrapped.is_partitioned:
             tensors["noise"], state["noise_pair"] = pair, about
-        kept = engine.communication.state()
-        if kept:
+        buffers = engine.communication.state()
+        if buffers:
             rank = engine.world.rank
-            tensors["communication"] = {f"{rank}:{name}": value for name, value in kept.items()}
-        state["communicating"] = engine.world.layout.world if kept else 0
+            tensors["communication"] = {f"{rank}:{name}": value for name, value in buffers.items()}
+        state["communicating"] = engine.world.layout.world if buffers else 0
         return Snapshot(
             step=engine.steps_done,
             tensors=tensors,
@@ -129,7 +129,7 @@ class EngineState:
         )
 
     def read(self, reader: CheckpointReader) -> dict[str, Any]:
-        """Continue from a checkpoint of any layout; returns what the watchers had kept in it."""
+        """Restore a checkpoint of any layout; returns the state of the callbacks in it."""
         engine, state = self._engine, reader.state
         self._check_data(state)
         self.read_weights(reader)
@@ -141,19 +141,19 @@ class EngineState:
             first = _load(reader.group("noise"))["first"]
             engine.noise.adopt_pair(first, state["noise_pair"])
         if state.get("communicating"):
-            kept = _load(reader.group("communication"))
-            engine.communication.communicator.restore(_by_worker(kept, state["communicating"]))
+            buffers = _load(reader.group("communication"))
+            engine.communication.communicator.restore(_by_worker(buffers, state["communicating"]))
         if "random" in state and engine.world.layout.is_single:
             states.restore_random(_load(reader.group("random")), state["random"])
         return state["extra"]
 
     def read_weights(self, reader: CheckpointReader) -> None:
-        """Only the weights, and their average."""
+        """Restore only the weights and their moving average."""
         self._engine.wrapped.release_gathered()
-        fill_pieces(self.model.values(), reader.group("model"))
+        fill_shards(self.model.values(), reader.group("model"))
         average = self._engine.average
         if average is not None:
-            fill_pieces(
+            fill_shards(
                 weights_of([average.module], aliases=self.aliases).values(), reader.group("ema")
             )
 
@@ -162,12 +162,12 @@ class EngineState:
         engine.precision.restore(numbers["precision"])
         engine.clipper.restore(numbers["clipping"])
         engine.guard.restore(numbers["guard"])
-        # Checkpoints of earlier versions have neither.
+        # Absent in checkpoints of earlier versions.
         engine.noise.adopt(numbers.get("noise", {}))
-        engine.batch_schedule.restore(numbers.get("course", {}))
+        engine.batch_schedule.restore(numbers.get("batch_schedule", {}))
         engine.plateau.restore(numbers["plateau"])
         if numbers.get("layout") == _describe_layout(engine):
-            # More may not have fitted; of another layout's workers that says nothing.
+            # Memory may have run out with more; another layout needs other memory.
             engine.micro_batch = min(engine.micro_batch, numbers["micro_batch"])
         if engine.average is not None and numbers["averaged"] is not None:
             engine.average.n_averaged.fill_(numbers["averaged"])
@@ -185,12 +185,12 @@ def _describe_layout(engine: Engine) -> dict[str, Any]:
     return engine.world.layout.model_dump(mode="json")
 
 
-def _by_worker(kept: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{} for _ in range(size)]
-    for key, value in kept.items():
+def _by_worker(buffers: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
+    by_rank: list[dict[str, Any]] = [{} for _ in range(size)]
+    for key, value in buffers.items():
         rank, _, name = key.partition(":")
-        found[int(rank)][name] = value
-    return found
+        by_rank[int(rank)][name] = value
+    return by_rank
 
 
 def _load(reader: ShardGroupReader) -> dict[str, Any]:

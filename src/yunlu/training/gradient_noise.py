@@ -1,10 +1,10 @@
-"""The gradient-noise scale: the batch at which noise and signal of the gradient are equal.
+"""The gradient noise scale: the batch size at which noise and signal of the gradient are equal.
 
 McCandlish et al. 2018, section 2.2: tr(Sigma) / |G|^2, where G is the true gradient and Sigma the
-covariance of one sample's. Gradients of different samples tell both: their noise is independent, so
-that their products hold only the signal. They come, the best source first,
+covariance of one sample's. Both follow from gradients of different samples: their noise is independent,
+so that their inner products contain only the signal. Sources, the best first:
 
-- from the replicas of a step: what each brings to the sum, against the sum (appendix A.1);
+- from the replicas of a step: each replica's gradient against the sum (appendix A.1);
 - from the two halves of the micro-batches that a worker accumulates in a step;
 - from two steps in a row, between which the weights move: biased.
 """
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 EVERY = 20
 EARLY_STEPS, EARLY_EVERY = 100, 5
-"""At first more often: short runs have a noise scale, too."""
+"""More often at first, so that short runs get an estimate too."""
 NUMBERS = 1 << 14
 MEMORY = 0.97
-"""What the measurements before weigh against the newest: an average over about 33 of them."""
+"""Decay of the average: about the last 33 measurements."""
 FEWEST = 8
-"""Measurements before anything is said."""
+"""Measurements before an estimate is given."""
 _PATIENCE = 4
-"""Times without several parts in a step before two steps are compared: an epoch's last is short."""
+"""Steps without several parts before two steps are compared: an epoch's last step is short."""
 
 
 class NoiseScale:
-    """Compares gradients of different samples, now and then, at a few places; changes none.
+    """Estimates the noise scale by comparing gradients of different samples at a few positions.
 
-    Of one step they tell the truth. Of two in a row, where momentum gives the newest gradient a small
-    part in the move between them (Adam, momentum), the answer stays right; under plain SGD near a
-    minimum the second gradient points against the noise of the first, and the answer is far too high
-    or none. On a problem where the truth is known: within a factor of 1.35 up to ten times the batch,
-    and of 3.5 at twenty times (``tests/unit/training/test_noise.py``).
+    Gradients of one step give an unbiased estimate. Of two steps in a row the estimate stays right with
+    momentum or Adam, where the newest gradient has a small part in the update between them; under plain
+    SGD near a minimum the second gradient points against the noise of the first, and the estimate is far
+    too high or missing. On a problem with a known answer: within a factor of 1.35 up to ten times the
+    batch, and of 3.5 at twenty times (``tests/unit/training/test_gradient_noise.py``).
 
     Args:
-        weights: Whose gradients are looked at.
-        every: Steps from one measurement to the next.
-        is_mixed: Whether the parts of a step hold samples at random. Sorted by length they do not,
+        weights: Weights whose gradients are sampled.
+        every: Steps between measurements.
+        is_mixed: Whether the parts of a step hold random samples. Sorted by length they do not,
             and only steps can be compared.
     """
 
@@ -56,32 +56,32 @@ class NoiseScale:
         if every < 2:
             raise ValueError(f"every must be at least 2, not {every}")
         self._every, self._is_mixed = every, is_mixed
-        self._places, self._factors = _choose_places(weights)
+        self._positions, self._factors = _choose_positions(weights)
         self._sums = torch.zeros(3, device=weights[0].device)
-        """Averages of tr(Sigma), of |G|^2 and of 1: by the last the start at 0 is corrected."""
+        """Averages of tr(Sigma), of |G|^2 and of 1; the last corrects for the start at 0."""
         self._count = 0
         self._parts = self._missed = 0
         self._first: Tensor | None = None
         self._first_step, self._first_batch = -1, 0
         self._halves: list[tuple[Tensor, int]] = []
-        """Of the step under way: gradients so far, and of how many samples."""
+        """Current step: gradients so far, and their number of samples."""
         self._shares: Tensor | None = None
-        """Of the step under way: the replicas' squares summed, the sum's square, squared batches."""
+        """Current step: sum of the replicas' squares, square of the sum, squared batches."""
         self._replicas = 1
         self._scale = 1.0
         self._known: tuple[float, float] | None = None
         self._is_stale = False
 
     def is_due(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is one to be measured."""
+        """Whether step ``step`` (from 0) is measured."""
         return step % (min(self._every, EARLY_EVERY) if step < EARLY_STEPS else self._every) == 0
 
     def begin(
         self, step: int, micros: Sequence[Batch], precision: Precision
     ) -> Callable[[Tensor], None]:
-        """A step begins; what runs the backward passes of its micro-batches.
+        """Begin a step; returns the function that runs the backward passes of its micro-batches.
 
-        ``micros`` are those whose gradients will lie beside the weights; none among replicas.
+        ``micros``: those whose gradients accumulate locally; empty with several replicas.
         """
         self._halves, self._shares, self._scale = [], None, precision.scale or 1.0
         if len(micros) < 2 or not self._is_mixed or not self.is_due(step):
@@ -90,36 +90,36 @@ class NoiseScale:
         middle = len(sizes) // 2
         done = 0
 
-        def follow(loss: Tensor) -> None:
+        def backward(loss: Tensor) -> None:
             nonlocal done
             precision.backward(loss)
             done += 1
             if done in {middle, len(sizes)}:
                 self._halves.append((self._sample() / self._scale, sum(sizes[:done])))
 
-        return follow
+        return backward
 
     def hold(self, shares: Tensor, *, replicas: int) -> None:
-        """Take what the replicas brought to this step: see ``Arrangement.looked``; may be empty."""
+        """Take the replicas' squares of this step: see ``ParallelModel.gradient_squares``; may be empty."""
         if len(shares) and self._is_mixed:
             self._shares, self._replicas = shares, replicas
 
     def observe(self, step: int, batch: int) -> None:
-        """Take in step ``step`` (from 0) of ``batch`` samples, with its gradients before clipping."""
+        """Measure step ``step`` (from 0) of ``batch`` samples by its gradients before clipping."""
         if not self.is_due(step):
             if self._first is not None and self._first_step == step - 1:
-                pair = compare(self._first, self._sample(), self._first_batch, batch)
-                self._take_in(pair, parts=1)
+                pair = estimate_from_pair(self._first, self._sample(), self._first_batch, batch)
+                self._add_estimate(pair, parts=1)
             self._first = None
             return
         self._first = None
         if self._shares is not None:
-            shares = weigh(self._shares, batch) / self._scale**2
-            self._take_in(shares, parts=self._replicas)
+            shares = estimate_from_replicas(self._shares, batch) / self._scale**2
+            self._add_estimate(shares, parts=self._replicas)
         elif len(self._halves) == 2:
             (first, before), (both, after) = self._halves
             first, second = first * (after / before), (both - first) * (after / (after - before))
-            self._take_in(compare(first, second, before, after - before), parts=2)
+            self._add_estimate(estimate_from_pair(first, second, before, after - before), parts=2)
         else:
             self._missed += 1
             if self._parts < 2 or self._missed >= _PATIENCE:
@@ -127,12 +127,12 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """In samples; None while too little is known, or where no signal stands above the noise."""
+        """The noise scale in samples; None with too few measurements, or without a measurable signal."""
         known = self._read()
         return None if known is None else known[0] / known[1]
 
     def figures(self) -> dict[str, float]:
-        """For the log, by their names there; empty while nothing is known."""
+        """Values for the log; empty without an estimate."""
         known = self._read()
         if known is None:
             return {}
@@ -145,7 +145,7 @@ class NoiseScale:
         }
 
     def numbers(self) -> dict[str, Any]:
-        """What is known, as JSON: for a checkpoint, and for who joins."""
+        """State for a checkpoint or a joining worker, as JSON."""
         return {
             "sums": self._sums.tolist(),
             "count": self._count,
@@ -154,7 +154,7 @@ class NoiseScale:
         }
 
     def adopt(self, numbers: dict[str, Any]) -> None:
-        """Go on from what ``numbers`` gave; from the start where it gave nothing."""
+        """Restore the result of ``numbers``; empty state restores nothing."""
         if "sums" not in numbers:
             return
         self._sums = torch.tensor(numbers["sums"], device=self._sums.device)
@@ -163,19 +163,19 @@ class NoiseScale:
         self._first, self._is_stale = None, True
 
     def pair(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The first step of two to be compared, if it was the last: tensors, and numbers as JSON."""
+        """Sample of the last step, if the next is compared with it: tensors, and numbers as JSON."""
         if self._first is None:
             return {}, {}
         step, batch = self._first_step, self._first_batch
         return {"first": self._first.cpu().clone()}, {"step": step, "batch": batch}
 
     def adopt_pair(self, first: Tensor, numbers: dict[str, Any]) -> None:
-        """Go on from what ``pair`` gave."""
+        """Restore the result of ``pair``."""
         self._first = first.to(self._sums.device, copy=True)
         self._first_step, self._first_batch = numbers["step"], numbers["batch"]
 
     def _read(self) -> tuple[float, float] | None:
-        """Noise and signal; waits for the device, but only once per measurement."""
+        """Noise and signal; synchronises with the device once per measurement."""
         if self._is_stale:
             noise, signal, weight = self._sums.tolist()
             is_known = self._count >= FEWEST and signal > 0
@@ -185,38 +185,40 @@ class NoiseScale:
 
     def _sample(self) -> Tensor:
         parts: list[Tensor] = []
-        for weight, places, count in self._places:
+        for weight, positions, count in self._positions:
             gradient = weight.grad
-            if gradient is None:  # it took no part
+            if gradient is None:  # no gradient in this step
                 parts.append(torch.zeros(count, device=weight.device))
             else:
-                found = gradient.reshape(-1) if places is None else gradient.take(places)
-                parts.append(found.float())
+                sampled = gradient.reshape(-1) if positions is None else gradient.take(positions)
+                parts.append(sampled.float())
         return torch.cat(parts) * self._factors
 
-    def _take_in(self, found: Tensor, *, parts: int) -> None:
+    def _add_estimate(self, estimate: Tensor, *, parts: int) -> None:
         if parts > 1:
             self._missed = 0
-            if self._parts == 1:  # what is known is biased: begin again without it
+            if self._parts == 1:  # earlier estimates are biased: drop them
                 self._sums, self._count = torch.zeros_like(self._sums), 0
         self._parts = parts
-        newest = torch.cat((found.to(self._sums), torch.ones_like(self._sums[:1])))
-        # Without asking the device: gradients that are not finite change nothing.
+        newest = torch.cat((estimate.to(self._sums), torch.ones_like(self._sums[:1])))
+        # Without synchronising: gradients that are not finite change nothing.
         known = torch.where(newest.isfinite().all(), newest, self._sums)
         self._sums = torch.lerp(self._sums, known, 1 - MEMORY)
         self._count += 1
         self._is_stale = True
 
 
-def compare(first: Tensor, second: Tensor, first_batch: int, second_batch: int) -> Tensor:
-    """tr(Sigma) and |G|^2 by two mean gradients of so many samples each."""
+def estimate_from_pair(
+    first: Tensor, second: Tensor, first_batch: int, second_batch: int
+) -> Tensor:
+    """tr(Sigma) and |G|^2 from two mean gradients over the given numbers of samples."""
     difference = second - first
     noise = difference.dot(difference) / (1 / first_batch + 1 / second_batch)
     return torch.stack((noise, first.dot(second)))
 
 
-def weigh(shares: Tensor, batch: int) -> Tensor:
-    """tr(Sigma) and |G|^2 by replicas, of which each brings its part of the mean over ``batch``.
+def estimate_from_replicas(shares: Tensor, batch: int) -> Tensor:
+    """tr(Sigma) and |G|^2 from replicas, each with its part of the mean over ``batch`` samples.
 
     A part of p of the samples is p G and noise of p tr(Sigma) / batch: its square is expected to be
     p^2 |G|^2 + p tr(Sigma) / batch. So the squares add up to q |G|^2 + tr(Sigma) / batch, where q is the
@@ -224,34 +226,36 @@ def weigh(shares: Tensor, batch: int) -> Tensor:
 
     Args:
         shares: The sum of squares, the square of the sum, the sum of the replicas' squared batches.
-        batch: Of all replicas.
+        batch: Samples of all replicas.
     """
     squares, square, batches = shares.double().unbind()
     q = batches / batch**2
     return torch.stack((batch * (squares - q * square), square - squares)) / (1 - q)
 
 
-def choose_places(count: int, total: int, generator: torch.Generator) -> Tensor:
-    """Some of a weight's ``count`` places: its share of ``NUMBERS``, where there are ``total``."""
-    wanted = min(count, -(-count * NUMBERS // total))  # ceiling
-    if wanted == count:
+def choose_positions(count: int, total: int, generator: torch.Generator) -> Tensor:
+    """Sampled positions of a weight of ``count`` elements: its share of ``NUMBERS`` out of ``total``."""
+    sampled = min(count, -(-count * NUMBERS // total))  # ceiling
+    if sampled == count:
         return torch.arange(count)
-    # Drawn with repetition: a permutation of all places would take the gradient's memory.
-    return torch.randint(count, (wanted,), generator=generator).sort().values
+    # With replacement: a permutation of all positions would take the gradient's memory.
+    return torch.randint(count, (sampled,), generator=generator).sort().values
 
 
-def _choose_places(
+def _choose_positions(
     weights: Sequence[Tensor],
 ) -> tuple[list[tuple[Tensor, Tensor | None, int]], Tensor]:
-    """Of each weight some places, or all, and how many; and the roots of what each stands for."""
+    """Sampled positions of each weight and their number; square roots of the inverse sampling rates."""
     total = sum(weight.numel() for weight in weights)
-    generator = torch.Generator().manual_seed(total)  # its own: training's numbers stay as they are
+    generator = torch.Generator().manual_seed(
+        total
+    )  # a separate generator: training's random numbers do not change
     chosen: list[tuple[Tensor, Tensor | None, int]] = []
     factors: list[Tensor] = []
     for weight in weights:
-        places = choose_places(weight.numel(), total, generator)
-        count = len(places)
+        positions = choose_positions(weight.numel(), total, generator)
+        count = len(positions)
         is_all = count == weight.numel()
-        chosen.append((weight, None if is_all else places.to(weight.device), count))
+        chosen.append((weight, None if is_all else positions.to(weight.device), count))
         factors.append(torch.full((count,), (weight.numel() / max(count, 1)) ** 0.5))
     return chosen, torch.cat(factors).to(weights[0].device)

@@ -1,9 +1,9 @@
-"""The shape of any module: weights, operations and kept activations, counted without computing.
+"""Profile of any module: weights, operations and saved activations, counted with fake tensors.
 
-Tensors here are fake: they have sizes but no numbers, so a model larger than this machine is built
-and differentiated in seconds. A model whose course depends on numbers is run for real instead, on
-two samples. ``python -m yunlu.training.model_profiler`` reads a job from its standard input and
-prints what it found as one JSON object.
+Fake tensors have shapes but no values, so a model larger than this machine is built and differentiated
+in seconds. A model whose control flow depends on values is run for real instead, on two samples.
+``python -m yunlu.training.model_profiler`` reads a job from its standard input and prints the profile
+as one JSON object.
 """
 
 from __future__ import annotations
@@ -51,39 +51,39 @@ _MOST_WAYS = 64
 
 
 class MeasuredShape(Value):
-    """A shape that was measured, and how."""
+    """A measured model shape, and how it was measured."""
 
     shape: ModelShape
     how: Literal["fake", "real"] = "fake"
     note: str = ""
-    """Why it was not enough to pretend; empty where it was."""
+    """Why fake tensors were not enough; empty if they were."""
     seq: int = 1
-    """Tokens of a measured sample; 1 where samples are no sequences."""
+    """Tokens of a measured sample; 1 if samples are not sequences."""
     train_samples: int = 0
 
 
 def measure_job(job: Job) -> MeasuredShape:
-    """Measure the model of a job on the first samples of its data; no weights are read."""
+    """Profile the model of a job on the first samples of its data; reads no weights."""
     task = open_task(job.task)
     splits = task.load(job)
-    # Shapes do not depend on what training has found, and weights may be many gigabytes.
+    # Shapes do not depend on trained weights, which may be many gigabytes.
     bare = job.model.model_copy(update={"pretrained": False, "weights": None})
     blank = job.model_copy(update={"model": bare})
     batch = task.collate([splits.train[index] for index in _typical_samples(splits.train)])
-    found = measure_model(lambda: _build(blank, task), task, batch, name=job.model.name)
-    if found.shape.kind != "measured":
-        described = found.shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
-        found = found.model_copy(update={"shape": described})
-    return found.model_copy(update={"train_samples": len(splits.train)})
+    profile = measure_model(lambda: _build(blank, task), task, batch, name=job.model.name)
+    if profile.shape.kind != "measured":
+        described = profile.shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
+        profile = profile.model_copy(update={"shape": described})
+    return profile.model_copy(update={"train_samples": len(splits.train)})
 
 
 def _typical_samples(samples: Samples) -> list[int]:
-    """The first ones; of samples that differ in length, those nearest to the mean."""
+    """Indices of the first samples; of samples of varying length, those nearest to the mean."""
     lengths = lengths_of(samples)
     if lengths is None:
         return list(range(min(_SAMPLES, len(samples))))
-    whole = lengths.reshape(len(lengths), -1).sum(axis=1)  # of a source and its target
-    order = abs(whole - whole.mean()).argsort(kind="stable")
+    totals = lengths.reshape(len(lengths), -1).sum(axis=1)  # of a source and its target
+    order = abs(totals - totals.mean()).argsort(kind="stable")
     return [int(index) for index in order[:_SAMPLES]]
 
 
@@ -96,14 +96,14 @@ def _build(job: Job, task: Task) -> nn.Module:
 
 
 def describe(model: nn.Module) -> ModelShape | None:
-    """The shape of a model that says itself what it is made of: ours, or Hugging Face's."""
+    """Shape of a model of known architecture: built-in, or Hugging Face's."""
     if is_hf(model):
         config: Any = model.config
-        told = {**config.to_dict(), "architectures": [type(model).__name__]}
+        config_dict = {**config.to_dict(), "architectures": [type(model).__name__]}
         try:
-            return shape_from_config(told, where=type(model).__name__)
+            return shape_from_config(config_dict, where=type(model).__name__)
         except ModelError:
-            return None  # no stack of like blocks: it is measured
+            return None  # no stack of equal blocks: measured instead
     if not isinstance(model, CausalTransformer | TransformerClassifier | Seq2SeqTransformer):
         return None
     embedding = model.embedding
@@ -132,22 +132,22 @@ def describe(model: nn.Module) -> ModelShape | None:
 def measure_model(
     build: Callable[[], nn.Module], task: Task, batch: Batch, *, name: str
 ) -> MeasuredShape:
-    """Measure what ``build`` makes on one batch: with fake tensors, or for real where these fail."""
+    """Profile the model of ``build`` on one batch: with fake tensors, or for real if these fail."""
     try:
         with FakeTensorMode():
             faked = replace(batch, inputs=_fake(batch.inputs), targets=_fake(batch.targets))
             return _measure(build(), task, faked, name=name)
     except YunluError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's module does with fake numbers
+    except Exception as error:  # noqa: BLE001 - user modules may do anything with fake tensors
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    found = _measure(build(), task, batch, name=name)
+    profile = _measure(build(), task, batch, name=name)
     note = f"measured by a real pass over {batch.samples} samples: fake tensors failed ({why})"
-    return found.model_copy(update={"how": "real", "note": note})
+    return profile.model_copy(update={"how": "real", "note": note})
 
 
 def _fake(value: Any) -> Any:
-    """The same sizes without the numbers; called where tensors are made fake."""
+    """The same shapes without values; called under a ``FakeTensorMode``."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
@@ -165,7 +165,7 @@ def _measure(model: nn.Module, task: Task, batch: Batch, *, name: str) -> Measur
     model.train()
     weights = list(model.parameters())
     counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
-    with _plain_products(), _widths(model) as widths, counter, _kept(model) as kept:
+    with _plain_products(), _widths(model) as widths, counter, _saved_bytes(model) as saved:
         loss, _ = task.loss(model, batch)
         loss.backward()
     shape = ModelShape(
@@ -178,7 +178,7 @@ def _measure(model: nn.Module, task: Task, batch: Batch, *, name: str) -> Measur
         measured_parameters=sum(weight.numel() for weight in weights),
         measured_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         measured_flops=max(counter.get_total_flops(), 1) / batch.samples,
-        measured_activation_bytes=sum(kept.values()) / batch.samples,
+        measured_activation_bytes=sum(saved.values()) / batch.samples,
         measured_ways=_tensor_ways(model),
         measured_stages=_stages(model),
     )
@@ -187,65 +187,65 @@ def _measure(model: nn.Module, task: Task, batch: Batch, *, name: str) -> Measur
 
 @contextmanager
 def _plain_products() -> Generator[None]:
-    """Without oneDNN recurrent layers are made of products, which the counter knows."""
+    """Disable oneDNN: recurrent layers then consist of matrix products, which the counter knows."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own switch sets other switches it warns of
+        warnings.simplefilter("ignore")  # torch's own switch sets deprecated flags
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Generator[dict[int, int]]:
-    """Bytes that autograd keeps for the backward pass, by storage: each is counted once."""
-    own = {_number(weight) for weight in (*model.parameters(), *model.buffers())}
-    found: dict[int, int] = {}
+def _saved_bytes(model: nn.Module) -> Generator[dict[int, int]]:
+    """Bytes that autograd saves for the backward pass, by storage; each storage counts once."""
+    weights = {_storage_id(weight) for weight in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
     alive: list[Any] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        number = _number(tensor)
-        if number not in own:
+        number = _storage_id(tensor)
+        if number not in weights:
             storage = tensor.untyped_storage()
-            found[number] = storage.nbytes()
-            alive.append(storage)  # its number must not pass to another one
+            saved[number] = storage.nbytes()
+            alive.append(storage)  # its id must not be reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield saved
 
 
-def _number(tensor: Tensor) -> int:
-    """What tells storages apart: fake ones have no address."""
+def _storage_id(tensor: Tensor) -> int:
+    """Identity of a storage: fake ones have no address."""
     storage: Any = tensor.untyped_storage()
     return storage._cdata
 
 
 @contextmanager
 def _widths(model: nn.Module) -> Generator[list[int]]:
-    """The last axis of what each layer with weights gives, the vocabulary's left out."""
-    found: list[int] = []
+    """Output widths of the layers with weights."""
+    widths: list[int] = []
 
-    def note(module: nn.Module, given: Any, result: Any) -> None:
-        del module, given
+    def record(module: nn.Module, inputs: Any, result: Any) -> None:
+        del module, inputs
         tensor = result[0] if isinstance(result, tuple) and result else result
         if isinstance(tensor, Tensor) and tensor.ndim > 1:
             is_image = tensor.ndim == 4  # channels come first there
-            found.append(int(tensor.shape[1 if is_image else -1]))
+            widths.append(int(tensor.shape[1 if is_image else -1]))
 
     leaves = [
         module
         for module in model.modules()
         if next(module.parameters(recurse=False), None) is not None
     ]
-    handles = [module.register_forward_hook(note) for module in leaves]
+    handles = [module.register_forward_hook(record) for module in leaves]
     try:
-        yield found
+        yield widths
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _typical(widths: Sequence[int]) -> int:
-    """The width that most layers give; of several, the widest."""
+    """The most frequent width; of several, the largest."""
     if not widths:
         return 1
     counts = Counter(widths)
@@ -253,7 +253,7 @@ def _typical(widths: Sequence[int]) -> int:
 
 
 def _length(batch: Batch) -> int:
-    """Tokens of one sample, where samples are sequences of ids; else a sample is one token."""
+    """Tokens of one sample, if samples are sequences of ids; else 1."""
     if batch.tokens:
         return max(1, batch.tokens // batch.samples)
     inputs = list(batch.inputs.values() if isinstance(batch.inputs, dict) else batch.inputs)
@@ -263,7 +263,7 @@ def _length(batch: Batch) -> int:
 
 
 def _stack(model: nn.Module) -> int:
-    """Blocks in a row: the longest list of modules of one class, else the layers with weights."""
+    """Number of repeated blocks: the longest list of modules of one class, else layers with weights."""
     longest = 0
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -287,7 +287,7 @@ def _stages(model: nn.Module) -> int:
 
 
 def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    """Scores and weighted sums; half of them where each token looks back only."""
+    """FLOPs of scores and weighted sums; half of them with a causal mask."""
     del more
     pairs = math.prod(query[:-1]) * key[-2]
     is_causal = len(rest) > 1 and bool(rest[1])
@@ -297,20 +297,20 @@ def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any
 def _attention_backward(
     gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any
 ) -> int:
-    """Twice the forward pass; what the kernel computes again is recomputation, and not counted."""
+    """Twice the forward pass; the kernel's recomputation is not counted."""
     del gradient, more
     return 2 * _attention_forward(query, key, value, *rest[2:])
 
 
 def _grouped_products(first: Any, second: Any, *rest: Any, **more: Any) -> int:
-    """Products of many experts at once: each row meets one of them."""
+    """FLOPs of grouped products: each row meets one expert."""
     del rest, more
     both = first[0] if len(first) == len(second) == 3 else 1
     return 2 * both * first[-2] * first[-1] * second[-1]
 
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# What torch's own counter does not know: the attention of processors, and grouped products.
+# Operators missing in torch's own counter: CPU attention and grouped products.
 _UNCOUNTED: dict[Any, Any] = {
     torch.ops.aten._grouped_mm: _grouped_products,
     getattr(torch.ops.aten, _CPU_ATTENTION): _attention_forward,
@@ -319,7 +319,7 @@ _UNCOUNTED: dict[Any, Any] = {
 
 
 def fetch_config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a model on the hub, and nothing else of it."""
+    """Download only the ``config.json`` of a model on the hub."""
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:
@@ -336,17 +336,17 @@ def fetch_config(name: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the job on the standard input, or fetch a configuration; errors are printed as JSON."""
+    """Profile the job on the standard input, or fetch a configuration; errors are printed as JSON."""
     parser = argparse.ArgumentParser(prog="python -m yunlu.training.model_profiler")
     parser.add_argument("--config", metavar="NAME", help="fetch the config.json of a model instead")
     name: str | None = parser.parse_args(argv).config
-    # Libraries talk; only the answer may reach whoever reads our output.
+    # Libraries print; only the answer may reach the reader of our standard output.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = {"config": fetch_config(name)} if name else _answer()
         except YunluError as error:
-            told = {"code": error.code, "message": error.message, "hint": error.hint}
-            answer = {"error": told}
+            details = {"code": error.code, "message": error.message, "hint": error.hint}
+            answer = {"error": details}
     sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Before the first step: load the data, build the model, settle the plan."""
+"""Preparation of a run: load the data, build the model, load or make the plan."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
-    """Load and build, telling what was found."""
+    """Load the data and build the model, with events for both."""
     directory.emit(ProgressReported(phase="loading data"))
     task = task or open_task(job.task)
-    _warn_of_idle_keys(directory, job, task)
+    _warn_of_unused_keys(directory, job, task)
     seed_everything(job.train.seed)
     splits = task.load(job)
     if splits.validation is None:
@@ -77,8 +77,8 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
 
 
 def build_model(job: Job, task: Task) -> tuple[nn.Module, WeightsOrigin | None]:
-    """The model with its first weights, and where they are from if not from chance."""
-    # Seeded again: the weights do not depend on how many random numbers loading drew.
+    """The model with its initial weights, and their origin unless random."""
+    # Seeded again: the weights must not depend on random numbers drawn while loading.
     seed_everything(job.train.seed)
     model = task.build(job)
     allow_single_samples(model)
@@ -86,9 +86,9 @@ def build_model(job: Job, task: Task) -> tuple[nn.Module, WeightsOrigin | None]:
 
 
 def load_or_make_plan(
-    directory: RunStore, job: Job, parts: TrainingInputs, machine: Machine, *, started_at: float
+    directory: RunStore, job: Job, inputs: TrainingInputs, machine: Machine, *, started_at: float
 ) -> Plan:
-    """The plan of an earlier life where there is one: a resumed run must not change its numbers."""
+    """Load the plan of an earlier attempt, or make one: a resumed run keeps its plan."""
     if directory.has(Document.PLAN):
         plan = require_plan(directory)
     else:
@@ -96,10 +96,10 @@ def load_or_make_plan(
         load = background_load(machine)
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
-            xla_device()  # refused here, before anything is measured
-        # Before what start-up took is noted: on a machine never probed, looking is part of it.
+            xla_device()  # fails here, before anything is measured
+        # Before the start-up time is recorded: probing a new machine is part of it.
         probed = load_or_measure(machine)
-        profile, work = measure(job, parts, machine, started_at=started_at)
+        profile, work = measure(job, inputs, machine, started_at=started_at)
         guess = None
         if work is not None:
             guess = make_estimate(
@@ -114,15 +114,15 @@ def load_or_make_plan(
 
 
 def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
-    """FP8 for the layers whose shapes allow it; ``check_precision`` has the last word on the device."""
+    """Convert layers of suitable shape to FP8; ``check_precision`` checks the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_precision("fp8", device)
     if not convert_to_fp8(model.to(device), device):
-        directory.warn("train.precision is fp8, but no layer of this model has a shape for it.")
+        directory.warn("train.precision is fp8, but no layer of this model has a suitable shape.")
 
 
 def _check_precision(directory: RunStore, job: Job, machine: Machine) -> None:
-    """Refuse what the device cannot do, and warn of what it does slowly."""
+    """Refuse an unsupported precision, and warn of a slow one."""
     name, device = job.train.precision, machine.best_device
     if name in {"auto", "fp32"}:
         return
@@ -143,18 +143,18 @@ def _refuse_keys_that_need_validation(job: Job) -> None:
     for key, is_set in needing.items():
         if is_set:
             raise DataError(
-                f"{key} watches the validation data, and this job has none.",
+                f"{key} needs validation data, and this job has none.",
                 hint="name data.validation, hold out a share (data.split.validation), or remove it",
             )
 
 
-def _warn_of_idle_keys(directory: RunStore, job: Job, task: Task) -> None:
-    """A key that this task does not read is a mistake its user wants to know of."""
-    if not isinstance(task, DeclaresKeys):  # somebody's own task may read anything
+def _warn_of_unused_keys(directory: RunStore, job: Job, task: Task) -> None:
+    """Warn of keys that this task does not read."""
+    if not isinstance(task, DeclaresKeys):  # a user's own task may read anything
         return
     for key in SPECIAL_KEYS:
-        part, name = key.split(".")
-        fields = type(getattr(job, part)).model_fields
-        is_set = getattr(getattr(job, part), name) != fields[name].default
+        section, name = key.split(".")
+        fields = type(getattr(job, section)).model_fields
+        is_set = getattr(getattr(job, section), name) != fields[name].default
         if is_set and key not in task.heeds:
-            directory.warn(f"{key} is set, but means nothing to the task {job.task}.")
+            directory.warn(f"{key} is set, but the task {job.task} does not use it.")

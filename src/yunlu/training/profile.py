@@ -1,7 +1,7 @@
-"""Measure a model on this machine, in seconds, before the plan is made: numbers for the planner.
+"""Profile a model on this machine before planning: time, memory and data per step.
 
-The very first samples of the run are used; weights, buffers and random numbers are put back, so
-that measuring changes nothing in the training that follows.
+The first samples of the run are used; weights, buffers and random numbers are restored, so
+that profiling does not change the training that follows.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TIMED_PASSES = 5
 
 
 def measure(
-    job: Job, parts: TrainingInputs, machine: Machine, *, started_at: float
+    job: Job, inputs: TrainingInputs, machine: Machine, *, started_at: float
 ) -> tuple[Profile, OperatorWork | None]:
-    """What the planner needs to know, and a step counted; ``started_at`` is when this life began."""
-    task, model, splits = parts.task, parts.model, parts.splits
+    """The profile for the planner, and a step's operators; ``started_at``: start of this attempt."""
+    task, model, splits = inputs.task, inputs.model, inputs.splits
     device = torch.device(machine.best_device.kind)
     weights = list(model.parameters())
     parameters = sum(weight.numel() for weight in weights)
@@ -64,33 +64,33 @@ def measure(
     room = memory_room_bytes(job, machine.best_device, fixed)
     batch = choose_batch(job, len(splits.train))
     model.to(device)
-    meter = ModelTimer(job, parts, device, batch=batch)
-    with _undone(model):
+    timer = ModelTimer(job, inputs, device, batch=batch)
+    with _restored(model):
         model.train()
         threads = torch.get_num_threads()  # honours OMP_NUM_THREADS
-        first = start_settings(job, parts, threads=threads, micro_batch=1)
+        first = start_settings(job, inputs, threads=threads, micro_batch=1)
         with memory_capped(cap_bytes(job, machine)):
-            fitting = fit_memory(job, model, meter, first, batch=batch, room_bytes=room)
-            found, trial_s = tune(
+            fitting = fit_memory(job, model, timer, first, batch=batch, room_bytes=room)
+            tuned, trial_s = tune(
                 job,
-                parts,
+                inputs,
                 machine,
-                meter,
+                timer,
                 fitting.settings,
                 shape=[parameters, fitting.bytes_per_sample, batch],
             )
-        settings = found.settings
-        meter.switch(settings)
-        probe = meter.micros(settings)[0]
-        sample_s = meter.sample_s(settings)
+        settings = tuned.settings
+        timer.switch(settings)
+        probe = timer.micros(settings)[0]
+        sample_s = timer.sample_s(settings)
         peak_bytes = peak_resident_bytes()
-        update_s = meter.update_s(settings.kernel)
-        work = _count(job, parts, meter, settings, sample_s=sample_s)
+        update_s = timer.update_s(settings.kernel)
+        work = _count(job, inputs, timer, settings, sample_s=sample_s)
         if job.train.optimizer.state == "8bit":
-            peak_bytes = peak_resident_bytes()  # the library that keeps them takes memory, too
+            peak_bytes = peak_resident_bytes()  # the library of the 8-bit states takes memory, too
         precision = Precision(settings.precision, device)
         # Evaluation always pads.
-        padded = meter.micros(settings.model_copy(update={"padding": "pad"}))[0]
+        padded = timer.micros(settings.model_copy(update={"padding": "pad"}))[0]
         metrics, evaluate_s = _score(task, model, padded, precision)
     profile = Profile(
         parameters=parameters,
@@ -99,7 +99,7 @@ def measure(
         probe_samples=probe.samples,
         probe_s=sample_s * probe.samples,
         update_s=update_s,
-        load_s_per_sample=meter.load_s_per_sample,
+        load_s_per_sample=timer.load_s_per_sample,
         evaluate_s_per_sample=evaluate_s / padded.samples,
         train_samples=len(splits.train),
         validation_samples=len(splits.validation) if splits.validation is not None else 0,
@@ -108,38 +108,38 @@ def measure(
         resident_bytes=resident,
         peak_bytes=peak_bytes if device.type == "cpu" else None,
         settings=settings,
-        reasons=found.reasons | fitting.reasons,
-        trials=found.trials,
+        reasons=tuned.reasons | fitting.reasons,
+        trials=tuned.trials,
         trial_s=trial_s,
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),
-        facts=_find_facts(job, model, padded, machine, fitting.bytes_per_sample),
+        facts=_find_split_constraints(job, model, padded, machine, fitting.bytes_per_sample),
     )
     return profile, work
 
 
 def _count(
-    job: Job, parts: TrainingInputs, meter: ModelTimer, settings: StepSettings, *, sample_s: float
+    job: Job, inputs: TrainingInputs, timer: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> OperatorWork | None:
-    """The operators of a step, on as few samples as tell those of all."""
+    """Operators of a step, counted on a few samples."""
     from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan
 
     plain = settings.model_copy(update={"compile": "none"})
-    meter.switch(plain)
+    timer.switch(plain)
     try:
-        return count_step(job, parts, meter, plain, sample_s=sample_s)
-    except Exception as error:  # counting only informs: nothing that a model does then ends a run
+        return count_step(job, inputs, timer, plain, sample_s=sample_s)
+    except Exception as error:  # counting is optional: a failure does not end the run
         if is_out_of_memory(error):
             raise
         return None
     finally:
-        meter.switch(settings)
+        timer.switch(settings)
 
 
-def _find_facts(
+def _find_split_constraints(
     job: Job, model: nn.Module, probe: Batch, machine: Machine, bytes_per_sample: float
 ) -> SplitConstraints | None:
-    """How the model can be split; nobody asks for one worker, and the looking costs seconds."""
+    """How the model can be split; not needed for one worker, and takes seconds."""
     if count_devices(job, gpus=machine.gpus) == 1:
         return None
     from yunlu.training.parallel.split_constraints import find_split_constraints  # noqa: PLC0415 - slow to import
@@ -154,8 +154,8 @@ def _find_facts(
 
 
 @contextmanager
-def _undone(model: nn.Module) -> Generator[None]:
-    """Put buffers, mode, gradients and random numbers back; weights are never changed meanwhile."""
+def _restored(model: nn.Module) -> Generator[None]:
+    """Restore buffers, mode, gradients and random numbers; weights do not change meanwhile."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     mode, random = model.training, copy_random()
     try:
@@ -187,7 +187,7 @@ def _score(
 
 
 def _time(once: Callable[[], Any], device: torch.device) -> float:
-    """The median of a few passes after one to warm up; a long one is not repeated."""
+    """Median of a few passes after a warm-up; a long pass is not repeated."""
     spans: list[float] = []
     for _ in range(1 + _TIMED_PASSES):
         started_at = perf_counter()

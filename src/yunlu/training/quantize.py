@@ -1,8 +1,8 @@
-"""INT8 and FP8 linear layers, through torchao: training for INT8, its file, and FP8 products.
+"""INT8 and FP8 linear layers with torchao: quantisation-aware training, INT8 export, FP8 products.
 
 The layers are swapped in place and keep the names and values of their weights, so checkpoints and
-exports stay what they are: full precision. Embeddings, norms and layers that share their weight with
-an embedding stay as they are.
+exports keep full precision. Embeddings, norms and layers that share their weight with
+an embedding are not swapped.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 INT8_FILE = "model.int8.safetensors"
 
 _SCALE = "_scale"
-"""Ends the name of the numbers that turn an INT8 weight back: one for each of its rows."""
+"""Suffix of the dequantisation scales of an INT8 weight: one for each row."""
 _SCHEME = "int8 weights per row, int8 activations per token (asymmetric, computed at run time)"
 _FP8_MULTIPLE = 16  # the products of FP8 units take edges that are multiples of this
 
 
 def prepare_int8(model: nn.Module) -> nn.Module:
-    """Round weights and activations in the forward pass as the INT8 model will; in place.
+    """Prepare a model for quantisation-aware INT8 training (fake quantisation), in place.
 
-    Gradients pass the rounding unchanged (Bengio et al. 2013, the straight-through estimator).
+    Gradients use the straight-through estimator (Bengio et al. 2013).
     """
     qat = _torchao("train.quantize=int8").qat
     activations = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
@@ -44,10 +44,10 @@ def prepare_int8(model: nn.Module) -> nn.Module:
     names = _linear_names(model)
     if not names:
         raise ModelError(
-            "train.quantize=int8: the model has no linear layer of its own to train for INT8.",
+            "train.quantize=int8: the model has no plain linear layer to quantise.",
             hint="Remove train.quantize: other layers stay in full precision.",
         )
-    # Torch's fast path for attention reads the weights of linear layers past their forward pass.
+    # Torch's fast path for attention reads weights of linear layers without calling their forward.
     torch.backends.mha.set_fastpath_enabled(value=False)
     return _swap(
         model, names, lambda old: qat.FakeQuantizedLinear.from_linear(old, activations, weights)
@@ -55,7 +55,7 @@ def prepare_int8(model: nn.Module) -> nn.Module:
 
 
 def convert_int8(model: nn.Module, directory: Path) -> Path:
-    """Write the INT8 weights of a model that was prepared for them; the model stays as it is.
+    """Export the INT8 weights of a prepared model; the model is not changed.
 
     A plain safetensors file: ``<layer>.weight`` in INT8 with ``<layer>.weight_scale``, all else in FP32.
     """
@@ -73,9 +73,9 @@ def convert_int8(model: nn.Module, directory: Path) -> Path:
         key = _weight_key(name)
         rounded = library.Int8Tensor.from_hp(tensors[key], granularity=library.PerRow())
         tensors[key], tensors[key + _SCALE] = rounded.qdata, rounded.scale
-    about = {"layers": json.dumps(names), "aliases": json.dumps(aliases), "scheme": _SCHEME}
+    metadata = {"layers": json.dumps(names), "aliases": json.dumps(aliases), "scheme": _SCHEME}
     path = directory / INT8_FILE
-    save_file(tensors, path, metadata=about)
+    save_file(tensors, path, metadata=metadata)
     return path
 
 
@@ -84,10 +84,10 @@ def load_int8(model: nn.Module, path: Path) -> nn.Module:
     library = _torchao("an INT8 model")
     try:
         with safe_open(path, framework="pt") as file:
-            about: dict[str, str] = file.metadata()
+            metadata: dict[str, str] = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        layers: list[str] = json.loads(about["layers"])
-        aliases: dict[str, str] = json.loads(about["aliases"])
+        layers: list[str] = json.loads(metadata["layers"])
+        aliases: dict[str, str] = json.loads(metadata["aliases"])
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is not an INT8 model: {error}") from error
     integers = {
@@ -95,8 +95,8 @@ def load_int8(model: nn.Module, path: Path) -> nn.Module:
         for name in layers
     }
     rest = tensors | {name: tensors[source] for name, source in aliases.items()}
-    given = rest | {_weight_key(name): codes for name, (codes, _) in integers.items()}
-    if _shapes(given) != _shapes(model.state_dict()):
+    tensors_by_name = rest | {_weight_key(name): codes for name, (codes, _) in integers.items()}
+    if _shapes(tensors_by_name) != _shapes(model.state_dict()):
         raise ModelError(
             f"{path} does not fit the model: its layers have other names or shapes.",
             hint="Build the model from the config.json beside the file.",
@@ -139,7 +139,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, *, emulate: bool = Fa
         for name in _linear_names(model)
         if name and not any(edge % _FP8_MULTIPLE for edge in _weight_of(model, name).shape)
     ]
-    # Padded: the product for the gradient runs over the tokens of a batch, which are any number.
+    # Padded: the weight gradient sums over the tokens of a batch, whose number is arbitrary.
     config = library.float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     chosen = set(names)
 
@@ -153,7 +153,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, *, emulate: bool = Fa
 def _linear_names(model: nn.Module) -> list[str]:
     """Plain linear layers with a weight of their own.
 
-    Subclasses are left out: attention of torch's own reads their weights without calling them.
+    Subclasses are excluded: torch's own attention reads their weights without calling them.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -179,7 +179,7 @@ def _swap(
     return model
 
 
-def _integer_weight(library: _Parts, codes: Tensor, scale: Tensor) -> Tensor:
+def _integer_weight(library: _TorchAO, codes: Tensor, scale: Tensor) -> Tensor:
     block = [1, codes.shape[1]]
     zero = torch.zeros_like(scale, dtype=torch.int8)
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
@@ -190,7 +190,7 @@ def _integer_weight(library: _Parts, codes: Tensor, scale: Tensor) -> Tensor:
             codes, scale, block, torch.float32, zero_point=zero, act_quant_kwargs=how
         )
     # Without AVX-512 torch's integer product is a plain loop, 37 times slower than FP32 where
-    # measured: the same numbers, kept in INT8 and multiplied in FP32, take three times as long.
+    # measured; stored in INT8 and multiplied in FP32, the same numbers take three times as long as FP32.
     return library.IntxUnpackedToInt8Tensor(
         codes, scale, zero, torch.int8, tuple(block), torch.float32, "int8_asym_per_token"
     )
@@ -208,8 +208,8 @@ def _weight_key(layer: str) -> str:
     return f"{layer}.weight" if layer else "weight"
 
 
-class _Parts:
-    """The parts of torchao in use here, imported together."""
+class _TorchAO:
+    """The torchao modules used here, imported together."""
 
     def __init__(self) -> None:
         from torchao import float8  # noqa: PLC0415
@@ -231,17 +231,17 @@ class _Parts:
         self.PerRow: Any = PerRow
 
 
-def _torchao(purpose: str) -> _Parts:
+def _torchao(purpose: str) -> _TorchAO:
     try:
         with _quiet("torchao", "torch.utils._pytree"):
-            return _Parts()
+            return _TorchAO()
     except ImportError as error:
         raise missing_part("torchao", "quantize", purpose) from error
 
 
 @contextmanager
 def _quiet(*names: str) -> Generator[None]:
-    """On import torchao warns of GPU kernels that this machine cannot load, and of itself."""
+    """Silence torchao's import-time warnings about missing GPU kernels and deprecations."""
     levels = {name: logging.getLogger(name).level for name in names}
     try:
         for name in names:

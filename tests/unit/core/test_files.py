@@ -67,6 +67,13 @@ def test_a_price_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
         read_settings()
 
 
+@pytest.mark.parametrize("text", ["much", "0", "-2", "inf", "nan"])
+def test_patience_that_is_no_factor_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YUNLU_PATIENCE", text)
+    with pytest.raises(YunluError, match="not a factor"):
+        read_settings()
+
+
 def test_numbers_read_well() -> None:
     assert [show_bytes(n) for n in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3.0 GiB"]
     assert [show_duration(s) for s in (2e-6, 0.0021, 5, 75, 7260)] == [

@@ -13,8 +13,8 @@ import pytest
 from yunlu.executors import cpu_limits
 from yunlu.executors import local as module
 from yunlu.executors.executor import ExecutorError
-from yunlu.executors.local import LocalExecutor
 from yunlu.executors.lease_record import known_record
+from yunlu.executors.local import LocalExecutor
 from yunlu.executors.registry import open_executor, read_address
 from yunlu.hardware.fleet import Placement
 from yunlu.runs.home import open_run

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from yunlu.executors import local
-from yunlu.executors import memory_limits
+from yunlu.executors import local, memory_limits
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, error_of, new_record, settle

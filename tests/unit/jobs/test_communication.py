@@ -24,7 +24,7 @@ from yunlu.runs.events import CommunicationChosen, StateChanged
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 
-RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
+RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_builder.py")))
 SCRIPT: str = RUNS["SCRIPT"]
 LINKS = {
     "hosts": ["node-a", "node-a", "node-b"],

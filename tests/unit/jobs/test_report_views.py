@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.report_model import Report
 
 # The same runs as in the tests of the value, written by the same hand.
-RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
+RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_builder.py")))
 TEMPLATES = Path(build_report.__code__.co_filename).with_name("templates")
 
 

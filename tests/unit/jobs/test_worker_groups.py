@@ -40,7 +40,7 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report.py")))
+RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_builder.py")))
 SCRIPT: str = RUNS["SCRIPT"]
 HOSTS = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b", 4: "node-b"}
 

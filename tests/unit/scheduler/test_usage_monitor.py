@@ -6,7 +6,7 @@ import pytest
 
 from yunlu.executors import usage as usage_module
 from yunlu.executors.lease_record import LeaseRecord, write_record
-from yunlu.executors.usage import LeaseUse, Meter, NodeUse, read_gpus, read_uses, write_use
+from yunlu.executors.usage import LeaseUse, NodeUse, UsageMeter, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
 from yunlu.runs.home import open_run
 from yunlu.scheduler import usage_monitor as gauge_module
@@ -32,7 +32,7 @@ def test_gpus_are_read_and_what_they_do_not_tell_is_nothing(smi):
 
 
 def test_busy_cores_are_those_since_the_last_look():
-    meter = Meter()
+    meter = UsageMeter()
     assert meter.measure("a", [os.getpid()])[0] is None
     then = os.times()
     while sum(os.times()[:2]) - sum(then[:2]) < 0.1:

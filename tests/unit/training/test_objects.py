@@ -151,7 +151,7 @@ def test_train_takes_live_objects_and_returns_the_run() -> None:
 def test_a_key_that_means_nothing_to_the_task_is_warned_of() -> None:
     run = yunlu.train(model=net(), data=classes(), steps=2, label_smoothing=0.1)
     said = [event.message for event in run.events() if event.kind == "warning"]
-    assert said == ["train.label_smoothing is set, but means nothing to the task python:objects."]
+    assert said == ["train.label_smoothing is set, but the task python:objects does not use it."]
 
 
 def test_a_live_keras_model_trains_and_follows_evaluation() -> None:

@@ -99,17 +99,22 @@ def test_a_claim_is_passed_on_to_the_program_that_replaces_a_process(tmp_path: P
 
 def test_a_forked_child_does_not_keep_a_claim(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    reader, writer = os.pipe()
+    is_up, said_up = os.pipe()
+    to_end, end = os.pipe()
     with run.claim(Claim.WORKER, wait=False):
         child = os.fork()
-        if child == 0:  # lives on after the claim was given up
-            os.close(writer)
-            os.read(reader, 1)
+        if child == 0:  # outlives the claim of its parent
+            os.write(said_up, b"1")
+            os.close(end)
+            os.read(to_end, 1)
             os._exit(0)
+        assert os.read(is_up, 1) == b"1"
+        assert run.is_claimed(Claim.WORKER)
     assert not run.is_claimed(Claim.WORKER)
-    os.close(writer)
+    os.close(end)
     os.waitpid(child, 0)
-    os.close(reader)
+    for descriptor in (is_up, said_up, to_end):
+        os.close(descriptor)
 
 
 def test_a_new_run_appears_whole_or_not_at_all(tmp_path: Path) -> None:

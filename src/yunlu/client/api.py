@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from yunlu.core.errors import JobError, StoreError, missing_part
 from yunlu.jobs import service
-from yunlu.jobs.asking import ask_job, merge, plain, read_options
+from yunlu.jobs.job_input import build_job, merge, plain, read_options
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.launch import find_launch, see_through
 from yunlu.jobs.run import error_of, move
-from yunlu.jobs.start import Start, find_start
+from yunlu.jobs.base_model import BaseModel, find_base_model
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import Evaluated, Event
 from yunlu.runs.home import open_run
@@ -167,7 +167,7 @@ def train(
         run = service.submit(made)
         return _train_here(run, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
-    asked = ask_job(job, overrides, train_options, **parts)
+    asked = build_job(job, overrides, train_options, **parts)
     return _train_elsewhere(asked, source_of(job), wait=wait)
 
 
@@ -214,7 +214,7 @@ def finetuning_job(
     **parts: Any,
 ) -> Job:
     """The whole job that fine-tuning a start amounts to."""
-    begun = find_start(start.dir if isinstance(start, Run) else start)
+    begun = find_base_model(start.dir if isinstance(start, Run) else start)
     options = read_options(train_options)
     if isinstance(job, str | Path):
         job = _load_without_model(job, begun, overrides)
@@ -274,7 +274,7 @@ def plan(
     if _is_live(model):
         raise JobError("a model object cannot be planned apart from training it: use yunlu.train")
     parts = {"model": model, "data": data, "task": task, "devices": devices}
-    asked = ask_job(job, overrides, train_options, **parts)
+    asked = build_job(job, overrides, train_options, **parts)
     if goal is not None:
         said = {**asked.goal.model_dump(mode="json"), **plain(goal)}
         asked = job_from_mapping({**asked.model_dump(mode="json"), "goal": said})
@@ -287,7 +287,7 @@ def plan(
 
 def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
     """The job, if it is valid; else an error that names every fault."""
-    return ask_job(job, overrides, {})
+    return build_job(job, overrides, {})
 
 
 def runs() -> list[Run]:
@@ -370,7 +370,7 @@ def _is_live(model: Any) -> bool:
     return model is not None and not isinstance(model, str | Path | Mapping | ModelSpec)
 
 
-def _load_without_model(job: str | Path, begun: Start, overrides: Sequence[str]) -> Job:
+def _load_without_model(job: str | Path, begun: BaseModel, overrides: Sequence[str]) -> Job:
     """The job of a file that may leave its model to the start."""
     try:
         return load_job(job, overrides=overrides)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.outlook import Outlook
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
-    from yunlu.jobs.resize import Resized
+    from yunlu.jobs.resize import WorkerResize
     from yunlu.jobs.run_view import (
         JoinTarget,
         ListedRun,
@@ -108,7 +108,7 @@ class LocalRuns:
         service.resume(store)
         return _started(store, since)
 
-    def resize(self, run: str, *, devices: int) -> Resized:
+    def resize(self, run: str, *, devices: int) -> WorkerResize:
         """As ``RunVerbs.resize``."""
         from yunlu.jobs.resize import resize
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.outlook import Outlook
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
-    from yunlu.jobs.resize import Resized
+    from yunlu.jobs.resize import WorkerResize
     from yunlu.jobs.run_view import (
         JoinTarget,
         ListedRun,
@@ -92,7 +92,7 @@ class RunVerbs(Protocol):
         """Continue a stopped, failed or lost run from its newest good checkpoint."""
         ...
 
-    def resize(self, run: str, *, devices: int) -> Resized:
+    def resize(self, run: str, *, devices: int) -> WorkerResize:
         """Change the number of workers while the run trains."""
         ...
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 
-class Resized(Value):
+class WorkerResize(Value):
     """What a running run will change to."""
 
     text: str
@@ -24,7 +24,7 @@ class Resized(Value):
     """How the work will be split."""
 
 
-def resize(run: RunStore, *, devices: int) -> Resized:
+def resize(run: RunStore, *, devices: int) -> WorkerResize:
     """Ask the supervisor of a run to go on with so many workers."""
     if devices < 1:
         raise StoreError(
@@ -36,7 +36,7 @@ def resize(run: RunStore, *, devices: int) -> Resized:
         raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=again)
     if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
         run.write(Document.TARGET_WORKERS, str(devices))
-        return Resized(text=f"{devices} workers from now on", layout=f"dp{devices}")
+        return WorkerResize(text=f"{devices} workers from now on", layout=f"dp{devices}")
     if is_elsewhere(run):
         raise StoreError(
             f"{run.id} has its devices from a cluster",
@@ -51,4 +51,4 @@ def resize(run: RunStore, *, devices: int) -> Resized:
     answer = ask(crew, {"kind": "resize", "devices": devices})
     if not answer.get("is_accepted"):
         raise StoreError(f"{run.id} was not resized: {answer.get('text')}")
-    return Resized(text=str(answer.get("text")), layout=str(answer.get("layout")))
+    return WorkerResize(text=str(answer.get("text")), layout=str(answer.get("layout")))

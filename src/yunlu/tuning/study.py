@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from yunlu.jobs.asking import ask_job
+from yunlu.jobs.job_input import build_job
 from yunlu.tuning.conducting.conductor import conduct
 from yunlu.tuning.conducting.objectives import refuse_failures
 from yunlu.tuning.conducting.trial_runs import make_job
@@ -102,7 +102,7 @@ class Study:
             direction = "minimize" if minimize else "maximize"
             options = {"metric": metric, "direction": direction} | options
         source = str(job) if isinstance(job, str | Path) else None
-        asked = with_search(ask_job(job, (), {}), search, options)
+        asked = with_search(build_job(job, (), {}), search, options)
         if asked.search is None:
             create_study(asked)  # says what is missing
         self._records = open_or_create(asked, name=name, source=source)

@@ -19,7 +19,7 @@ from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CatalogError
 from yunlu.jobs import outlook
 from yunlu.jobs.amounts import block_length, count_amounts
-from yunlu.jobs.asking import ask_job
+from yunlu.jobs.job_input import build_job
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.outlook import foresee, look_ahead, make_ask
 from yunlu.jobs.shapes import FoundShape, find_shape
@@ -219,7 +219,7 @@ def test_the_rule_goes_with_the_batch_that_it_is_for(tmp_path: Path) -> None:
 
 
 def test_a_job_with_more_said_besides_keeps_what_it_leaves_open() -> None:
-    asked = ask_job(make_job(train={"epochs": 1}), (), {"epochs": 2})
+    asked = build_job(make_job(train={"epochs": 1}), (), {"epochs": 2})
     assert "scaling" not in asked.train.optimizer.model_fields_set
 
 

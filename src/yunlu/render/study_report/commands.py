@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from yunlu.runs.run_store import Document
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -40,9 +42,9 @@ def model_path(view: StudyView, facts: TrialFacts) -> Path | None:
 def report_link(view: StudyView, facts: TrialFacts, beside: Path) -> str | None:
     """How a page links to the report of a trial's run."""
     run = run_path(view, facts)
-    if run is None or not (run / "report.html").is_file():
+    if run is None or not (run / Document.REPORT_PAGE).is_file():
         return None
-    return os.path.relpath(run / "report.html", beside.parent).replace(os.sep, "/")
+    return os.path.relpath(run / Document.REPORT_PAGE, beside.parent).replace(os.sep, "/")
 
 
 def _as_yaml(value: ParamValue) -> str:

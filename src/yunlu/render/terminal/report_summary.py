@@ -15,6 +15,7 @@ from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.worker_groups import name_worker
 from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -362,4 +363,4 @@ def _paths(report: Report) -> Text:
         text.append("(opens in ui.perfetto.dev)", "dim")
     if report.exported is not None:
         text.append(f"\n  model   {report.path}/{report.exported.path}")
-    return text.append(f"\n  report  {report.path}/report.html")
+    return text.append(f"\n  report  {report.path}/{Document.REPORT_PAGE}")

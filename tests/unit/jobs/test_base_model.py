@@ -10,7 +10,7 @@ import pytest
 
 from yunlu.client.api import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
-from yunlu.jobs.start import find_start
+from yunlu.jobs.base_model import find_base_model
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
@@ -61,7 +61,7 @@ def test_a_job_without_a_model_takes_the_starts(own_home: Path, job: Path) -> No
 
 def test_the_run_its_directory_and_its_model_are_the_same_start(own_home: Path) -> None:
     run = write_run(own_home, "first-ab12cd")
-    assert find_start("last") == find_start(run.path) == find_start(str(run.path / Area.MODEL))
+    assert find_base_model("last") == find_base_model(run.path) == find_base_model(str(run.path / Area.MODEL))
 
 
 def test_an_adapter_and_arguments_may_be_said_besides(own_home: Path, tmp_path: Path) -> None:
@@ -99,12 +99,12 @@ def test_a_hugging_face_directory_is_named_as_one(tmp_path: Path, job: Path) -> 
 
 def test_how_images_and_tables_were_read_is_settled(tmp_path: Path) -> None:
     square = write_model(tmp_path / "square", height=8, width=8)
-    assert find_start(square).data["image_size"] == 8
+    assert find_base_model(square).data["image_size"] == 8
     table = write_model(tmp_path / "table")
     (table / "preprocessing.json").unlink()
     features = {"numeric": [{"name": "a"}], "categories": [{"name": "b"}], "left_out": ["id"]}
     (table / "tabular.json").write_text(json.dumps({"target": "y", "features": features}))
-    assert find_start(table).data == {"target": "y", "input": ["a", "b"]}
+    assert find_base_model(table).data == {"target": "y", "input": ["a", "b"]}
 
 
 @pytest.fixture

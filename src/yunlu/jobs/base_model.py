@@ -26,7 +26,7 @@ _HF = "hf:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class BaseModel:
     """A trained model to go on from."""
 
     place: str
@@ -73,7 +73,7 @@ class Start:
         return job.model_copy(update={"data": job.data.model_copy(update=settled)})
 
 
-def find_start(text: str | Path) -> Start:
+def find_base_model(text: str | Path) -> BaseModel:
     """A run by its id or a unique beginning of it, a directory, or ``hf:NAME``."""
     name = str(text)
     path = Path(name.removeprefix(_HF)).expanduser()
@@ -83,7 +83,7 @@ def find_start(text: str | Path) -> Start:
         is_run = run is not None and run.has(Log.EVENTS)
         return _of_run(run) if run is not None and is_run else _of_directory(path.absolute())
     if name.startswith(_HF):  # from the hub: looked for by whoever loads it
-        return Start(place=name, model=ModelSpec(name=name))
+        return BaseModel(place=name, model=ModelSpec(name=name))
     if "/" in name:
         raise ModelError(
             f"There is no directory {path.absolute()} to start from.",
@@ -96,7 +96,7 @@ def find_start(text: str | Path) -> Start:
         raise StoreError(error.message, hint=hint) from error
 
 
-def _of_run(run: RunStore) -> Start:
+def _of_run(run: RunStore) -> BaseModel:
     if not run.has(Area.MODEL):
         state = service.read_record(run).state
         raise StoreError(
@@ -107,7 +107,7 @@ def _of_run(run: RunStore) -> Start:
     return _of_directory(require_local(run).directory(Area.MODEL))
 
 
-def _of_directory(directory: Path) -> Start:
+def _of_directory(directory: Path) -> BaseModel:
     config = _read(directory / "config.json")
     if config is None:
         raise ModelError(
@@ -126,9 +126,9 @@ def _of_directory(directory: Path) -> Start:
     if not isinstance(own, dict) or "class" not in config:
         data = {key: parts[key] for key in ("sample_rate",) if key in parts}
         name = f"{_HF}{directory}"
-        return Start(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
+        return BaseModel(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
     model = ModelSpec(name=own["name"], args=own.get("args", {}), weights=str(directory))
-    return Start(place=str(directory), model=model, task=task, data=_settled(parts))
+    return BaseModel(place=str(directory), model=model, task=task, data=_settled(parts))
 
 
 def _settled(parts: dict[str, Any]) -> dict[str, Any]:

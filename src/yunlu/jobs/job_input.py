@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 
-def ask_job(
+def build_job(
     job: str | Path | Job | None,
     overrides: Sequence[str],
     train_options: Mapping[str, Any],

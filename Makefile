@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
+.PHONY: demo test test-long fuzz lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -20,6 +20,18 @@ test: $(VENV)/.dev
 # Examples that train for a minute each.
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+# Property tests with random examples, again and again with other seeds until the time is over, or until one
+# fails: keep what it prints as an @example of that test. Narrow it with ARGS, e.g. ARGS=tests/unit/scheduler.
+FUZZ_MINUTES ?= 10
+fuzz: $(VENV)/.dev
+	@end=$$(( $$(date +%s) + 60 * $(FUZZ_MINUTES) )); \
+	while left=$$(( end - $$(date +%s) )); [ $$left -gt 0 ]; do \
+		seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+		OMP_NUM_THREADS=1 timeout --signal=INT --kill-after=30 $$left $(BIN)/python -m pytest -x -q -n 2 \
+			--timeout=0 -m 'hypothesis and not long' --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(ARGS); \
+		code=$$?; [ $$code -eq 124 ] && exit 0; [ $$code -eq 0 ] || exit $$code; \
+	done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

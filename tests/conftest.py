@@ -12,14 +12,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.waiting import wait_until
 from yunlu.runs.run_store import Document
 
-# No test asserts on time; in CI the same examples are drawn each time.
-settings.register_profile("yunlu", deadline=None, derandomize="CI" in os.environ)
+# No test asserts on time. `make test` draws the same examples each time; `make fuzz` draws others.
+settings.register_profile("yunlu", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "fuzz",
+    deadline=None,
+    database=None,
+    max_examples=300,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("yunlu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw examples that depend on nothing but the test."""
+    if config.getoption("--hypothesis-profile") != "fuzz":
+        # Hypothesis draws constants of the modules that happen to be imported: other tests decide.
+        providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle what is fuzzed: the time is often over before all tests had their turn."""
+    if config.getoption("--hypothesis-profile") == "fuzz":
+        random.Random(config.getoption("--hypothesis-seed")).shuffle(items)
 
 
 @pytest.fixture(scope="session")

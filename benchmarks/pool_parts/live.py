@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.pool_parts.queue import BATCH, make_job
 from yunlu.core.files import read_lines
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
@@ -86,14 +86,14 @@ def live_through(
     finally:
         control.bring_down(home, stop_jobs=True)
         for run in runs.values():
-            service.stop(run)
+            lifecycle.stop(run)
     by_name = {arrival.name: arrival for arrival in queue}
     return [_read(run, by_name[name]) for name, run in runs.items()]
 
 
 def _count_over(runs: dict[str, RunStore]) -> int:
     over = {RunState.FINISHED, RunState.FAILED}
-    return sum(service.read_record(run).state in over for run in runs.values())
+    return sum(lifecycle.read_record(run).state in over for run in runs.values())
 
 
 def _read(run: RunStore, arrival: Arrival) -> Lived:
@@ -112,7 +112,7 @@ def _read(run: RunStore, arrival: Arrival) -> Lived:
         submitted_at=entry.submitted_at,
         started_at=lives[0].at if lives else entry.submitted_at,
         ended_at=events[-1].at,
-        state=service.read_record(run).state.value,
+        state=lifecycle.read_record(run).state.value,
         lives=len(lives),
         resizes=max(len(crews) - len(lives), 0),
         trained_s=sum(times_s),

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from yunlu.jobs.service import make_plan
+from yunlu.jobs.lifecycle import make_plan
 from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.spec.load import job_from_mapping

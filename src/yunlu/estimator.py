@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, TrainingError, missing_part
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.run_creation import create_run
 from yunlu.jobs.run import error_of, move
 from yunlu.runs.run_store import Area, require_local
@@ -111,7 +111,7 @@ class _Estimator(BaseEstimator):
         )
         with _random_as_it_was(torch):
             if self.keep_run:
-                run = service.submit(job)
+                run = lifecycle.submit(job)
                 _train(run, live)
                 self.run_dir_: Path | None = Path(run.address)
                 self.module_ = _trained(job, run, net, inputs=inputs.shape[1], outputs=outputs)
@@ -157,10 +157,10 @@ class _Estimator(BaseEstimator):
         epochs = max(_EPOCHS, ceil(_STEPS / per_epoch)) if self.epochs is None else self.epochs
         mapping = {
             "name": type(self).__name__,
-            "task": service.IN_PROCESS,
+            "task": lifecycle.IN_PROCESS,
             "model": {"name": self.model, "args": args if own else {}},
             "data": {
-                "train": service.IN_PROCESS,
+                "train": lifecycle.IN_PROCESS,
                 "split": {"validation": _plain(self.validation), "test": 0.0},
             },
             "train": {
@@ -273,7 +273,7 @@ def _train(run: RunStore, live: Any) -> None:
     try:
         state = _import("yunlu.training.worker").run(run.address, task=live)
     finally:
-        record = service.read_record(run)
+        record = lifecycle.read_record(run)
         if record.state.is_active:  # an interrupt came between two of its own words
             move(run, record, RunState.STOPPED, reason="interrupted")
     if state is RunState.STOPPED:

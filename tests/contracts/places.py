@@ -15,7 +15,7 @@ from tests.sample_events import EventT
 from tests.waiting import wait_until
 from yunlu.executors.executor import Executor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
 from yunlu.runs.worker_group import read_crew
@@ -66,7 +66,7 @@ def submit(directory: Path, *, steps: int = FOR_EVER) -> RunStore:
     lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
     (directory / "text.txt").write_text("\n".join(lines))
     (directory / "job.yaml").write_text(JOB.replace("STEPS", str(steps)))
-    return service.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
+    return lifecycle.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
 
 
 def told(run: RunStore, kind: type[EventT]) -> list[EventT]:

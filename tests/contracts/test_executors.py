@@ -30,7 +30,7 @@ from yunlu.core.errors import StoreError
 from yunlu.executors.executor import ExecutorError, LeaseState, NodeScaling
 from yunlu.executors.registry import executor_of, open_executor
 from yunlu.hardware.fleet import NOTHING, Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, RunStore
 
@@ -106,14 +106,14 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
     place: Place, run: RunStore
 ) -> None:
     executor = place.executor
-    service.start(run, on=executor, placement=place.small)
+    lifecycle.start(run, on=executor, placement=place.small)
     with pytest.raises(StoreError, match="was started before"):
-        service.start(run, on=executor, placement=place.small)
+        lifecycle.start(run, on=executor, placement=place.small)
     await_step(run, 5)
     assert executor.status(run).held == place.small
 
     if executor.capabilities().resizes_live:
-        assert service.place(run, place.large).how == "live"
+        assert lifecycle.change_placement(run, place.large).how == "live"
         await_workers(run, place.large.devices)
         status = executor.status(run)
         assert status.is_alive
@@ -122,21 +122,21 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
         node, devices = place.small.shares[0]
         less = executor.resize(run, Placement(((node, devices - 1),))).how
         assert less == ("live" if executor.capabilities().moves_lead else "restart")
-        assert service.place(run, place.small).how == "live"
+        assert lifecycle.change_placement(run, place.small).how == "live"
         await_workers(run, place.small.devices)
         await_(run, lambda: executor.status(run).held == place.small, "the lease is given back")
 
-    record = service.stop(run)
+    record = lifecycle.stop(run)
     assert record.state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
     await_(run, lambda: not processes_of(run), "no process is left")
     check_samples(run)
 
     before = step(run)
-    service.resume(run)  # where it was, with what it had
+    lifecycle.resume(run)  # where it was, with what it had
     await_step(run, before + 5)
     assert executor.status(run).held == place.small
-    assert service.stop(run, now=True).state == "stopped"
+    assert lifecycle.stop(run, now=True).state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
     assert executor.logs(run)[0] == run.path / WORKER_LOG
     happenings = [happening for happening, _ in executor.events(run)]
@@ -148,7 +148,7 @@ import importlib, os, signal, sys
 from pathlib import Path
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.home import open_run
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.hardware.fleet import Placement
 from yunlu.executors.registry import open_executor
 
@@ -188,8 +188,8 @@ def test_a_run_outlives_who_started_it_and_when_it_is_killed_too_it_is_lost_with
     assert executor.status(run).held == place.small
     await_step(run, 3)
     place.kill(run)
-    await_(run, lambda: service.read_record(run).state == "lost", "it is found to be lost")
-    assert service.read_record(run).error
+    await_(run, lambda: lifecycle.read_record(run).state == "lost", "it is found to be lost")
+    assert lifecycle.read_record(run).error
     (lease,) = executor.status(run).leases
     assert lease.state is LeaseState.GONE
     assert lease.reason
@@ -199,8 +199,8 @@ def test_a_run_outlives_who_started_it_and_when_it_is_killed_too_it_is_lost_with
 def test_a_run_comes_to_its_end(place: Place, tmp_path: Path) -> None:
     run = submit(tmp_path, steps=30)
     try:
-        service.start(run, on=place.executor, placement=place.large)
-        await_(run, lambda: service.read_record(run).state == "finished", "its end")
+        lifecycle.start(run, on=place.executor, placement=place.large)
+        await_(run, lambda: lifecycle.read_record(run).state == "finished", "its end")
         await_(run, lambda: not place.executor.status(run).is_alive, "no lease is left")
         check_samples(run)
         assert (run.path / Area.MODEL / "model.safetensors").exists()
@@ -213,7 +213,7 @@ def test_who_is_killed_before_starting_a_run_leaves_nothing_behind(
     place: Place, run: RunStore
 ) -> None:
     start_and_be_killed(place, run, "before")
-    assert service.read_record(run).state in {"pending", "lost"}
+    assert lifecycle.read_record(run).state in {"pending", "lost"}
     (lease,) = place.executor.status(run).leases
     assert (lease.state, lease.reason) == (LeaseState.GONE, "it was never started")
     assert not processes_of(run)
@@ -231,8 +231,8 @@ def test_what_cannot_be_is_refused_with_a_reason(place: Place, tmp_path: Path) -
     for placement in (NOTHING, Placement((("no-such-node", 1),))):
         pending = submit(tmp_path)
         with pytest.raises(ExecutorError, match=r"no-such-node|no devices|nothing"):
-            service.start(pending, on=executor, placement=placement)
-        assert service.read_record(pending).state == "failed"
+            lifecycle.start(pending, on=executor, placement=placement)
+        assert lifecycle.read_record(pending).state == "failed"
 
 
 def test_its_nodes_have_what_is_asked_of_them(place: Place) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS, FEWER, BATCH = 300, 110, 24
 # The rate is small: at three times as much, rounding alone grows to 4e-4 of the loss by the last step.
 JOB = f"""
-task: language-modeling
+task: braked:Braked
 model: {{name: transformer, args: {{width: 32, layers: 4, heads: 4}}}}
 data: {{train: text.txt, max_length: 24}}
 train:
@@ -45,6 +46,20 @@ train:
   workers: 0
   evaluate: never
   checkpoint: {{every: 60, keep_best: 0}}
+"""
+
+# A machine that is busy delays the test, not only the run: without a brake the run may be over before it
+# was disturbed.
+BRAKED = """
+import time
+from pathlib import Path
+from yunlu.training.tasks.language_modeling import LanguageModeling
+
+class Braked(LanguageModeling):
+    def loss(self, model, batch):
+        if Path(__file__).with_name("brake").exists():
+            time.sleep(0.05)
+        return super().loss(model, batch)
 """
 
 
@@ -67,7 +82,10 @@ class Runs:
             check=False,
         )
 
-    def start(self, *words: str, detach: bool = True) -> RunStore:
+    def start(self, *words: str, detach: bool = True, brake: bool = True) -> RunStore:
+        """Begin to train; braked until ``wait_for_end``, unless the command waits for the end itself."""
+        if detach and brake:
+            (self.directory / "brake").touch()
         before = set(self._home.glob("*-*"))
         done = self.call("train", "job.yaml", *words, *(["--detach"] if detach else []), "--json")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +98,8 @@ class Runs:
             crew = read_crew(run)
             pids = [] if crew is None else [crew.pid, *(member.pid for member in crew.members)]
             for process in _family(run, pids):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _family(run: RunStore, pids: list[int]) -> list[psutil.Process]:
@@ -95,6 +114,7 @@ def _family(run: RunStore, pids: list[int]) -> list[psutil.Process]:
 
 def write_job(directory: Path) -> None:
     (directory / "job.yaml").write_text(JOB)
+    (directory / "braked.py").write_text(BRAKED)
     words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
     lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
     (directory / "text.txt").write_text("\n".join(lines))
@@ -172,6 +192,7 @@ def wait_for_end(run: RunStore) -> None:
     def is_over() -> bool:
         return events(run, StateChanged)[-1].state in {"finished", "stopped", "failed"}
 
+    (run.path.parents[1] / "brake").unlink(missing_ok=True)
     wait(run, is_over, "the end")
     wait(run, lambda: not _family(run, []), "everyone gone")
 

@@ -174,7 +174,7 @@ def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
     job.write_text(f"{job.read_text()}  adapt_batch: {2 * BATCH}\n")
     runs = Runs(tmp_path, own_home)
     try:
-        run = runs.start("--devices", "2", "--set", "train.steps=240")
+        run = runs.start("--devices", "2", "--set", "train.steps=240", brake=False)
         wait_for_step(run, 45)
         resize(run, devices=3)
         wait_for_workers(run, 3)

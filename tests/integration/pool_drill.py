@@ -16,7 +16,7 @@ from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
 from yunlu.executors.lease_record import read_record
 from yunlu.executors.worker_process import SUPERVISOR
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 from yunlu.scheduler import control
@@ -73,7 +73,7 @@ class Drill:
     def dismiss(self, *runs: RunStore) -> None:
         for run in runs:
             withdraw(run)
-            service.stop(run)
+            lifecycle.stop(run)
 
     def judge(self) -> None:
         """Nobody supervises a run that another one supervises, but for a moment."""
@@ -99,9 +99,9 @@ class Drill:
         return None not in [*cores, *busy] and len(busy) == len(machines) > 0
 
     def tell(self) -> str:
-        journal = PoolStore(self.home)
-        texts = [str(self.view()), *(str(line)[:400] for line in journal.read_decisions())]
-        texts.append(journal.log.read_text()[-3000:] if journal.log.exists() else "")
+        pool_store = PoolStore(self.home)
+        texts = [str(self.view()), *(str(line)[:400] for line in pool_store.read_decisions())]
+        texts.append(pool_store.log.read_text()[-3000:] if pool_store.log.exists() else "")
         for run in self.runs:
             files = [
                 run.path / Document.ALLOCATION,

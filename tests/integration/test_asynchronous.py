@@ -19,7 +19,7 @@ from tests import waiting
 from tests.integration.conftest import Yunlu
 from tests.sample_events import EventT
 from yunlu.core.files import read_last, read_lines
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.resize import resize
 from yunlu.runs.events import (
     AttemptStarted,
@@ -112,7 +112,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
         run, lambda: {each["member"] for each in told(run, WorkerLost)} == lost, "faults"
     )
 
-    assert service.stop(run).state == "stopped"  # here: a command might start too late
+    assert lifecycle.stop(run).state == "stopped"  # here: a command might start too late
     kept = max(losses(run))
     assert kept < STEPS
     assert told(run, CheckpointSaved)[-1].step == kept
@@ -145,7 +145,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     assert loss["loss"] < alone + MARGIN
     assert not (run.path / "servers").exists()
     assert (run.path / Area.MODEL / "model.safetensors").exists()
-    assert service.read_record(run).state == "finished"
+    assert lifecycle.read_record(run).state == "finished"
 
 
 @pytest.mark.parametrize("steps", [20_000])  # stopped long before
@@ -171,7 +171,7 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     assert not any(_lives(worker) for worker in workers)
     assert [each["member"] for each in told(run, WorkerGroupFormed)[-1].ranks] == [0, 1, 2]
 
-    assert service.stop(run).state == "stopped"
+    assert lifecycle.stop(run).state == "stopped"
     kept = max(losses(run))
     assert [record["step"] for record, _ in run.read_metrics()] == [*range(1, kept + 1)]
     assert told(run, CheckpointSaved)[-1].step == kept
@@ -193,7 +193,7 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     wait_until(run, lambda: count_done(run, "far.") > before + 5, "work after the resume")
     ranks = told(run, WorkerGroupFormed)[-1].ranks
     assert [each["member"] for each in ranks] == [0, 1, 2, "far.0", "far.1"]
-    assert service.stop(run).state == "stopped"
+    assert lifecycle.stop(run).state == "stopped"
     assert far.wait(waiting.LIMIT_S) == 0  # sent home with the others
     kept = max(losses(run))
     check_ledger(run, kept)

@@ -11,7 +11,7 @@ import pytest
 from tests.integration import test_asynchronous as near
 from tests.integration.conftest import Yunlu
 from tests.waiting import LIMIT_S
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.report_builder import build_report
 from yunlu.runs.events import AttemptStarted, CommunicationChosen, WorkerGroupFormed
 from yunlu.runs.home import open_run
@@ -76,7 +76,7 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     assert done.code == 0, done.err
     (path,) = own_home.glob("*-*")
     run = open_run(path)
-    assert service.read_record(run).state == "finished"
+    assert lifecycle.read_record(run).state == "finished"
     assert len(near.told(run, AttemptStarted)) == 1
     (choice,) = near.told(run, CommunicationChosen)
     assert choice["setting"]["method"] == "asynchronous"
@@ -129,17 +129,17 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         assert [each["generation"] for each in crews] == [*range(1, len(crews) + 1)]
         members = [each["member"] for each in crews[-1]["ranks"]]
         assert members == [0, 1, "far.0"]
-        assert service.stop(run).state == "stopped"
+        assert lifecycle.stop(run).state == "stopped"
         assert far.wait(LIMIT_S) == 0
         kept = max(near.losses(run))
         near.check_ledger(run, kept)
         assert yunlu("resume", run.id, "--detach").code == 0
         near.wait_for_step(run, kept + 5)
         assert near.told(run, CommunicationChosen)[-1].reason.startswith("as before")
-        assert service.stop(run).state == "stopped"
+        assert lifecycle.stop(run).state == "stopped"
         near.check_ledger(run, max(near.losses(run)))
     finally:
-        service.stop(run, now=True)
+        lifecycle.stop(run, now=True)
 
 
 FAR = """

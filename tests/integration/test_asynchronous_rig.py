@@ -12,7 +12,7 @@ from benchmarks.netrig import Rig, why_no_rig
 
 from tests.integration import test_asynchronous as near
 from tests.waiting import LIMIT_S
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
@@ -64,7 +64,7 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
 
         rig.mend(1)
         near.wait_until(run, lambda: near.count_done(run, "far.") > before + 5, "it to come back")
-        assert service.stop(run).state == "stopped"
+        assert lifecycle.stop(run).state == "stopped"
         kept = max(near.losses(run))
         near.check_ledger(run, kept)
         near.check_staleness(run, most=2)

@@ -23,7 +23,7 @@ from tests.distributed.test_crews import (
     wait_for_workers,
     write_job,
 )
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.resize import resize
 from yunlu.runs.events import (
     CommunicationChosen,
@@ -102,7 +102,7 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     resize(run, devices=3)
     wait_for_workers(run, 3)
     wait_for_step(run, max(losses(run)) + 2)
-    service.stop(run)
+    lifecycle.stop(run)
     done = max(losses(run))
     assert done < STEPS
     assert runs.call("resume", run.id, "--detach").returncode == 0

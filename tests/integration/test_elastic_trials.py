@@ -11,7 +11,7 @@ import pytest
 
 from tests.waiting import wait_until
 from yunlu.core.files import read_lines, write_atomically
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.run import log_tail
 from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Document, Log, RunStore
@@ -50,19 +50,19 @@ def ended(run: RunStore) -> Generator[None]:
     try:
         yield
     finally:
-        service.stop(run, now=True)
+        lifecycle.stop(run, now=True)
 
 
 def wait(condition: Callable[[], bool], run: RunStore) -> None:
     def check() -> None:
-        state = service.read_record(run).state
+        state = lifecycle.read_record(run).state
         assert state not in {RunState.FAILED, RunState.LOST}, "\n".join(log_tail(run))
 
     wait_until(
         condition,
         "what the test waits for",
         meanwhile=check,
-        explain=lambda: (service.read_record(run).state, sizes_of(run)),
+        explain=lambda: (lifecycle.read_record(run).state, sizes_of(run)),
         pause_s=0.1,
     )
 
@@ -104,7 +104,7 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
         wait(has_trained(run), run)
         assert (places.held(run), places.usable(run)) == (1, 2)
         wait(lambda: places.resize(run, 2), run)  # stopped, to be started again
-        wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+        wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
         wait(lambda: places.held(run) == 0, run)
         assert sizes_of(run) == []
         places.start(run, 2)
@@ -118,7 +118,7 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
         wait(lambda: sizes_of(run)[-1] == 2, run)
         wait(has_trained(run), run)
         write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
-        wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+        wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
         wait(lambda: places.held(run) == 0, run)
     assert sizes_of(run) == [2, 1, 2]
     check_samples(run)
@@ -141,7 +141,7 @@ def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> No
             wait(has_trained(run), run)
             places.let_go(run, for_good=False)
             write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"hold": "test"}))
-            wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+            wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
             wait(lambda: places.held(run) == 0, run)
             write_atomically(run.path / Document.TRIAL_CONTROL, "{}")
             places.start(run, 2)
@@ -149,7 +149,7 @@ def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> No
             assert sizes_of(run)[-1] == places.held(run) == 2
             places.let_go(run, for_good=True)
             write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
-            wait(lambda: service.read_record(run).state is RunState.STOPPED, run)
+            wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
             wait(lambda: places.held(run) == 0, run)
     finally:
         control.bring_down(own_home, stop_jobs=True)

@@ -18,13 +18,33 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
 JOB = """
-task: image-classification
+task: braked:Braked
 model: cnn
 data: sklearn:digits
 train:
   epochs: 3
   checkpoint: 5
 """
+
+# Without a brake the run may be over before a busy machine lets the test end it.
+BRAKED = """
+import time
+from pathlib import Path
+from yunlu.training.tasks.image_classification import ImageClassification
+
+class Braked(ImageClassification):
+    def loss(self, model, batch):
+        if Path(__file__).with_name("brake").exists():
+            time.sleep(0.05)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.fixture
+def brake(tmp_path: Path) -> Path:
+    """While this file is there, steps take their time."""
+    (tmp_path / "braked.py").write_text(BRAKED)
+    return tmp_path / "brake"
 
 
 def losses(run: RunStore) -> dict[int, float]:
@@ -43,7 +63,7 @@ def wait_for_step(run: RunStore, step: int, process: psutil.Process) -> None:
 
 def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunStore, psutil.Process]:
     command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--detach", "--json"]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    subprocess.run(command, env=environment, cwd=job.parent, check=True, capture_output=True)
     run = open_run(max(home.glob("killed-*"), key=lambda path: path.stat().st_mtime))
     return run, worker_of(run, life=1)
 
@@ -58,13 +78,14 @@ def worker_of(run: RunStore, *, life: int) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
-    yunlu: Yunlu, environment: dict[str, str], own_home: Path, tmp_path: Path
+    yunlu: Yunlu, environment: dict[str, str], own_home: Path, tmp_path: Path, brake: Path
 ) -> None:
     job = tmp_path / "killed.yaml"
     job.write_text(JOB)
     assert yunlu("train", job, "--name", "whole", "--json").code == 0
     whole = open_run(next(own_home.glob("whole-*")))
 
+    brake.touch()
     run, process = start(job, environment, own_home)
     draw = random.Random(4)
     for life in (2, 3):
@@ -75,6 +96,7 @@ def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
         resumed = yunlu("resume", run.id, "--detach", "--json")
         assert resumed.code == 0, resumed.err
         process = worker_of(run, life=life)
+    brake.unlink()
     process.wait()
     assert losses(run) == losses(whole)
     exported = [r.model / "model.safetensors" for r in (run, whole)]
@@ -83,13 +105,19 @@ def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_resume_goes_on(
-    environment: dict[str, str], own_home: Path, tmp_path: Path, yunlu: Yunlu
+    environment: dict[str, str], own_home: Path, tmp_path: Path, yunlu: Yunlu, brake: Path
 ) -> None:
+    brake.touch()
     job = tmp_path / "stopped.yaml"
     job.write_text(JOB)
     command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--json"]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as shown:
         assert shown.stdout is not None
         for line in shown.stdout:
@@ -101,5 +129,6 @@ def test_ctrl_c_saves_and_resume_goes_on(
     run = open_run(next(own_home.glob("stopped-*")))
     states = [e.state for e, _ in run.read_events() if isinstance(e, StateChanged)]
     assert states[-2:] == ["stopping", "stopped"]
+    brake.unlink()
     assert yunlu("resume", run.id, "--json").code == 0
     assert max(losses(run)) == 3 * -(-1437 // 32)

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 from yunlu.core.errors import StoreError
 from yunlu.core.files import read_lines
 from yunlu.executors.worker_process import recorded_worker
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, RunStore
 from yunlu.runs.states import RunState
@@ -100,9 +100,9 @@ class Pool:
             assert steps == list(range(1, len(steps) + 1)), run.id
 
     def tell(self) -> str:
-        journal = PoolStore(self.home)
-        texts = [str(journal.read_view()), *map(str, journal.read_decisions())]
-        texts.append(journal.log.read_text() if journal.log.exists() else "")
+        pool_store = PoolStore(self.home)
+        texts = [str(pool_store.read_view()), *map(str, pool_store.read_decisions())]
+        texts.append(pool_store.log.read_text() if pool_store.log.exists() else "")
         for run in self.runs:
             texts += [run.id, *(str(event)[:300] for event, _ in run.read_events())]
             texts += (
@@ -210,7 +210,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
 
     for run in (first, second):
         queue.withdraw(run)
-        service.stop(run)
+        lifecycle.stop(run)
     pool.wait(lambda: not processes_of(first) and not processes_of(second))
     pool.wait(lambda: (PoolStore(pool.home).read_view() or {}).get("held") == 0)
     pool.check_samples()
@@ -223,12 +223,12 @@ def test_job_that_crashes_at_start_does_not_hold_up_the_others(pool: Pool) -> No
     pool.up()
     pool.wait(lambda: state_of(good) is RunState.FINISHED)
 
-    def notes() -> dict[str, Any]:
+    def allocation() -> dict[str, Any]:
         path = bad.path / Document.ALLOCATION
         return json.loads(path.read_text()) if path.exists() else {"failures": 0}
 
-    pool.wait(lambda: notes()["failures"] >= 1)
-    pool.wait(lambda: notes()["shares"] == [])
+    pool.wait(lambda: allocation()["failures"] >= 1)
+    pool.wait(lambda: allocation()["shares"] == [])
     pool.wait(lambda: "failed" in explain(pool.home, bad).standing)
 
 

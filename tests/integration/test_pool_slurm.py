@@ -23,7 +23,7 @@ from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import wait_until
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.scheduler.queue import read_entry
 
@@ -123,7 +123,7 @@ def test_run_that_others_keep_from_its_devices_is_placed_elsewhere(make_drill: M
     wait_until(
         lambda: "RUNNING" in rig.call("squeue", "--noheader", "--format=%T"), "it is blocked"
     )
-    service.start(run, on=executor, placement=Placement((("n1", 2),)))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 2),)))
     pool.up()
     pool.wait(lambda: nodes_of(run) == ["n2"], "it was called off, and sent elsewhere")
     pool.await_end(run)

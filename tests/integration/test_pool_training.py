@@ -9,7 +9,7 @@ import pytest
 
 from tests.waiting import wait_until
 from yunlu.core.files import read_lines
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.run import log_tail
 from yunlu.runs.events import DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
@@ -47,7 +47,7 @@ def sizes_of(run: RunStore) -> list[int]:
 def wait(condition: Callable[[], bool], *runs: RunStore) -> None:
     def check() -> None:
         for run in runs:
-            record = service.read_record(run)
+            record = lifecycle.read_record(run)
             assert record.state is not RunState.FAILED, "\n".join(log_tail(run))
 
     wait_until(
@@ -77,16 +77,16 @@ def test_runs_make_room_for_each_other_and_lose_nothing(own_home: Path) -> None:
         runs.append(submit("first", 100_000))
         wait(lambda: 2 in sizes_of(runs[0]), *runs)  # alone, it grows
         runs.append(submit("second", 200))
-        wait(lambda: service.read_record(runs[1]).state is RunState.FINISHED, *runs)
+        wait(lambda: lifecycle.read_record(runs[1]).state is RunState.FINISHED, *runs)
         wait(lambda: sizes_of(runs[0])[-1] == 2, *runs)  # and again
         assert explain(own_home, runs[0]).history
         withdraw(runs[0])
-        record = service.stop(runs[0])
+        record = lifecycle.stop(runs[0])
         assert record.state is RunState.STOPPED
     finally:
         control.bring_down(own_home, stop_jobs=True)
         for run in runs:
-            service.stop(run, now=True)
+            lifecycle.stop(run, now=True)
     assert 1 in sizes_of(runs[0])
     check_samples(runs[1], 200)
     check_samples(runs[0])

@@ -31,7 +31,7 @@ from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import WorkerGroupFormed
 from yunlu.runs.run_store import Document, RunStore
 
@@ -46,7 +46,7 @@ import sys, time
 from pathlib import Path
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.home import open_run
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.hardware.fleet import Placement
 from yunlu.executors.ray_executor import RayExecutor
 shares = tuple((node, 1) for node in sys.argv[3:])
@@ -116,7 +116,7 @@ def spread(nodes: list[str]) -> Placement:
 
 def rest(run: RunStore, executor: RayExecutor) -> None:
     """Stopped and saved, nobody left, no sample lost or taken twice."""
-    service.stop(run)
+    lifecycle.stop(run)
     assert state(run) == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
     await_(run, lambda: not processes_of(run), "no process is left")
@@ -163,10 +163,10 @@ def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_
     while len(rig.raylets) < 3:
         rig.add(1)
     nodes = list(rig.raylets)
-    service.start(run, on=executor, placement=spread(nodes[:2]))
+    lifecycle.start(run, on=executor, placement=spread(nodes[:2]))
     await_crew(run, 2)
     assert executor.status(run).workers == 2
-    assert service.place(run, spread(nodes)).how == "live"
+    assert lifecycle.change_placement(run, spread(nodes)).how == "live"
     await_crew(run, 3)
 
     on_it = family_on(run, rig.raylets[nodes[1]])
@@ -174,7 +174,7 @@ def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_
     await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
     await_crew(run, 2)
     fewer = spread([nodes[0], nodes[2]])
-    assert service.place(run, fewer).how == "live"
+    assert lifecycle.change_placement(run, fewer).how == "live"
     await_(run, lambda: executor.status(run).held == fewer, "the lost device is forgotten")
     rest(run, executor)
 
@@ -192,17 +192,17 @@ def test_a_lease_waits_for_its_devices_is_called_off_or_killed_and_they_are_free
     rig: RayRig, executor: RayExecutor, run: RunStore, tmp_path: Path
 ) -> None:
     node = next(iter(rig.raylets))
-    service.start(run, on=executor, placement=Placement(((node, 1),)))
+    lifecycle.start(run, on=executor, placement=Placement(((node, 1),)))
     await_(run, lambda: bool(processes_of(run)), "it has begun")
     (tmp_path / "second").mkdir()
     second = submit(tmp_path / "second")
-    service.start(second, on=executor, placement=Placement(((node, 1),)))
+    lifecycle.start(second, on=executor, placement=Placement(((node, 1),)))
     (lease,) = executor.status(second).leases
     assert lease.state is LeaseState.WAITING
     assert node in lease.reason
-    assert service.read_record(second).state == "pending"
+    assert lifecycle.read_record(second).state == "pending"
     assert executor.nodes()[0].devices == 1  # ours, though it is taken
-    assert service.stop(second).state == "stopped"
+    assert lifecycle.stop(second).state == "stopped"
     await_(second, lambda: not executor.status(second).is_alive, "it is called off")
     assert not processes_of(second)
 
@@ -251,7 +251,7 @@ def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
     nodes = list(rig.raylets)
     executor = RayExecutor(rig.address)
     try:
-        service.start(run, on=executor, placement=spread(nodes))
+        lifecycle.start(run, on=executor, placement=spread(nodes))
         await_crew(run, 3)
         on_it = family_on(run, rig.raylets[nodes[0]])
         rig.kill(nodes[0])

@@ -10,7 +10,7 @@ from yunlu.core.errors import MissingPartError
 from yunlu.executors import ray_link
 from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.executors.ray_executor import RayExecutor
-from yunlu.executors.ray_keeper import RAYLET_GONE
+from yunlu.executors.ray_watchdog import RAYLET_GONE
 from yunlu.executors.ray_parse import (
     PlacementGroupInfo,
     RayNode,

@@ -26,7 +26,7 @@ from yunlu.executors.executor import ExecutorError, LeaseState
 from yunlu.executors.lease_record import known_record
 from yunlu.executors.slurm import SlurmExecutor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed, WorkerLost
 from yunlu.runs.run_store import Document, RunStore
 
@@ -79,7 +79,7 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
     executor = SlurmExecutor()
     free = {node.name: node.devices for node in executor.nodes()}
     assert free == {"n1": 1, "n2": 2, "n3": 2}
-    service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
     wait_until(lambda: bool(executor.status(run).reason), "Slurm has a reason")
     status = executor.status(run)
     assert status.is_waiting
@@ -87,8 +87,8 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
         lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell
     )
     assert not executor.status(run).held
-    assert service.read_record(run).state == "pending"  # not lost, though no process answers for it
-    assert service.stop(run).state == "stopped"
+    assert lifecycle.read_record(run).state == "pending"  # not lost, though no process answers for it
+    assert lifecycle.stop(run).state == "stopped"
     assert not executor.status(run).is_alive
     assert rig.call("squeue", "--noheader", "--format=%i") == blocker
 
@@ -98,7 +98,7 @@ def test_without_slurm_and_while_it_is_mute_the_words_are_clear(
 ) -> None:
     block(rig, "n1")
     executor = SlurmExecutor("slurm://main")
-    service.start(run, on=executor, placement=N1)
+    lifecycle.start(run, on=executor, placement=N1)
     with pytest.raises(ExecutorError, match="this Slurm has no partition 'nowhere'"):
         SlurmExecutor("slurm://nowhere").submit(
             run, known_record(run).leases[0], directory=run.path, lead=None
@@ -108,7 +108,7 @@ def test_without_slurm_and_while_it_is_mute_the_words_are_clear(
         patch.setenv("SLURM_CONF", str(rig.place / "nowhere.conf"))
         with pytest.raises(ExecutorError, match=r"Slurm (refused|has not answered) squeue"):
             executor.status(run)
-        assert service.read_record(run).state == "pending"  # who cannot be asked is believed
+        assert lifecycle.read_record(run).state == "pending"  # who cannot be asked is believed
         patch.setenv("PATH", str(run.path))
         with pytest.raises(ExecutorError, match="there is no squeue"):
             executor.nodes()
@@ -135,16 +135,16 @@ def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
     rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor()
-    service.start(run, on=executor, placement=N1)
+    lifecycle.start(run, on=executor, placement=N1)
     await_step(run, 5)
-    assert service.place(run, Placement((("n1", 1), ("c1", 1), ("c2", 1)))).how == "live"
+    assert lifecycle.change_placement(run, Placement((("n1", 1), ("c1", 1), ("c2", 1)))).how == "live"
     await_workers(run, 3)
     assert executor.reserves()[0].awake == 2
-    assert service.place(run, N1).how == "live"
+    assert lifecycle.change_placement(run, N1).how == "live"
     await_workers(run, 1)
     wait_until(lambda: executor.reserves()[0].awake == 0, "the nodes sleep again", explain=rig.tell)
     assert {"resume c1", "resume c2", "suspend c1", "suspend c2"} <= {*rig.power_log()}
-    service.stop(run)
+    lifecycle.stop(run)
     check_samples(run)
 
 
@@ -153,7 +153,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     rig: SlurmRig, run: RunStore
 ) -> None:
     executor = SlurmExecutor("slurm://spot?spot=yes")
-    service.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 2), ("n2", 1))))
     await_workers(run, 3)
     blocker = block(rig, "n1")
     await_(run, lambda: state(run) == "stopped", "it has saved")
@@ -163,7 +163,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     rig.call("scancel", blocker)
     await_(run, lambda: state(run) == "running", "it goes on")
     await_step(run, saved + 5)
-    assert service.stop(run).state == "stopped"
+    assert lifecycle.stop(run).state == "stopped"
     check_samples(run)
     resumed = [each.get("resumed_from_step") for each in told(run, StateChanged)]
     assert saved in resumed  # nothing was done twice
@@ -172,7 +172,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
 @pytest.mark.long
 def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor("slurm://spot")
-    service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 2))))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 2))))
     await_workers(run, 3)
     blocker = block(rig, "n2")
     await_workers(run, 1)
@@ -180,14 +180,14 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
     await_(run, lambda: len(told(run, WorkerGroupFormed)[-1].ranks) == 3, "it is back")
-    service.stop(run)
+    lifecycle.stop(run)
     check_samples(run)
 
 
 @pytest.mark.long
 def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor()
-    service.start(run, on=executor, placement=Placement((("n1", 1), ("n3", 1))))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 1), ("n3", 1))))
     await_workers(run, 2)
     rig.kill_node("n3")
     try:
@@ -200,12 +200,12 @@ def test_a_node_that_dies_takes_only_its_own_workers(rig: SlurmRig, run: RunStor
 
         await_(run, lost, "Slurm has found out")
         assert "n3" not in {node.name for node in executor.nodes()}
-        assert service.place(run, Placement((("n1", 1), ("n2", 1)))).how == "live"
+        assert lifecycle.change_placement(run, Placement((("n1", 1), ("n2", 1)))).how == "live"
         await_workers(run, 2)
         assert executor.status(run).held == Placement((("n1", 1), ("n2", 1)))
     finally:
         rig.start_node("n3")
-    service.stop(run)
+    lifecycle.stop(run)
     check_samples(run)
 
 
@@ -217,17 +217,17 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
     job = json.loads((run.path / Document.JOB).read_text())
     job["communication"] = {"method": "asynchronous"}
     (run.path / Document.JOB).write_text(json.dumps(job))
-    service.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 1))))
+    lifecycle.start(run, on=executor, placement=Placement((("n1", 1), ("n2", 1))))
     await_workers(run, 2)
     assert executor.status(run).workers == 2
     more = Placement((("n1", 1), ("n2", 1), ("n3", 1)))
-    assert service.place(run, more).how == "live"
+    assert lifecycle.change_placement(run, more).how == "live"
     await_workers(run, 3)
     fewer = Placement((("n1", 1), ("n3", 1)))
-    assert service.place(run, fewer).how == "live"
+    assert lifecycle.change_placement(run, fewer).how == "live"
     await_workers(run, 2)
     await_(run, lambda: executor.status(run).held == fewer, "the devices to be given back")
-    service.stop(run)
+    lifecycle.stop(run)
     check_samples(run)
     assert told(run, WorkerLost) == []
 
@@ -235,7 +235,7 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
 @pytest.mark.long
 def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor()
-    service.start(run, on=executor, placement=Placement((("n3", 2), ("n1", 1))))
+    lifecycle.start(run, on=executor, placement=Placement((("n3", 2), ("n1", 1))))
     await_workers(run, 3)
     rig.kill_node("n3")
     try:
@@ -243,10 +243,10 @@ def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: Run
         await_workers(run, 1)
         await_step(run, before + 5)
         await_(run, lambda: known_record(run).wanted[0].node == "n1", "n1 leads")
-        assert service.read_record(run).state == "running"
+        assert lifecycle.read_record(run).state == "running"
     finally:
         rig.start_node("n3")
-    assert service.stop(run).state == "stopped"
+    assert lifecycle.stop(run).state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
     check_samples(run)
 
@@ -254,7 +254,7 @@ def test_when_the_node_that_leads_dies_another_one_leads(rig: SlurmRig, run: Run
 @pytest.mark.long
 def test_before_its_time_is_over_a_run_saves(rig: SlurmRig, run: RunStore) -> None:
     executor = SlurmExecutor("slurm://main?minutes=3&notice_s=60")
-    service.start(run, on=executor, placement=N1)
+    lifecycle.start(run, on=executor, placement=N1)
     await_step(run, 5)
     await_(run, lambda: state(run) == "stopped", "it has saved")
     assert any(happening.what == "noticed" for happening, _ in executor.events(run))
@@ -269,9 +269,9 @@ def test_a_run_that_is_never_given_the_time_for_a_step_is_not_started_for_ever(
     executor = SlurmExecutor()
     for _ in range(2):
         run.emit(AttemptStarted(number=1, pid=1, process_started_at=0.0, began_at=0.0))
-    service.start(run, on=executor, placement=N1)
+    lifecycle.start(run, on=executor, placement=N1)
     await_(run, lambda: state(run) == "planning", "it is being started")
     (lease,) = known_record(run).leases
     rig.call("scancel", "--signal=TERM", lease.handle)  # as Slurm itself does
     await_(run, lambda: not executor.status(run).is_alive, "it is gone")
-    assert service.read_record(run).state == "stopped"
+    assert lifecycle.read_record(run).state == "stopped"

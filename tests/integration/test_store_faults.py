@@ -10,14 +10,14 @@ import alembic.op
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.jobs import service
-from yunlu.jobs.store import Store
+from yunlu.jobs import lifecycle
+from yunlu.jobs.run_index import RunIndex
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 SUBMIT = """
 import sys
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.spec.job import Job
 job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"})
 print("ready", flush=True)
@@ -63,10 +63,10 @@ def test_two_processes_submit_fifty_runs_each_at_once(own_home):
     go(*pair)
     submitted = {run_id for process in pair for run_id in finish(process)}
     assert len(submitted) == 100
-    with Store(own_home) as store:
+    with RunIndex(own_home) as store:
         assert {record.id for record in store.records()} == submitted
     # Their submitters ended without starting a worker: that is noticed, once for each.
-    assert {record.state for record in service.list_runs()} == {RunState.LOST}
+    assert {record.state for record in lifecycle.list_runs()} == {RunState.LOST}
     check_integrity(own_home)
 
 
@@ -81,7 +81,7 @@ def test_killed_at_any_moment_the_store_opens_and_tells_the_truth(own_home):
         time.sleep(chance.uniform(0, 0.03))  # somewhere inside the next submit
         process.kill()
         submitted = process.communicate(timeout=LIMIT_S)[0].split()
-        records = {record.id: record for record in service.list_runs()}
+        records = {record.id: record for record in lifecycle.list_runs()}
         assert set(submitted) <= records.keys()
         for run_id in records:
             job = Job.model_validate_json((own_home / run_id / "job.json").read_bytes())
@@ -98,8 +98,8 @@ def test_index_deleted_under_two_writers_is_rebuilt_whole(own_home):
         (own_home / "index.sqlite").unlink(missing_ok=True)
     for process in pair:
         finish(process)
-    assert len(service.list_runs()) == 30
-    with Store(own_home) as store:
+    assert len(lifecycle.list_runs()) == 30
+    with RunIndex(own_home) as store:
         assert len(store.records()) == 30
     check_integrity(own_home)
 
@@ -123,6 +123,6 @@ def test_crash_in_the_middle_of_a_migration_leaves_it_to_the_next(own_home, monk
     with monkeypatch.context() as patched:
         patched.setattr(alembic.op, "create_index", crash)
         with pytest.raises(KeyboardInterrupt):
-            Store(own_home)
-    with Store(own_home) as store:
+            RunIndex(own_home)
+    with RunIndex(own_home) as store:
         assert store.records() == []

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from yunlu.core.files import write_atomically
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import Evaluated, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
@@ -59,7 +59,7 @@ def make_job(name: str, *, search: dict[str, Any] | None = None, **train: Any) -
 
 
 def make_trial(job: Job, verdict: dict[str, Any] | None = None, **about: Any) -> RunStore:
-    run = service.submit(job)
+    run = lifecycle.submit(job)
     told = {"study": "s", "number": 0, "params": {}, "rungs": EPOCHS, **about}
     write_atomically(run.path / Document.TRIAL, json.dumps(told))
     if verdict is not None:
@@ -88,7 +88,7 @@ def weights(run: RunStore) -> bytes:
 @pytest.fixture
 def whole() -> RunStore:
     """A run that nobody disturbed."""
-    run = service.submit(make_job("whole"))
+    run = lifecycle.submit(make_job("whole"))
     assert train(run) == "finished"
     return run
 
@@ -173,7 +173,7 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
         == (read_story(open_run(own_home / str(first.run))).step_of(shared[1]) or 0) + 1
     )
     decay = second.params["train.schedule.decay"]
-    alone = service.submit(make_job("alone", schedule={"name": "wsd", "decay": decay}))
+    alone = lifecycle.submit(make_job("alone", schedule={"name": "wsd", "decay": decay}))
     assert train(alone) == "finished"
     assert [(rung, values[0]) for rung, values in second.curve] == scores(alone)
     assert {**losses(alone), **losses(run)} == losses(alone)
@@ -186,14 +186,14 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
     # Long enough that the word to prune comes in time.
     job = make_job("crew", epochs=200).model_copy(update={"devices": 2})
     run = make_trial(job, {"until": 2})
-    service.start(run)
+    lifecycle.start(run)
     wait_for_rest(run, "stopped")
     assert read_story(run).reason == "held at rung 2: nobody said how it goes on"
     assert [rung for rung, _ in scores(run)] == [1, 2]
     write_verdict(run, {"until": 400})
-    service.resume(run)
+    lifecycle.resume(run)
     while len(scores(run)) < 3:
-        assert service.read_record(run).state.is_active
+        assert lifecycle.read_record(run).state.is_active
         time.sleep(0.01)
     write_verdict(run, {"prune": "enough"})
     wait_for_rest(run, "stopped")
@@ -203,6 +203,6 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
 
 
 def wait_for_rest(run: RunStore, state: str) -> None:
-    while service.read_record(run).state.is_active:
+    while lifecycle.read_record(run).state.is_active:
         time.sleep(0.05)
-    assert service.read_record(run).state == state
+    assert lifecycle.read_record(run).state == state

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.integration import toy_trial
 from yunlu.executors.worker_process import recorded_worker
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.run_store import RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -25,17 +25,17 @@ class ToyPlaces:
         self.devices = devices
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
-        return service.submit(job, source=source)
+        return lifecycle.submit(job, source=source)
 
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
         del devices, most, promise
         command = (sys.executable, toy_trial.__file__)
-        if service.read_record(run).state is RunState.PENDING:
-            service.start(run, command)
+        if lifecycle.read_record(run).state is RunState.PENDING:
+            lifecycle.start(run, command)
         else:
-            service.resume(run, command=command)
+            lifecycle.resume(run, command=command)
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         del run, devices, promise
@@ -53,7 +53,7 @@ class ToyPlaces:
         pass
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        service.request_stop(run, now=now)
+        lifecycle.request_stop(run, now=now)
 
 
 def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from yunlu.client.api import validate
 from yunlu.core.errors import JobError
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.render.terminal.event_lines import describe, plan_block
 from yunlu.render.terminal.page import make_console, to_json
 from yunlu.render.terminal.plan_options import comparison_table, notes_block, options_table
@@ -205,7 +205,7 @@ def _predict(files: tuple[str, ...], *, json: bool) -> int:
 
 def _measure(job: Job, *, json: bool) -> int:
     if json:
-        print(service.make_plan(job).model_dump_json(indent=2))
+        print(lifecycle.make_plan(job).model_dump_json(indent=2))
     else:
         _show_measured(job)
     return 0
@@ -222,7 +222,7 @@ def _show_measured(job: Job) -> Plan:
             elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
                 console.print(describe(event, course))
 
-        made = service.make_plan(job, on_event=show)
+        made = lifecycle.make_plan(job, on_event=show)
     console.print(plan_block(made))
     return made
 

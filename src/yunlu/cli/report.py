@@ -9,7 +9,7 @@ from rich.console import Console
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.jobs.service import find
+from yunlu.jobs.lifecycle import find
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.home import open_run

@@ -1,9 +1,7 @@
-"""The calls: train, finetune, plan, submit, resume, and the runs they make."""
+"""The public calls: train, finetune, plan, submit, resume, and the runs they return."""
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,26 +9,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from yunlu.client.connect import default_client
+from yunlu.client.finetuning import finetuning_job
 from yunlu.core.errors import JobError, StoreError, missing_part
-from yunlu.jobs import service
-from yunlu.jobs.job_input import build_job, merge, plain, read_options
-from yunlu.jobs.follow import end_of, follow
-from yunlu.jobs.launch import find_launch, see_through
-from yunlu.jobs.run import error_of, move
-from yunlu.jobs.base_model import BaseModel, find_base_model
-from yunlu.planning.plan import Plan
-from yunlu.runs.events import Evaluated, Event
+from yunlu.jobs import lifecycle
+from yunlu.jobs.job_input import build_job, plain, read_options
+from yunlu.jobs.launch import find_launch, train_to_end
+from yunlu.jobs.run import move
+from yunlu.runs.events import Evaluated, RunEvent
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
-from yunlu.scheduler.control import is_queued_again
-from yunlu.scheduler.queue import enqueue, read_options, withdraw
 from yunlu.spec.job import Job, ModelSpec
-from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
+from yunlu.spec.load import job_from_mapping, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.planning.plan import Plan
     from yunlu.planning.search.options import PlanOptions
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.goal import GoalSpec
 
@@ -40,7 +38,7 @@ _WORKER = "yunlu.training.worker"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """One run, looked at from outside: every property reads what its files say now."""
+    """One run, seen from outside: every property reads its current state."""
 
     dir: Path
     """Its directory: events, metrics, checkpoints, model, report."""
@@ -55,8 +53,8 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Where it stands."""
-        return service.read_record(self._files).state
+        """State of the run: pending, planning, running, ..."""
+        return default_client().run(str(self.dir)).state
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -69,52 +67,46 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """What was decided and foretold, once it is."""
-        path = self._files.plan
-        return Plan.model_validate_json(path.read_bytes()) if path.exists() else None
+        """Decisions and predictions, once they are made."""
+        return default_client().show(str(self.dir)).plan
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """Wait until it rests; raise the worker's error if it failed or was lost."""
+        """Wait until it is no longer active; raise the worker's error if it failed or was lost."""
+        client, run = default_client(), str(self.dir)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for _ in follow(self._files, since=end_of(self._files)):
+        for _ in client.follow(run, since=client.events(run).cursor):
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.id} did not rest within {timeout_s:g} s")
-        if self.state in {RunState.FAILED, RunState.LOST}:
-            raise error_of(self.events()) or StoreError(f"{self.id} is {self.state}")
+                raise TimeoutError(f"{self.id} is still active after {timeout_s:g} s")
+        if (state := self.state).is_failure:
+            failure = client.failure(run)
+            raise failure.to_error() if failure else StoreError(f"{self.id} is {state}")
         return self
 
     def stop(self, *, now: bool = False) -> Run:
-        """Ask it to save and stop, and wait; ``now`` ends it without saving."""
-        withdraw(self._files)  # else the pool would go on with it
-        service.stop(self._files, now=now)
+        """Save a checkpoint and stop, and wait for that; ``now``: without saving."""
+        default_client().stop(str(self.dir), now=now)
         return self
 
     def resume(self, *, wait: bool = True) -> Run:
-        """Give it another life, from its newest good checkpoint; in the pool, if it came from there."""
-        if not is_queued_again(self._files):
-            service.resume(self._files)
+        """Continue from its newest good checkpoint; in the pool, if it came from there."""
+        default_client().resume(str(self.dir), detach=not wait)
         return self.wait() if wait else self
 
     def events(self) -> list[Event]:
-        """All that happened, in order."""
-        return [event for event, _ in self._files.read_events()]
+        """All events so far."""
+        items = default_client().events(str(self.dir)).items
+        return [item for item in items if isinstance(item, RunEvent)]
 
     def history(self) -> list[dict[str, Any]]:
-        """One record per step; a step that a resumed life did again stands once."""
+        """One record per step; a step that a later attempt repeated appears once."""
         from yunlu.jobs.run_log import read_run_log  # noqa: PLC0415 (used by few)
 
-        return list(read_run_log(self._files).records)
+        return list(read_run_log(open_run(self.dir)).records)
 
     def report(self) -> Path:
-        """Write the report, and say where the page is."""
-        from yunlu.render.run_report.write import write_report  # noqa: PLC0415 (used by few)
-
-        write_report(self._files)
-        return self._files.report_html
-
-    @property
-    def _files(self) -> RunStore:
-        return open_run(self.dir)
+        """Write the report, and return the path of the page."""
+        default_client().report(str(self.dir))
+        return self.dir / Document.REPORT_PAGE
 
 
 def train(
@@ -141,9 +133,9 @@ def train(
         metrics: With a model object: what else to measure.
         task: The task's name.
         overrides: ``a.b=c``, as with ``--set``.
-        name: Names the run.
-        devices: Workers that share the training, one for each device.
-        wait: Return when the run rests (and raise if it failed), or at once.
+        name: Name of the run.
+        devices: Number of workers, one for each device.
+        wait: Return when the run is no longer active (and raise if it failed), or at once.
         train_options: Keys of the job's ``train`` part, such as ``epochs=3``; ``lr`` is the
             optimiser's.
     """
@@ -164,11 +156,11 @@ def train(
             )
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
         made = _live_job(model, name, train_options)
-        run = service.submit(made)
+        run = lifecycle.submit(made)
         return _train_here(run, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
-    asked = build_job(job, overrides, train_options, **parts)
-    return _train_elsewhere(asked, source_of(job), wait=wait)
+    built = build_job(job, overrides, train_options, **parts)
+    return _train_elsewhere(built, source_of(job), wait=wait)
 
 
 def finetune(
@@ -184,53 +176,25 @@ def finetune(
     wait: bool = True,
     **train_options: Any,
 ) -> Run:
-    """Go on from a trained model with other data, and return the new run.
+    """Fine-tune a trained model on other data, and return the new run.
 
     Args:
         start: A run or its id, a model directory, or ``hf:NAME``. Its model, tokenizer and
             whatever else its weights depend on are taken over.
         job: A job file, where ``model`` may be left out, or a ``Job``. Without it, say ``data``.
         data: A path or name as in a job file.
-        task: The task's name; the start's own when not said.
+        task: Name of the task; that of the trained model when not given.
         adapter: ``"lora"``, or a mapping with its rank and targets; without it every weight is trained.
         overrides: ``a.b=c``, as with ``--set``.
-        name: Names the run.
-        devices: Workers that share the training, one for each device.
-        wait: Return when the run rests (and raise if it failed), or at once.
+        name: Name of the run.
+        devices: Number of workers, one for each device.
+        wait: Return when the run is no longer active (and raise if it failed), or at once.
         train_options: Keys of the job's ``train`` part, as with ``train``.
     """
     parts = {"data": data, "task": task, "name": name, "devices": devices}
-    asked = finetuning_job(start, job, overrides, train_options, adapter=adapter, **parts)
-    return _train_elsewhere(asked, source_of(job), wait=wait)
-
-
-def finetuning_job(
-    start: str | Path | Run,
-    job: str | Path | Job | None = None,
-    overrides: Sequence[str] = (),
-    train_options: Mapping[str, Any] = {},
-    *,
-    adapter: Any = None,
-    **parts: Any,
-) -> Job:
-    """The whole job that fine-tuning a start amounts to."""
-    begun = find_base_model(start.dir if isinstance(start, Run) else start)
-    options = read_options(train_options)
-    if isinstance(job, str | Path):
-        job = _load_without_model(job, begun, overrides)
-    elif overrides:
-        raise JobError("overrides go with a job file; say the values as arguments instead")
-    mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
-    mapping |= {key: plain(value) for key, value in parts.items() if value is not None}
-    if begun.task is not None:
-        mapping.setdefault("task", begun.task)
-    said = mapping.get("model", {})
-    mapping["model"] = begun.choose_model(
-        said if adapter is None else {**said, "adapter": plain(adapter)}
-    )
-    if options:
-        mapping["train"] = merge(mapping.get("train") or {}, options)
-    return begun.complete(job_from_mapping(mapping, where="finetune()" if job is None else "job"))
+    base = start.dir if isinstance(start, Run) else start
+    whole = finetuning_job(base, job, overrides, train_options, adapter=adapter, **parts)
+    return _train_elsewhere(whole, source_of(job), wait=wait)
 
 
 @overload
@@ -257,48 +221,44 @@ def plan(
     devices: int | None = None,
     **train_options: Any,
 ) -> PlanOptions | Plan:
-    """Foretell without training: on what a job could run, how, and what it would take.
+    """Predict without training: hardware and layouts a job could run on, with time and cost.
 
     Args:
         job: A job file or a ``Job``. Without it, say ``model``, ``data`` and ``task``.
-        top: How many options to return.
+        top: Number of options to return.
         goal: Keys of the job's ``goal`` part: ``{"budget": 50, "deadline": "36h", "gpu": "H100"}``.
         measure: Instead let a worker measure the job on this machine, and return its ``Plan``.
         model: A name as in a job file.
         data: A path or name as in a job file.
         task: The task's name.
         overrides: ``a.b=c``, as with ``--set``.
-        devices: Workers that share the training, one for each device.
+        devices: Number of workers, one for each device.
         train_options: Keys of the job's ``train`` part, as with ``train``.
     """
     if _is_live(model):
         raise JobError("a model object cannot be planned apart from training it: use yunlu.train")
     parts = {"model": model, "data": data, "task": task, "devices": devices}
-    asked = build_job(job, overrides, train_options, **parts)
+    built = build_job(job, overrides, train_options, **parts)
     if goal is not None:
-        said = {**asked.goal.model_dump(mode="json"), **plain(goal)}
-        asked = job_from_mapping({**asked.model_dump(mode="json"), "goal": said})
-    if measure:
-        return service.make_plan(asked)
-    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (arrays are slow to import)
-
-    return foresee(asked, top=top)
+        changed = {**built.goal.model_dump(mode="json"), **plain(goal)}
+        built = job_from_mapping({**built.model_dump(mode="json"), "goal": changed})
+    client = default_client()
+    return client.measure(built) if measure else client.plan(built, top=top).options
 
 
 def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
-    """The job, if it is valid; else an error that names every fault."""
+    """The job, if it is valid; else an error that names every problem."""
     return build_job(job, overrides, {})
 
 
 def runs() -> list[Run]:
     """All runs, newest first."""
-    home = service.home()
-    return [Run(home / record.id) for record in service.list_runs()]
+    return [Run(Path(run.dir)) for run in default_client().ps().runs]
 
 
 def load_run(run_id: str) -> Run:
-    """The run with this id, a unique beginning of it, or the ``last`` one."""
-    return Run(Path(service.find(run_id).address))
+    """The run with this id, a unique prefix of it, or the ``last`` one."""
+    return Run(Path(default_client().run(run_id).dir))
 
 
 def resume(
@@ -310,18 +270,19 @@ def resume(
     metrics: Any = None,
     wait: bool = True,
 ) -> Run:
-    """Give a stopped, failed or lost run another life.
+    """Start another attempt at a stopped, failed or lost run.
 
     A run of live objects needs the same objects again.
     """
+    run = load_run(run_id)
     if model is not None:
-        run = service.find(run_id)
+        store = open_run(run.dir)
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
-        service.reopen_here(run)
-        return _train_here(run, live)
-    if (place := find_launch(waits=wait)) is not None:
-        return Run(Path(see_through(service.find(run_id), place).address)).wait()
-    return Run(Path(service.find(run_id).address)).resume(wait=wait)
+        lifecycle.reopen_here(store)
+        return _train_here(store, live)
+    if (launch := find_launch(waits=wait)) is not None:
+        return _as_run(train_to_end(open_run(run.dir), launch)).wait()
+    return run.resume(wait=wait)
 
 
 def submit(
@@ -335,57 +296,42 @@ def submit(
     deadline: str | None = None,
     budget: float | None = None,
 ) -> Run:
-    """Queue a job for the pool, and return; it starts when a pool is up and it is its turn.
+    """Queue a job for the pool, and return; the pool starts it in its turn.
 
     Args:
         job: A file or a job.
         overrides: Changes, as after ``--set``.
         priority: Higher goes first.
-        team: Whose devices it uses.
-        min_devices: It does not start on fewer.
-        max_devices: It is never given more.
-        deadline: When it should be done: ``90min``, ``36h``, ``1d 12h`` from now.
-        budget: What it may cost, in dollars; it is paused when that is spent.
+        team: Team whose quota it uses.
+        min_devices: Fewest devices it starts on.
+        max_devices: Most devices it is given.
+        deadline: When it should be finished: ``90min``, ``36h``, ``1d 12h`` from now.
+        budget: Most it may cost, in dollars; it is paused when that is spent.
     """
-    asked = read_options(
+    queued = default_client().submit(
+        validate(job, overrides=overrides),
+        source=source_of(job),
         priority=priority,
         team=team,
         min_devices=min_devices,
         max_devices=max_devices,
         deadline=deadline,
-        budget_dollars=budget,
+        budget=budget,
     )
-    run = enqueue(validate(job, overrides=overrides), asked, source=source_of(job))
-    return Run(Path(run.address))
-
-
-def source_of(job: str | Path | Job | None) -> Path | None:
-    """The file a job came from; ``jobs.py:name`` names one inside a file."""
-    if job is None or isinstance(job, Job):
-        return None
-    return Path(re.sub(r"(?<=\.py):\w+$", "", str(job)))
+    return Run(Path(queued.dir))
 
 
 def _is_live(model: Any) -> bool:
     return model is not None and not isinstance(model, str | Path | Mapping | ModelSpec)
 
 
-def _load_without_model(job: str | Path, begun: BaseModel, overrides: Sequence[str]) -> Job:
-    """The job of a file that may leave its model to the start."""
-    try:
-        return load_job(job, overrides=overrides)
-    except InvalidJobError:  # if it lacked a name only, this is its cure; else it is told again
-        own = f"model.name={json.dumps(begun.model.name)}"
-        return load_job(job, overrides=(own, *overrides))
-
-
 def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) -> Job:
     kind = type(model).__name__
     mapping = {
         "name": name,
-        "task": service.IN_PROCESS,
+        "task": lifecycle.IN_PROCESS,
         "model": {"name": kind},
-        "data": {"train": service.IN_PROCESS},
+        "data": {"train": lifecycle.IN_PROCESS},
         "train": read_options(train_options),
         "devices": 1,
     }
@@ -402,19 +348,22 @@ def _live_task(**parts: Any) -> Any:
 
 
 def _train_elsewhere(job: Job, source: Path | None, *, wait: bool) -> Run:
-    if (place := find_launch(job, waits=wait)) is not None:
-        return Run(see_through(job, place, source=source).path).wait()
-    store = service.submit(job, source=source)
-    service.start(store)
-    run = Run(Path(store.address))
+    if (launch := find_launch(job, waits=wait)) is not None:
+        return _as_run(train_to_end(job, launch, source=source)).wait()
+    started = default_client().train(job, source=source, detach=not wait)
+    run = Run(Path(started.dir))
     return run.wait() if wait else run
 
 
-def _train_here(run: RunStore, live: Any) -> Run:
+def _train_here(store: RunStore, live: Any) -> Run:
     try:
-        import_module(_WORKER).run(run.address, task=live)
+        import_module(_WORKER).run(store.address, task=live)
     finally:
-        record = service.read_record(run)
-        if record.state.is_active:  # an interrupt came between two of its own words
-            move(run, record, RunState.STOPPED, reason="interrupted")
-    return Run(Path(run.address)).wait()
+        record = lifecycle.read_record(store)
+        if record.state.is_active:  # an interrupt came between two of its events
+            move(store, record, RunState.STOPPED, reason="interrupted")
+    return _as_run(store).wait()
+
+
+def _as_run(store: RunStore) -> Run:
+    return Run(Path(store.address))

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError
-from yunlu.jobs.job_input import merge, plain, read_options
 from yunlu.jobs.base_model import find_base_model
+from yunlu.jobs.job_input import merge, plain, read_options
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.jobs.base_model import BaseModel
+    from yunlu.jobs.base_model import StartingModel
     from yunlu.spec.job import Job
 
 
@@ -47,7 +47,7 @@ def finetuning_job(
     return base.complete(job_from_mapping(mapping, where="finetune()" if job is None else "job"))
 
 
-def _load_without_model(job: str | Path, base: BaseModel, overrides: Sequence[str]) -> Job:
+def _load_without_model(job: str | Path, base: StartingModel, overrides: Sequence[str]) -> Job:
     """The job of a file that may leave out its model."""
     try:
         return load_job(job, overrides=overrides)

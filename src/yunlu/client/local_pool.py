@@ -37,7 +37,7 @@ class LocalPool:
         budget: float | None = None,
     ) -> QueuedRun:
         """As ``PoolVerbs.submit``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import view_submitted
         from yunlu.scheduler.queue import enqueue, read_options
 
@@ -49,14 +49,14 @@ class LocalPool:
             deadline=deadline,
             budget_dollars=budget,
         )
-        return view_submitted(service.home(), enqueue(job, asked, source=source))
+        return view_submitted(lifecycle.home(), enqueue(job, asked, source=source))
 
     def pool(self) -> PoolView:
         """As ``PoolVerbs.pool``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import view_pool
 
-        return view_pool(service.home())
+        return view_pool(lifecycle.home())
 
     def pool_up(
         self,
@@ -75,7 +75,7 @@ class LocalPool:
     ) -> PoolUp:
         """As ``PoolVerbs.pool_up``."""
         from yunlu.core.settings import read_settings
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_store import PoolSettings
         from yunlu.scheduler.pool_view import start_pool
 
@@ -94,21 +94,21 @@ class LocalPool:
             max_dollars_per_hour=max_dollars_per_hour,
             dollars_per_hour=read_settings().dollars_per_hour,
         )
-        return start_pool(service.home(), settings)
+        return start_pool(lifecycle.home(), settings)
 
     def pool_down(self, *, stop_jobs: bool = False) -> PoolDown:
         """As ``PoolVerbs.pool_down``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import stop_pool
 
-        return stop_pool(service.home(), stop_jobs=stop_jobs)
+        return stop_pool(lifecycle.home(), stop_jobs=stop_jobs)
 
     def pool_why(self, run: str) -> Explanation:
         """As ``PoolVerbs.pool_why``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.scheduler.explanation import explain
 
-        return explain(service.home(), find_run(run))
+        return explain(lifecycle.home(), find_run(run))
 
     def pool_change(
         self,

@@ -52,9 +52,9 @@ class LocalJobs:
 
     def measure(self, job: Job, *, on_event: Callable[[Event], None] | None = None) -> Plan:
         """As ``JobVerbs.measure``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
 
-        return service.make_plan(job, on_event=on_event)
+        return lifecycle.make_plan(job, on_event=on_event)
 
     def predict(self, table: Path) -> tuple[PredictedRow, ...]:
         """As ``JobVerbs.predict``."""
@@ -68,7 +68,7 @@ class LocalRuns:
 
     def train(self, job: Job, *, source: Path | None = None, detach: bool = False) -> StartedRun:
         """As ``RunVerbs.train``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.launch import begin, find_launch
 
         launch = find_launch(job, waits=not detach)
@@ -76,8 +76,8 @@ class LocalRuns:
             return _follow_launch(launch) or _started(
                 begin(job, launch, source=source), is_launched=True
             )
-        run = service.submit(job, source=source)
-        service.start(run)
+        run = lifecycle.submit(job, source=source)
+        lifecycle.start(run)
         return _started(run)
 
     def finetune(
@@ -92,7 +92,7 @@ class LocalRuns:
 
     def resume(self, run: str, *, detach: bool = False) -> StartedRun:
         """As ``RunVerbs.resume``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.follow import end_of
         from yunlu.jobs.launch import find_launch, go_on
         from yunlu.scheduler.control import is_queued_again
@@ -105,7 +105,7 @@ class LocalRuns:
         if is_queued_again(store):
             return _started(store, is_queued=True)
         since = end_of(store)
-        service.resume(store)
+        lifecycle.resume(store)
         return _started(store, since)
 
     def resize(self, run: str, *, devices: int) -> WorkerResize:
@@ -147,33 +147,33 @@ class LocalRuns:
 
     def stop(self, run: str, *, now: bool = False, wait: bool = True) -> ListedRun:
         """As ``RunVerbs.stop``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
         from yunlu.scheduler.queue import withdraw
 
         store = find_run(run)
         if not wait:
-            return list_run(store, service.request_stop(store, now=now))
+            return list_run(store, lifecycle.request_stop(store, now=now))
         withdraw(store)  # else the pool would start it again
-        return list_run(store, service.stop(store, now=now))
+        return list_run(store, lifecycle.stop(store, now=now))
 
     def pause(self, run: str) -> ListedRun:
         """As ``RunVerbs.pause``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
         from yunlu.scheduler import queue
 
         store = find_run(run)
         queue.pause(store)
-        return list_run(store, service.stop(store))
+        return list_run(store, lifecycle.stop(store))
 
     def ps(self, *, most: int | None = None) -> RunList:
         """As ``RunVerbs.ps``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import RunList, list_run
         from yunlu.runs.home import open_run
 
-        home, records = service.home(), service.list_runs()
+        home, records = lifecycle.home(), lifecycle.list_runs()
         shown = [
             record
             for place, record in enumerate(records)
@@ -184,19 +184,19 @@ class LocalRuns:
 
     def run(self, run: str) -> ListedRun:
         """As ``RunVerbs.run``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
 
         store = find_run(run)
-        return list_run(store, service.read_record(store))
+        return list_run(store, lifecycle.read_record(store))
 
     def show(self, run: str) -> RunDetails:
         """As ``RunVerbs.show``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import describe_run
 
         store = find_run(run)
-        return describe_run(store, service.read_record(store))
+        return describe_run(store, lifecycle.read_record(store))
 
     def events(self, run: str, *, since: LogCursor | None = None) -> RunUpdate:
         """As ``RunVerbs.events``."""
@@ -226,11 +226,11 @@ class LocalRuns:
 
     def failure(self, run: str) -> RunFailure | None:
         """As ``RunVerbs.failure``."""
-        from yunlu.jobs import service
+        from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import find_failure
 
         store = find_run(run)
-        return find_failure(store, service.read_record(store).state)
+        return find_failure(store, lifecycle.read_record(store).state)
 
     def report(self, run: str) -> Report:
         """As ``RunVerbs.report``."""
@@ -241,7 +241,7 @@ class LocalRuns:
 
 def find_run(run: str) -> RunStore:
     """The run of an id, a unique prefix, ``last``, or a directory."""
-    from yunlu.jobs import service
+    from yunlu.jobs import lifecycle
     from yunlu.runs.home import open_run
     from yunlu.runs.run_store import Document, Log
 
@@ -250,7 +250,7 @@ def find_run(run: str) -> RunStore:
         store = open_run(path.resolve())
         if store.has(Document.JOB) or store.has(Log.EVENTS):
             return store
-    return service.find(run)
+    return lifecycle.find(run)
 
 
 def _follow_launch(launch: LaunchInfo) -> StartedRun | None:

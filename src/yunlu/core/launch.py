@@ -1,4 +1,4 @@
-"""Workers that somebody else started: what torchrun, srun or mpirun told this process."""
+"""Detect external launchers: environment variables of torchrun, srun and mpirun."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PORTS = range(20_000, 30_000)
-"""Where a launcher names no port, all processes derive the same one from the job's name."""
+"""Ports from which all processes choose the same one by the job's id, if the launcher sets none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """This process among those that were started together."""
+    """Rank of this process among externally launched ones."""
 
     rank: int
     size: int
     local_rank: int
     host: str
-    """Where rank 0 is."""
+    """Address of rank 0."""
     port: int
-    by: str
-    """Whose convention it was."""
+    launcher: str
+    """Launcher whose variables were found."""
     id: str = ""
-    """What the launcher calls this launch, the same after a restart; empty where it has no name."""
+    """The launcher's id of this launch, unchanged by a restart; empty if it has none."""
     restarts: int = 0
-    """How often the launcher has started these processes before."""
+    """Previous starts of these processes by the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Convention:
-    by: str
+    launcher: str
     rank: str
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
 
 
 _CONVENTIONS = (
-    _Convention(by="torchrun", rank="RANK", size=("WORLD_SIZE",), local_rank=("LOCAL_RANK",)),
+    _Convention(launcher="torchrun", rank="RANK", size=("WORLD_SIZE",), local_rank=("LOCAL_RANK",)),
     _Convention(
-        by="mpirun",
+        launcher="mpirun",
         rank="OMPI_COMM_WORLD_RANK",
         size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     ),
     _Convention(
-        by="srun",
+        launcher="srun",
         rank="SLURM_PROCID",
         size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=("SLURM_LOCALID",),
     ),
     _Convention(
-        by="mpiexec",
+        launcher="mpiexec",
         rank="PMI_RANK",
         size=("PMI_SIZE",),
         local_rank=("PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
@@ -66,7 +66,7 @@ _CONVENTIONS = (
 
 
 def detect_launch(variables: Mapping[str, str]) -> LaunchInfo | None:
-    """What the launcher told us; none where nobody launched several.
+    """Read the launcher's variables; None unless several processes were launched.
 
     Args:
         variables: See ``core.settings.launch_variables``.
@@ -74,72 +74,72 @@ def detect_launch(variables: Mapping[str, str]) -> LaunchInfo | None:
     conventions = [
         c for c in _CONVENTIONS if c.rank in variables or any(name in variables for name in c.size)
     ]
-    # A batch script has the job's variables, a rank among them, but is not one of several tasks.
+    # A batch script has the job's variables, including a rank, but is not one of several tasks.
     in_step = any(name.startswith("SLURM_STEP") for name in variables)
-    conventions = [c for c in conventions if c.by != "srun" or (c.rank in variables and in_step)]
+    conventions = [c for c in conventions if c.launcher != "srun" or (c.rank in variables and in_step)]
     if not conventions:
         return None
     convention = conventions[0]
-    rank = _number(variables, convention.rank, convention.by)
+    rank = _read_int(variables, convention.rank, convention.launcher)
     size_name = next((name for name in convention.size if name in variables), convention.size[-1])
-    size = _number(variables, size_name, convention.by)
+    size = _read_int(variables, size_name, convention.launcher)
     if not 0 <= rank < size:
         raise TrainingError(
             f"{convention.rank} is {rank}, but {size_name} is {size}.",
-            hint=f"The rank of {convention.by} counts from 0 to one less than the size.",
+            hint=f"{convention.launcher} must set a rank from 0 to {size_name} - 1.",
         )
     if size == 1:
         return None
     local = next((name for name in convention.local_rank if name in variables), None)
-    if local is None and convention.by == "torchrun":
-        _number(variables, "LOCAL_RANK", convention.by)
-    host, port = _meeting(variables, convention.by)
+    if local is None and convention.launcher == "torchrun":
+        _read_int(variables, "LOCAL_RANK", convention.launcher)
+    host, port = _master_address(variables, convention.launcher)
     return LaunchInfo(
         rank=rank,
         size=size,
-        local_rank=_number(variables, local, convention.by) if local else 0,
+        local_rank=_read_int(variables, local, convention.launcher) if local else 0,
         host=host,
         port=port,
-        by=convention.by,
-        id=_name(variables, convention.by),
-        restarts=_restarts(variables, convention.by),
+        launcher=convention.launcher,
+        id=_name(variables, convention.launcher),
+        restarts=_restarts(variables, convention.launcher),
     )
 
 
-def _name(variables: Mapping[str, str], by: str) -> str:
-    if by == "torchrun":
+def _name(variables: Mapping[str, str], launcher: str) -> str:
+    if launcher == "torchrun":
         return variables.get("TORCHELASTIC_RUN_ID", "")
-    if by == "srun" and "SLURM_JOB_ID" in variables:
+    if launcher == "srun" and "SLURM_JOB_ID" in variables:
         return f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID', '')}"
-    return variables.get("PMIX_NAMESPACE", "") if by == "mpirun" else ""
+    return variables.get("PMIX_NAMESPACE", "") if launcher == "mpirun" else ""
 
 
-def _restarts(variables: Mapping[str, str], by: str) -> int:
-    name = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "srun": "SLURM_RESTART_COUNT"}.get(by)
-    return _number(variables, name, by) if name is not None and name in variables else 0
+def _restarts(variables: Mapping[str, str], launcher: str) -> int:
+    name = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "srun": "SLURM_RESTART_COUNT"}.get(launcher)
+    return _read_int(variables, name, launcher) if name is not None and name in variables else 0
 
 
-def _number(variables: Mapping[str, str], name: str, by: str) -> int:
+def _read_int(variables: Mapping[str, str], name: str, launcher: str) -> int:
     if name not in variables:
         raise TrainingError(
-            f"This process looks as if {by} had started it, but {name} is not set.",
-            hint=f"Start it with {by}, or unset the other variables of {by}.",
+            f"{launcher} seems to have started this process, but {name} is not set.",
+            hint=f"Start it with {launcher}, or unset the other variables of {launcher}.",
         )
     try:
         return int(variables[name])
     except ValueError:
         raise TrainingError(
-            f"{name} is {variables[name]!r}, which is not a whole number.",
-            hint=f"{by} sets it; do not change it.",
+            f"{name} is {variables[name]!r}, not an integer.",
+            hint=f"{launcher} sets it; do not change it.",
         ) from None
 
 
-def _meeting(variables: Mapping[str, str], by: str) -> tuple[str, int]:
-    """Where rank 0 waits for the others."""
+def _master_address(variables: Mapping[str, str], launcher: str) -> tuple[str, int]:
+    """Address and port of rank 0."""
     host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     if host and port:
-        return host, _number(variables, "MASTER_PORT", by)
-    if by == "torchrun" or host or port:
+        return host, _read_int(variables, "MASTER_PORT", launcher)
+    if launcher == "torchrun" or host or port:
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise TrainingError(
             f"{missing} is not set, so the processes cannot find each other.",
@@ -153,13 +153,13 @@ def _meeting(variables: Mapping[str, str], by: str) -> tuple[str, int]:
         name = variables.get("PMIX_NAMESPACE", "")
         return "127.0.0.1", _PORTS[crc32(name.encode()) % len(_PORTS)]
     raise TrainingError(
-        f"{by} does not tell where rank 0 is.",
+        f"{launcher} does not set the address of rank 0.",
         hint="Set MASTER_ADDR and MASTER_PORT to a host and a free port of rank 0.",
     )
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list such as ``gpu[03-05,09],head``."""
+    """First host of a list such as ``gpu[03-05,09],head``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     if match is None:
         raise TrainingError(f"{nodes!r} is not a list of Slurm nodes.")

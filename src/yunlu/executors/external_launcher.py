@@ -1,4 +1,4 @@
-"""Workers of processes that a launcher started: children that live no longer than their parents."""
+"""Child processes that train on behalf of externally launched ones, and end with them."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
 
-_LAUNCHED = (sys.executable, "-m", "yunlu.training.external_launcher")
-_turns = itertools.count()
-"""Runs that this process has trained: the others of the launch count alike."""
+_WORKER = (sys.executable, "-m", "yunlu.training.external_launcher")
+_run_indices = itertools.count()
+"""Runs trained by this process; all ranks count alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildResult:
-    """How a worker that another one speaks for has ended."""
+    """Result of a worker on a rank other than 0."""
 
     path: Path | None
-    """The directory of the run, if it came to know it."""
+    """Directory of the run, if rank 0 shared it."""
     code: int
 
 
 def current_launch() -> LaunchInfo | None:
-    """Where this process stands among those it was started with; none where it is alone."""
+    """Rank of this process in an external launch; None if it was started alone."""
     return detect_launch(launch_variables())
 
 
 def worker_command() -> tuple[str, ...]:
-    """What rank 0 starts for the next run; the run's directory follows."""
-    return (*_LAUNCHED, "--parent", str(os.getpid()), "--turn", str(next(_turns)))
+    """Command of rank 0 for the next run; the run's directory is appended."""
+    return (*_WORKER, "--parent", str(os.getpid()), "--run-index", str(next(_run_indices)))
 
 
 def run_follower() -> ChildResult:
-    """Train what rank 0 trains, to its end."""
+    """Train the run of rank 0 until it ends."""
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
         [*worker_command(), "-"],
         stdin=subprocess.DEVNULL,
@@ -64,18 +64,18 @@ def run_follower() -> ChildResult:
 
 @contextmanager
 def forward_signals(stop: Callable[[], None]) -> Generator[None]:
-    """Whoever tells us to go means the worker: it saves, and goes together with the others."""
+    """Forward stop signals to the worker, which saves and stops together with the others."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread
+        yield  # only the main thread receives signals
         return
 
-    def pass_on(*_: object) -> None:
+    def forward(*_: object) -> None:
         stop()
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield
     finally:
-        for number, reaction in before.items():
-            signal.signal(number, reaction)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -31,7 +31,7 @@ from yunlu.executors.lease_record import (
 )
 from yunlu.executors.lease_runner import lead_program
 from yunlu.executors.registry import read_address
-from yunlu.executors.worker_group import end_workers, living_workers
+from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
     count_gpus,
@@ -223,7 +223,7 @@ class LocalExecutor:
     def _lives(self, run: RunStore, worker: WorkerProcess | None) -> bool:
         if worker is not None and worker.detached and worker.is_alive():
             return True
-        return not worker_lock_is_free(run) or any(living_workers(run))
+        return not worker_lock_is_free(run) or any(running_workers(run))
 
     def _cpus(self, devices: int) -> float:
         return self._cores * devices / self._devices
@@ -249,13 +249,13 @@ class LocalExecutor:
             cores = f"cores (affinity): {share:g} of {self._cores} for each device, rounded"
         else:
             cores = f"time on {share:.2g} of {self._cores} cores for each device ({kind})"
-        return f"{cores}; {memory.describe(devices=self._devices)}"
+        return f"{cores}; {memory_limits.describe(devices=self._devices)}"
 
 
 def _end(run: RunStore, worker: WorkerProcess | None) -> None:
     if worker is not None:
         worker.kill()
-    end_workers(run)  # after a takeover they are not in the group of their supervisor
+    kill_workers(run)  # after a takeover they are not in the group of their supervisor
 
 
 def _declared_gb(run: RunStore) -> float | None:

@@ -123,7 +123,7 @@ def _group_of(run_id: str) -> Path | None:
     if kind is None:
         return None
     home = cpu_limits.home_v2() if kind == "cgroup v2" else _home_v1()
-    return home / f"{limits.PREFIX}{run_id}"
+    return home / f"{cpu_limits.PREFIX}{run_id}"
 
 
 def _home_v1() -> Path:

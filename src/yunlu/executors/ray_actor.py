@@ -18,9 +18,9 @@ from typing import Any
 from yunlu import __version__
 from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value
-from yunlu.executors.ray_keeper import STOP
+from yunlu.executors.ray_watchdog import STOP
 
-_KEEPER = (sys.executable, "-m", "yunlu.executors.ray_keeper")
+_KEEPER = (sys.executable, "-m", "yunlu.executors.ray_watchdog")
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 """What Ray set for its own workers is not meant for ours."""
 

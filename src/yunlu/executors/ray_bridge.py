@@ -67,7 +67,7 @@ class Cluster:
         """Since when a placement group has no actor."""
 
     def survey(self) -> dict[str, Any]:
-        """As ``ray_words.Survey``."""
+        """As ``ray_parse.ClusterSurvey``."""
         self._hear_errors()
         inside = self._look_inside()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]

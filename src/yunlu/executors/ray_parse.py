@@ -12,7 +12,7 @@ from pydantic import Field
 from yunlu.core.value import Value
 from yunlu.executors.executor import SPOT, ExecutorError, LeaseState, Reserve
 from yunlu.executors.lease_executor import ObservedLeases
-from yunlu.executors.ray_keeper import RAYLET_GONE
+from yunlu.executors.ray_watchdog import RAYLET_GONE
 from yunlu.hardware.fleet import Node
 
 if TYPE_CHECKING:

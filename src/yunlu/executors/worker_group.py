@@ -1,4 +1,4 @@
-"""The workers of a run with a supervisor, seen from outside: who lives, and how to end them."""
+"""Worker group of a run as seen from outside: its running processes, and how to kill them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 
-def living_workers(run: RunStore) -> Iterator[WorkerProcess]:
-    """Workers of the crew that run on this machine.
+def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
+    """Worker processes of the run on this machine.
 
-    They go on without their supervisor, and start another one within seconds.
+    They continue without their supervisor, and restart it within seconds.
     """
     crew = read_crew(run)
     for member in crew.members if crew else ():
@@ -40,15 +40,15 @@ def living_workers(run: RunStore) -> Iterator[WorkerProcess]:
                 yield worker
 
 
-def end_workers(run: RunStore) -> None:
-    """End every worker of the crew on this machine at once."""
-    for worker in living_workers(run):
+def kill_workers(run: RunStore) -> None:
+    """Kill every worker of the run on this machine."""
+    for worker in running_workers(run):
         with suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGKILL)
 
 
 def find_run(host: str, port: int, token: str) -> RunStore:
-    """Where the run of a supervisor lies, on a file system that all nodes share."""
+    """Ask a supervisor for its run, on a shared file system."""
     crew = Crew(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
@@ -56,20 +56,20 @@ def find_run(host: str, port: int, token: str) -> RunStore:
 
 
 def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
-    """Be a node of a run until it ends; the exit code."""
+    """Run a node of a worker group until the run ends; returns the exit code."""
     crew = read_crew(run)
     assert crew is not None
-    words = [sys.executable, "-m", crew.node_module, run.address]
+    command = [sys.executable, "-m", crew.node_module, run.address]
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*words, "--node", name, "--devices", str(devices)],
+        [*command, "--node", name, "--devices", str(devices)],
         cwd=directory,
         env=worker_environment(threads=1),
     )
 
-    # Who is told to go passes it on: the node's workers leave with notice.
-    def pass_on(*_: object) -> None:
+    # Forward stop signals: the node's workers leave with notice.
+    def forward(*_: object) -> None:
         child.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     return child.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_if_run
 from yunlu.runs.run_store import Area, Log, require_local
 from yunlu.spec.job import ModelSpec
@@ -26,7 +26,7 @@ _HF = "hf:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
+class StartingModel:
     """A trained model to go on from."""
 
     place: str
@@ -73,7 +73,7 @@ class BaseModel:
         return job.model_copy(update={"data": job.data.model_copy(update=settled)})
 
 
-def find_base_model(text: str | Path) -> BaseModel:
+def find_base_model(text: str | Path) -> StartingModel:
     """A run by its id or a unique beginning of it, a directory, or ``hf:NAME``."""
     name = str(text)
     path = Path(name.removeprefix(_HF)).expanduser()
@@ -83,22 +83,22 @@ def find_base_model(text: str | Path) -> BaseModel:
         is_run = run is not None and run.has(Log.EVENTS)
         return _of_run(run) if run is not None and is_run else _of_directory(path.absolute())
     if name.startswith(_HF):  # from the hub: looked for by whoever loads it
-        return BaseModel(place=name, model=ModelSpec(name=name))
+        return StartingModel(place=name, model=ModelSpec(name=name))
     if "/" in name:
         raise ModelError(
             f"There is no directory {path.absolute()} to start from.",
             hint="name a run, a model directory, or hf:NAME for the hub",
         )
     try:
-        return _of_run(service.find(name))
+        return _of_run(lifecycle.find(name))
     except StoreError as error:
         hint = f"{error.hint}; or name a directory, or hf:NAME" if error.hint else None
         raise StoreError(error.message, hint=hint) from error
 
 
-def _of_run(run: RunStore) -> BaseModel:
+def _of_run(run: RunStore) -> StartingModel:
     if not run.has(Area.MODEL):
-        state = service.read_record(run).state
+        state = lifecycle.read_record(run).state
         raise StoreError(
             f"{run.id} has no exported model to start from: it is {state}.",
             hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
@@ -107,7 +107,7 @@ def _of_run(run: RunStore) -> BaseModel:
     return _of_directory(require_local(run).directory(Area.MODEL))
 
 
-def _of_directory(directory: Path) -> BaseModel:
+def _of_directory(directory: Path) -> StartingModel:
     config = _read(directory / "config.json")
     if config is None:
         raise ModelError(
@@ -116,7 +116,7 @@ def _of_directory(directory: Path) -> BaseModel:
         )
     job = _read(directory / "job.json") or {}
     task = job.get("task")
-    if task == service.IN_PROCESS:
+    if task == lifecycle.IN_PROCESS:
         raise ModelError(
             f"{directory} was trained from live Python objects, which a job file cannot name.",
             hint="load its model.safetensors into your module, and call yunlu.train(model=...)",
@@ -126,9 +126,9 @@ def _of_directory(directory: Path) -> BaseModel:
     if not isinstance(own, dict) or "class" not in config:
         data = {key: parts[key] for key in ("sample_rate",) if key in parts}
         name = f"{_HF}{directory}"
-        return BaseModel(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
+        return StartingModel(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
     model = ModelSpec(name=own["name"], args=own.get("args", {}), weights=str(directory))
-    return BaseModel(place=str(directory), model=model, task=task, data=_settled(parts))
+    return StartingModel(place=str(directory), model=model, task=task, data=_settled(parts))
 
 
 def _settled(parts: dict[str, Any]) -> dict[str, Any]:

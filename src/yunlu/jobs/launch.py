@@ -1,4 +1,4 @@
-"""Runs of processes that torchrun, srun or mpirun started: one run for all of them."""
+"""Externally launched runs (torchrun, srun, mpirun): one run for all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from yunlu.executors.external_launcher import (
     worker_command,
 )
 from yunlu.executors.worker_process import require_training, start_worker
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
 from yunlu.runs.documents import read_job
@@ -35,67 +35,67 @@ if TYPE_CHECKING:
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
 
-_REST_S = 30.0
-"""What a launcher ended rests within moments."""
+_END_S = 30.0
+"""A run ended by its launcher is recorded as ended within moments."""
 _POLL_S = 0.1
 
 
 def find_launch(job: Job | None = None, *, waits: bool = True) -> LaunchInfo | None:
-    """This process's place in a launch of several; refuses what does not go with it."""
-    place = current_launch()
-    if place is None:
+    """Rank of this process in an external launch; rejects options that do not go with one."""
+    launch = current_launch()
+    if launch is None:
         return None
     if not waits:
         raise JobError(
-            f"{place.by} ends its workers when the command that it started returns.",
+            f"{launch.launcher} ends its workers when the command that it started returns.",
             hint="leave out --detach or wait=False",
         )
-    if job is not None and job.devices not in {"auto", place.size}:
+    if job is not None and job.devices not in {"auto", launch.size}:
         raise JobError(
-            f"the job says devices: {job.devices}, and {place.by} started {place.size} workers",
+            f"the job says devices: {job.devices}, and {launch.launcher} started {launch.size} workers",
             hint=f"leave devices out, or start {job.devices}",
         )
-    return place
+    return launch
 
 
-def begin(job: Job, place: LaunchInfo, *, source: Path | None = None) -> RunStore:
-    """On rank 0: start the run, or go on with it where the launcher starts us again."""
+def start_run(job: Job, launch: LaunchInfo, *, source: Path | None = None) -> RunStore:
+    """On rank 0: start a run, or resume the one of an earlier start of this launch."""
     require_training()
-    former = find_former(job, place)
-    if former is not None:
-        return go_on(former)
-    run = service.submit(job, source=source)
-    run.write(Document.LAUNCH, json.dumps(identify(place)))
-    service.start(run, worker_command(), own_session=False)
+    previous = find_previous_run(job, launch)
+    if previous is not None:
+        return resume_run(previous)
+    run = lifecycle.submit(job, source=source)
+    run.write(Document.LAUNCH, json.dumps(identify(launch)))
+    lifecycle.start(run, worker_command(), own_session=False)
     return run
 
 
-def go_on(run: RunStore) -> RunStore:
-    """On rank 0: another life for a run; where it is finished, the others are told so."""
-    if _wait_for_rest(run).state is RunState.FINISHED:
+def resume_run(run: RunStore) -> RunStore:
+    """On rank 0: resume a run; if it has finished, tell the other ranks."""
+    if _wait_until_ended(run).state is RunState.FINISHED:
         start_worker(run, worker_command(), own_session=False)
     else:
-        service.resume(run, command=worker_command(), own_session=False)
+        lifecycle.resume(run, command=worker_command(), own_session=False)
     return run
 
 
-def join() -> tuple[RunStore | None, int]:
-    """On every other rank: train to the end; the run, if it was met, and an exit code."""
-    part = run_follower()
-    run = None if part.path is None else open_run(part.path)
-    return run, 0 if part.code == 0 else 1
+def join_run() -> tuple[RunStore | None, int]:
+    """On other ranks: train to the end; returns the run, if known, and an exit code."""
+    result = run_follower()
+    run = None if result.path is None else open_run(result.path)
+    return run, 0 if result.code == 0 else 1
 
 
-def see_through(job: Job | RunStore, place: LaunchInfo, *, source: Path | None = None) -> RunStore:
-    """On any rank: train a job, or go on with a run, to its end; every rank gets the same run."""
-    if place.rank:
-        return _join_or_raise(place)
-    run = begin(job, place, source=source) if isinstance(job, Job) else go_on(job)
+def train_to_end(job: Job | RunStore, launch: LaunchInfo, *, source: Path | None = None) -> RunStore:
+    """On any rank: train a job, or resume a run, to its end; every rank returns the same run."""
+    if launch.rank:
+        return _join_or_raise(launch)
+    run = start_run(job, launch, source=source) if isinstance(job, Job) else resume_run(job)
 
     def stop() -> (
         None
-    ):  # not inside the signal: what it interrupts may hold the lock that this takes
-        threading.Thread(target=service.request_stop, args=(run,), daemon=True).start()
+    ):  # not in the handler: the interrupted code may hold the lock
+        threading.Thread(target=lifecycle.request_stop, args=(run,), daemon=True).start()
 
     with forward_signals(stop):
         for _ in follow(run, since=end_of(run)):
@@ -103,64 +103,64 @@ def see_through(job: Job | RunStore, place: LaunchInfo, *, source: Path | None =
     return run
 
 
-def _join_or_raise(place: LaunchInfo) -> RunStore:
-    run, code = join()
+def _join_or_raise(launch: LaunchInfo) -> RunStore:
+    run, code = join_run()
     if run is not None and code == 0:
         return run
-    if run is not None and not _wait_for_rest(run).state.is_active:
+    if run is not None and not _wait_until_ended(run).state.is_active:
         error = error_of(event for event, _ in run.read_events())
         if error is not None:
             raise error
-    raise TrainingError(f"worker {place.rank} of {place.size} failed", hint="its output tells more")
+    raise TrainingError(f"worker {launch.rank} of {launch.size} failed", hint="its output tells more")
 
 
-def find_former(job: Job, place: LaunchInfo) -> RunStore | None:
-    """The run that an earlier start of this launch trained."""
-    ours = identify(place)
-    for record in service.list_runs():
-        run = open_run(service.home() / record.id)
+def find_previous_run(job: Job, launch: LaunchInfo) -> RunStore | None:
+    """The run of an earlier start of this launch."""
+    ours = identify(launch)
+    for record in lifecycle.list_runs():
+        run = open_run(lifecycle.home() / record.id)
         try:
             theirs = json.loads(run.read(Document.LAUNCH) or b"")
             saved = read_job(run)
-        except (OSError, ValueError, StoreError):  # of no launch
+        except (OSError, ValueError, StoreError):  # not an externally launched run
             continue
-        named = {"name": saved.name}  # a run has a name, even where its job has none
-        if (job if job.name else job.model_copy(update=named)) == saved and _is_again(ours, theirs):
+        with_name = {"name": saved.name}  # a run has a name even if its job has none
+        if (job if job.name else job.model_copy(update=with_name)) == saved and _is_restart(ours, theirs):
             return run
     return None
 
 
-def _is_again(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    if ours["by"] != theirs.get("by") or ours["id"] != theirs.get("id") or not ours["id"]:
+def _is_restart(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    if ours["launcher"] != theirs.get("launcher") or ours["id"] != theirs.get("id") or not ours["id"]:
         return False
     if ours["asker"] == theirs.get("asker"):
-        return False  # one program that trains the same job twice
-    # The agent of torchrun outlives those it starts; Slurm's number stays when a job is requeued.
-    is_same_agent = ours["by"] == "torchrun" and ours["agent"] == theirs.get("agent")
+        return False  # one program trains the same job twice
+    # torchrun's agent outlives its workers; Slurm keeps the id of a requeued job.
+    is_same_agent = ours["launcher"] == "torchrun" and ours["agent"] == theirs.get("agent")
     return is_same_agent or (ours["restarts"] > 0 and ours["id"] != "none")
 
 
-def identify(place: LaunchInfo) -> dict[str, Any]:
-    """What tells a launch from others: kept with the run it began."""
+def identify(launch: LaunchInfo) -> dict[str, Any]:
+    """Identity of a launch, stored with the run it started."""
     host = socket.gethostname()
     parent = psutil.Process().ppid()
     try:
         since = psutil.Process(parent).create_time()
-    except psutil.Error:  # nobody's child
+    except psutil.Error:  # no parent
         since = 0.0
     return {
-        "by": place.by,
-        "id": place.id,
-        "restarts": place.restarts,
+        "launcher": launch.launcher,
+        "id": launch.id,
+        "restarts": launch.restarts,
         "agent": f"{host} {parent} {since:.0f}",
         "asker": f"{host} {os.getpid()}",
     }
 
 
-def _wait_for_rest(run: RunStore) -> RunRecord:
-    deadline = time.monotonic() + _REST_S
-    record = service.read_record(run)
+def _wait_until_ended(run: RunStore) -> RunRecord:
+    deadline = time.monotonic() + _END_S
+    record = lifecycle.read_record(run)
     while record.state.is_active and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        record = service.read_record(run)
+        record = lifecycle.read_record(run)
     return record

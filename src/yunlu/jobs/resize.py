@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.executors.registry import is_elsewhere
-from yunlu.jobs.service import read_record
+from yunlu.jobs.lifecycle import read_record
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import ask, read_crew

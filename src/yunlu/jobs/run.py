@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import TrainingError, error_of_code
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
-from yunlu.executors.worker_group import living_workers
+from yunlu.executors.worker_group import running_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
     launch_lock,
@@ -139,7 +139,7 @@ def worker_is_alive(run: RunStore, record: RunRecord) -> bool:
     if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run):
         return True
     # A crew whose supervisor died goes on, and starts another one within seconds.
-    return any(True for _ in living_workers(run))
+    return any(True for _ in running_workers(run))
 
 
 def worker_of(run: RunStore, record: RunRecord) -> WorkerProcess | None:

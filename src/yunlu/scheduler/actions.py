@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
 from yunlu.executors.worker_process import launch_lock, record_worker, this_process
+from yunlu.jobs.lifecycle import read_record
 from yunlu.jobs.run import move as move_state
-from yunlu.jobs.service import read_record
 from yunlu.runs.states import RunState
 from yunlu.scheduler.allocation_record import STALLED, PendingAction
 from yunlu.scheduler.executor_adapter import NotNowError
@@ -30,116 +30,116 @@ class ActionRunner:
     """What is done to runs."""
 
     def __init__(
-        self, register: RunRegistry, hands: RunControl, clock: SteadyClock, *, name: str = ""
+        self, registry: RunRegistry, control: RunControl, clock: SteadyClock, *, name: str = ""
     ) -> None:
-        self.register, self.hands, self.clock, self.name = register, hands, clock, name
+        self.registry, self.control, self.clock, self.name = registry, control, clock, name
         self._asked: dict[str, tuple[float, float]] = {}
         """When a run was first and last asked to stop, on the monotonic clock."""
 
-    def do(self, stand: ScheduledRun, move: AllocationMove) -> str | None:
+    def do(self, scheduled: ScheduledRun, move: AllocationMove) -> str | None:
         """Carry out one move; the words say why it was not."""
-        intention = PendingAction(
+        pending = PendingAction(
             kind=move.kind, shares=move.placement.shares, reason=move.reason, by=self.name
         )
         try:
-            self._intend(stand, intention)
+            self._intend(scheduled, pending)
         except OSError as error:
             return f"not done, because it could not be written down: {error}"
         try:
             match move.kind:
                 case "start":
-                    self.hands.start(stand.run, move.placement)
+                    self.control.start(scheduled.run, move.placement)
                 case "resize":
-                    if not self.hands.resize(stand.run, move.placement):
-                        self._intend(stand, PendingAction(kind="stop", reason="moved", by=self.name))
-                        self._ask_to_stop(stand)
+                    if not self.control.resize(scheduled.run, move.placement):
+                        self._intend(scheduled, PendingAction(kind="stop", reason="moved", by=self.name))
+                        self._ask_to_stop(scheduled)
                 case "stop":
-                    self._ask_to_stop(stand)
+                    self._ask_to_stop(scheduled)
         except NotNowError as error:
-            self._drop(stand)
+            self._drop(scheduled)
             return str(error)
         except (YunluError, OSError) as error:
             if move.kind == "resize":
-                self._drop(stand)
+                self._drop(scheduled)
             elif move.kind == "start":
                 # What has become of it is seen at the next look. If nothing has, that is not the
                 # run's fault: somebody else was just busy with it.
-                nobodys = intention.model_copy(update={"by": ""})
-                self.register.put(stand, stand.notes.model_copy(update={"intention": nobodys}))
+                nobodys = pending.model_copy(update={"by": ""})
+                self.registry.put(scheduled, scheduled.allocation.model_copy(update={"intention": nobodys}))
             return f"{move.kind}: {error}"
         return None
 
-    def hurry(self, stand: ScheduledRun) -> None:
+    def hurry(self, scheduled: ScheduledRun) -> None:
         """Remind a run that is to stop; it may not have listened when it was asked."""
-        if not stand.sight.is_alive:
+        if not scheduled.observation.is_alive:
             return
-        now, intention = time.monotonic(), stand.notes.intention
-        first, last = self._asked.get(stand.id, (now, -math.inf))
-        is_stalled = intention is not None and intention.reason == STALLED
-        is_saving = stand.sight.state is RunState.STOPPING and last > -math.inf
-        is_saving = is_saving and not stand.sight.waits_for  # nothing of it runs that could save
+        now, pending = time.monotonic(), scheduled.allocation.pending
+        first, last = self._asked.get(scheduled.id, (now, -math.inf))
+        is_stalled = pending is not None and pending.reason == STALLED
+        is_saving = scheduled.observation.state is RunState.STOPPING and last > -math.inf
+        is_saving = is_saving and not scheduled.observation.waits_for  # nothing of it runs that could save
         if now - last < _AGAIN_S or (is_saving and not is_stalled):
             return
-        self._asked[stand.id] = (first, now)
+        self._asked[scheduled.id] = (first, now)
         try:
-            self.hands.stop(stand.run, now=is_stalled and now - first > _STALLED_S)
+            self.control.stop(scheduled.run, now=is_stalled and now - first > _STALLED_S)
         except (YunluError, OSError) as error:
-            self.register.troubles[stand.id] = f"it cannot be stopped: {error}"
+            self.registry.troubles[scheduled.id] = f"it cannot be stopped: {error}"
 
-    def dismiss(self, stand: ScheduledRun, reason: str) -> None:
+    def dismiss(self, scheduled: ScheduledRun, reason: str) -> None:
         """Stop a run that may not go on, until its owner says otherwise."""
         try:
-            change_entry(stand.run, wish="pause")
-            self._ask_to_stop(stand)
+            change_entry(scheduled.run, wish="pause")
+            self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
-            self.register.troubles[stand.id] = f"{reason}, but it cannot be paused: {error}"
+            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be paused: {error}"
 
-    def end_stalled(self, stand: ScheduledRun) -> None:
+    def end_stalled(self, scheduled: ScheduledRun) -> None:
         """Take devices back from a run that does nothing with them."""
         try:
-            self._intend(stand, PendingAction(kind="stop", reason=STALLED, by=self.name))
-            self._ask_to_stop(stand)
+            self._intend(scheduled, PendingAction(kind="stop", reason=STALLED, by=self.name))
+            self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
-            self.register.troubles[stand.id] = f"it is stalled, and cannot be stopped: {error}"
+            self.registry.troubles[scheduled.id] = f"it is stalled, and cannot be stopped: {error}"
 
-    def call_off(self, stand: ScheduledRun, reason: str) -> None:
+    def call_off(self, scheduled: ScheduledRun, reason: str) -> None:
         """Take a run out of the queue of its cluster, to be started elsewhere. That is no fault of its own."""
         try:
-            self._intend(stand, PendingAction(kind="stop", reason=reason, by=self.name))
-            self._ask_to_stop(stand)
+            self._intend(scheduled, PendingAction(kind="stop", reason=reason, by=self.name))
+            self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
-            self.register.troubles[stand.id] = f"{reason}, but it cannot be called off: {error}"
+            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be called off: {error}"
 
-    def give_up(self, stand: ScheduledRun) -> str | None:
+    def give_up(self, scheduled: ScheduledRun) -> str | None:
         """Let a run that failed too often rest as failed, with the reason; what was said, if anything."""
-        if stand.sight.is_alive or stand.sight.state is RunState.FAILED:
+        if scheduled.observation.is_alive or scheduled.observation.state is RunState.FAILED:
             return None
-        words = stand.notes.given_up
+        words = scheduled.allocation.given_up
         try:
-            with launch_lock(stand.run, wait=False):
-                record = read_record(stand.run)
+            with launch_lock(scheduled.run, wait=False):
+                record = read_record(scheduled.run)
                 if record.state in {RunState.LOST, RunState.STOPPED}:
-                    record_worker(stand.run, this_process())
+                    record_worker(scheduled.run, this_process())
                     record = move_state(
-                        stand.run, record, RunState.PENDING, reason="looked at by the pool"
+                        scheduled.run, record, RunState.PENDING, reason="looked at by the pool"
                     )
                 if record.state is RunState.PENDING:
-                    move_state(stand.run, record, RunState.FAILED, reason=words)
+                    move_state(scheduled.run, record, RunState.FAILED, reason=words)
         except (YunluError, OSError):
             return None  # tried again at the next look
         return words
 
-    def _ask_to_stop(self, stand: ScheduledRun) -> None:
+    def _ask_to_stop(self, scheduled: ScheduledRun) -> None:
         now = time.monotonic()
-        self._asked[stand.id] = (self._asked.get(stand.id, (now, now))[0], now)
-        self.hands.stop(stand.run)
+        self._asked[scheduled.id] = (self._asked.get(scheduled.id, (now, now))[0], now)
+        self.control.stop(scheduled.run)
 
-    def _intend(self, stand: ScheduledRun, intention: PendingAction) -> None:
-        notes = stand.notes.model_copy(update={"intention": intention})
-        if intention.kind == "start":
-            self._asked.pop(stand.id, None)
-            notes = notes.model_copy(update={"shares": intention.shares})
-        self.register.put(stand, notes, is_intention=True)
+    def _intend(self, scheduled: ScheduledRun, pending: PendingAction) -> None:
+        allocation = scheduled.allocation.model_copy(update={"intention": pending})
+        if pending.kind == "start":
+            self._asked.pop(scheduled.id, None)
+            allocation = allocation.model_copy(update={"shares": pending.shares})
+        self.registry.put(scheduled, allocation, is_pending=True)
 
-    def _drop(self, stand: ScheduledRun) -> None:
-        self.register.put(stand, stand.notes.model_copy(update={"intention": None}))
+    def _drop(self, scheduled: ScheduledRun) -> None:
+        self.registry.put(scheduled, scheduled.allocation.model_copy(update={"intention": None}))

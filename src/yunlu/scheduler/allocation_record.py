@@ -61,7 +61,7 @@ class AllocationRecord(Value):
     shares: Shares = ()
     """What it holds, by node; a device is its own until nobody works on it any more."""
     held_since: float | None = None
-    intention: PendingAction | None = None
+    pending: PendingAction | None = None
     failures: int = 0
     """In a row, without a new step between them."""
     failed_at: float | None = None
@@ -83,7 +83,7 @@ class AllocationRecord(Value):
     def claims(self) -> dict[str, int]:
         """Devices that nobody else may have: what it holds and, while it changes, what it will."""
         claims = dict(self.shares)
-        for name, count in self.intention.shares if self.intention else ():
+        for name, count in self.pending.shares if self.pending else ():
             claims[name] = max(count, claims.get(name, 0))
         return claims
 
@@ -109,15 +109,15 @@ def read_allocation(run: RunStore) -> AllocationRecord:
         return AllocationRecord()
 
 
-def write_allocation(run: RunStore, notes: AllocationRecord, *, is_intention: bool = False) -> None:
+def write_allocation(run: RunStore, allocation: AllocationRecord, *, is_pending: bool = False) -> None:
     """Publish the notes; an intention is on the disk before anything is done about it."""
-    run.write(Document.ALLOCATION, notes.model_dump_json(), durable=is_intention)
+    run.write(Document.ALLOCATION, allocation.model_dump_json(), durable=is_pending)
 
 
 def reconcile(
     entry: QueueEntry,
-    notes: AllocationRecord,
-    sight: RunObservation,
+    allocation: AllocationRecord,
+    observation: RunObservation,
     *,
     now: float,
     nodes: AbstractSet[str],
@@ -133,97 +133,97 @@ def reconcile(
         nodes: Machines that are there.
         service: Who asks: what another one meant to do may have been cut short.
     """
-    if entry.ticket != notes.ticket:
+    if entry.ticket != allocation.ticket:
         fresh = {"failures": 0, "failed_at": None, "given_up": "", "ticket": entry.ticket}
-        notes = notes.model_copy(update=fresh)
-    if sight.is_alive:
-        return _resolve_alive(notes, sight, now, service)
-    if not notes.shares and notes.intention is None:
-        return notes
-    if sight.state.is_active and (sight.has_begun or sight.state is not RunState.PENDING):
-        return notes  # its end has not been written down yet
-    freed = notes.model_copy(update={"shares": (), "intention": None, "held_since": None})
-    if _is_nobodys_fault(entry, notes, sight, nodes, service):
-        moved = notes.held_since is not None and sight.state is not RunState.FINISHED
-        return freed.model_copy(update={"restarts": notes.restarts + moved})
-    return _count_failure(freed, sight, now)
+        allocation = allocation.model_copy(update=fresh)
+    if observation.is_alive:
+        return _resolve_alive(allocation, observation, now, service)
+    if not allocation.shares and allocation.pending is None:
+        return allocation
+    if observation.state.is_active and (observation.has_begun or observation.state is not RunState.PENDING):
+        return allocation  # its end has not been written down yet
+    freed = allocation.model_copy(update={"shares": (), "intention": None, "held_since": None})
+    if _is_nobodys_fault(entry, allocation, observation, nodes, service):
+        moved = allocation.held_since is not None and observation.state is not RunState.FINISHED
+        return freed.model_copy(update={"restarts": allocation.restarts + moved})
+    return _count_failure(freed, observation, now)
 
 
-def _resolve_alive(notes: AllocationRecord, sight: RunObservation, now: float, service: str) -> AllocationRecord:
-    shares, intention, since = notes.shares, notes.intention, notes.held_since
-    kind = intention.kind if intention is not None else None
-    wanted = intention.shares if intention is not None else ()
+def _resolve_alive(allocation: AllocationRecord, observation: RunObservation, now: float, service: str) -> AllocationRecord:
+    shares, pending, since = allocation.shares, allocation.pending, allocation.held_since
+    kind = pending.kind if pending is not None else None
+    wanted = pending.shares if pending is not None else ()
     if kind == "start":
-        shares, intention = wanted, None
-    elif kind == "resize" and _takes(sight, wanted):
-        shares, intention, since = wanted, None, now
-    elif kind == "resize" and (sight.is_settled or _is_of_another(intention, service)):
-        intention = None  # it was cut short, or came out otherwise
-    if intention is None and sight.devices and not _takes(sight, shares):
+        shares, pending = wanted, None
+    elif kind == "resize" and _takes(observation, wanted):
+        shares, pending, since = wanted, None, now
+    elif kind == "resize" and (observation.is_settled or _is_of_another(pending, service)):
+        pending = None  # it was cut short, or came out otherwise
+    if pending is None and observation.devices and not _takes(observation, shares):
         # Somebody else started or resized it: what it takes, it has.
-        shares, since = sight.shares or _with_devices(shares, sight.devices, sight.node), now
-    elif intention is None and sight.shares:
-        shares = sight.shares  # the same; where it is led from, first
-    restarts = notes.restarts + (since != notes.held_since and notes.held_since is not None)
+        shares, since = observation.shares or _with_devices(shares, observation.devices, observation.node), now
+    elif pending is None and observation.shares:
+        shares = observation.shares  # the same; where it is led from, first
+    restarts = allocation.restarts + (since != allocation.held_since and allocation.held_since is not None)
     changes = {
         "shares": shares,
-        "intention": intention,
+        "intention": pending,
         "held_since": now if since is None else since,
         "restarts": restarts,
     }
-    return notes.model_copy(update=changes)
+    return allocation.model_copy(update=changes)
 
 
 def _is_nobodys_fault(
-    entry: QueueEntry, notes: AllocationRecord, sight: RunObservation, nodes: AbstractSet[str], service: str
+    entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, nodes: AbstractSet[str], service: str
 ) -> bool:
     """Whether a run that has ended need not answer for it."""
-    if sight.state is RunState.FINISHED or entry.wish != "run":
+    if observation.state is RunState.FINISHED or entry.wish != "run":
         return True
-    if sight.lost_nodes or any(name not in nodes for name, _ in notes.shares):
+    if observation.lost_nodes or any(name not in nodes for name, _ in allocation.shares):
         return True  # its machine is gone
-    intention = notes.intention
-    if intention is not None and intention.kind == "stop":
-        return intention.reason != STALLED
-    if sight.state is RunState.STOPPED and sight.step > notes.failed_step:
+    pending = allocation.pending
+    if pending is not None and pending.kind == "stop":
+        return pending.reason != STALLED
+    if observation.state is RunState.STOPPED and observation.step > allocation.failed_step:
         return True  # it got on, and was asked to stop by somebody who changed his mind since
-    if intention is None:
+    if pending is None:
         return False
-    is_unborn = intention.kind == "start" and not sight.has_begun
-    is_cut_short = is_unborn and sight.state is not RunState.FAILED
-    return is_cut_short and _is_of_another(intention, service)
+    is_unborn = pending.kind == "start" and not observation.has_begun
+    is_cut_short = is_unborn and observation.state is not RunState.FAILED
+    return is_cut_short and _is_of_another(pending, service)
 
 
-def _count_failure(notes: AllocationRecord, sight: RunObservation, now: float) -> AllocationRecord:
-    has_moved = sight.step > notes.failed_step
-    failures = 1 if has_moved else notes.failures + 1
-    why = sight.error or f"it ended as {sight.state}"
+def _count_failure(allocation: AllocationRecord, observation: RunObservation, now: float) -> AllocationRecord:
+    has_moved = observation.step > allocation.failed_step
+    failures = 1 if has_moved else allocation.failures + 1
+    why = observation.error or f"it ended as {observation.state}"
     given_up = ""
-    if sight.is_hopeless:
+    if observation.is_hopeless:
         given_up = f"it would fail again: {why}"
     elif failures >= MOST_FAILURES:
         given_up = f"it failed {failures} times in a row without a new step; the last time: {why}"
     changes = {
         "failures": failures,
         "failed_at": now,
-        "failed_step": max(sight.step, notes.failed_step),
+        "failed_step": max(observation.step, allocation.failed_step),
         "failure": why,
         "given_up": given_up,
-        "restarts": notes.restarts + 1,
+        "restarts": allocation.restarts + 1,
     }
-    return notes.model_copy(update=changes)
+    return allocation.model_copy(update=changes)
 
 
-def _is_of_another(intention: PendingAction | None, service: str) -> bool:
+def _is_of_another(pending: PendingAction | None, service: str) -> bool:
     """Whether a service meant to do it that is no more."""
-    return intention is not None and intention.by != service
+    return pending is not None and pending.by != service
 
 
-def _takes(sight: RunObservation, shares: Shares) -> bool:
+def _takes(observation: RunObservation, shares: Shares) -> bool:
     """Whether a run takes just this: on each machine, where that is known."""
-    if sight.shares:
-        return dict(sight.shares) == dict(shares)
-    return sight.devices == Placement(shares).devices
+    if observation.shares:
+        return dict(observation.shares) == dict(shares)
+    return observation.devices == Placement(shares).devices
 
 
 def _with_devices(shares: Shares, devices: int, node: str) -> Shares:

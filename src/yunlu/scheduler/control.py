@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
 from yunlu.scheduler.queue import read_entry, requeue, scan
@@ -35,11 +35,11 @@ _TAIL = 12
 
 def find_service(home: Path) -> ServiceRecord | None:
     """The service of this home; none where none is up."""
-    journal = PoolStore(home)
-    if not journal.lock.exists() or _is_free(journal.lock):
+    pool_store = PoolStore(home)
+    if not pool_store.lock.exists() or _is_free(pool_store.lock):
         return None
     try:
-        return ServiceRecord.model_validate_json(journal.service.read_bytes())
+        return ServiceRecord.model_validate_json(pool_store.service.read_bytes())
     except (OSError, ValueError):
         return ServiceRecord(pid=0, process_started_at=0.0, host=socket.gethostname(), began_at=0.0)
 
@@ -49,7 +49,7 @@ def is_queued_again(run: RunStore) -> bool:
     if read_entry(run) is None:
         return False
     requeue(run)
-    return find_service(service.home()) is not None
+    return find_service(lifecycle.home()) is not None
 
 
 def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
@@ -60,11 +60,11 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             f"the pool of {home} is up already (process {found.pid})",
             hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
         )
-    journal = PoolStore(home)
+    pool_store = PoolStore(home)
     try:
-        journal.write_settings(settings)
-        journal.view.unlink(missing_ok=True)
-        with journal.log.open("ab") as log:
+        pool_store.write_settings(settings)
+        pool_store.view.unlink(missing_ok=True)
+        with pool_store.log.open("ab") as log:
             told_before = log.tell()
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*PROGRAM, str(home)],
@@ -80,18 +80,18 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
-        if journal.view.exists() and (found := find_service(home)) is not None:
+        if pool_store.view.exists() and (found := find_service(home)) is not None:
             return found
         if child.returncode is not None:
             break
         time.sleep(_POLL_S)
     else:
         child.terminate()  # it may have come up by now, but nobody would know of it
-    raise StoreError(_last_words(journal, told_before), hint=f"see {journal.log}")
+    raise StoreError(_last_words(pool_store, told_before), hint=f"see {pool_store.log}")
 
 
-def _last_words(journal: PoolStore, told_before: int) -> str:
-    said = journal.log.read_bytes()[told_before:].decode(errors="replace").strip()
+def _last_words(pool_store: PoolStore, told_before: int) -> str:
+    said = pool_store.log.read_bytes()[told_before:].decode(errors="replace").strip()
     words = "\n".join(said.splitlines()[-_TAIL:])
     return f"the pool did not come up: {words or 'nobody says why'}"
 
@@ -110,11 +110,11 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
         # They keep their place in the queue: the next service goes on with them.
         leaving = PendingAction(kind="stop", reason="the pool went down")
         for run in scan(home):
-            notes = read_allocation(run)
-            if notes.shares:
-                notes = notes.model_copy(update={"intention": leaving})
-                write_allocation(run, notes, is_intention=True)
-                service.request_stop(run)
+            allocation = read_allocation(run)
+            if allocation.shares:
+                allocation = allocation.model_copy(update={"intention": leaving})
+                write_allocation(run, allocation, is_pending=True)
+                lifecycle.request_stop(run)
     return found is not None
 
 

@@ -20,7 +20,7 @@ from yunlu.executors.worker_process import (
     recorded_worker,
     worker_lock_is_free,
 )
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.run import error_of, new_record, settle
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
@@ -124,21 +124,21 @@ class ExecutorAdapter:
 
     def start(self, run: RunStore, placement: Placement) -> None:
         """Elastic runs start under a supervisor, even on one device: only so can they grow."""
-        if service.read_record(run).state is RunState.PENDING:
-            service.start(run, on=self.executor, placement=placement)
+        if lifecycle.read_record(run).state is RunState.PENDING:
+            lifecycle.start(run, on=self.executor, placement=placement)
         else:
-            service.resume(run, on=self.executor, placement=placement)
+            lifecycle.resume(run, on=self.executor, placement=placement)
 
     def resize(self, run: RunStore, placement: Placement) -> bool:
         """Through its executor; no step is lost."""
-        resized = service.place(run, placement)
+        resized = lifecycle.change_placement(run, placement)
         if resized.how == "later":
             raise NotNowError(resized.text)
         return resized.how == "live"
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """Through the run's own verbs."""
-        record = service.request_stop(run, now=now)
+        record = lifecycle.request_stop(run, now=now)
         if record.state.can_resume and is_elsewhere(run):
             # It rests, and its cluster would start it again: a lease that was preempted is queued there.
             self.executor.stop(run, now=now)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import StoreError
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.service import read_record
+from yunlu.jobs.lifecycle import read_record
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.pool_store import PoolStore
@@ -60,13 +60,13 @@ def explain(home: Path, run: RunStore) -> Explanation:
             f"{run.id} is not in the queue: the pool decides nothing about it",
             hint="yunlu submit queues a job; yunlu ps lists every run",
         )
-    journal = PoolStore(home)
-    view = journal.read_view() or {}
+    pool_store = PoolStore(home)
+    view = pool_store.read_view() or {}
     is_up = find_service(home) is not None
     runs: list[dict[str, Any]] = view.get("runs") or []
     own = next((each for each in runs if each.get("id") == run.id), None)
     holders = {str(each["id"]): int(each["devices"]) for each in runs if each.get("devices")}
-    history = [told for line in journal.read_decisions(run.id) if (told := _told(line))]
+    history = [told for line in pool_store.read_decisions(run.id) if (told := _told(line))]
     return Explanation(
         run=run.id,
         standing=_standing(run, entry, read_allocation(run), own, is_up=is_up),
@@ -76,21 +76,21 @@ def explain(home: Path, run: RunStore) -> Explanation:
 
 
 def _standing(
-    run: RunStore, entry: QueueEntry, notes: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
+    run: RunStore, entry: QueueEntry, allocation: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
 ) -> str:
     state = read_record(run).state
     again = f"yunlu resume {run.id} queues it again"
-    wait_s = notes.wait_s() - (time.time() - (notes.failed_at or 0.0))
-    times = "once" if notes.failures == 1 else f"{notes.failures} times"
+    wait_s = allocation.wait_s() - (time.time() - (allocation.failed_at or 0.0))
+    times = "once" if allocation.failures == 1 else f"{allocation.failures} times"
     cases = (
         (not state.is_active and not state.can_resume, f"{state}"),
-        (bool(notes.given_up), f"given up: {notes.given_up}"),
-        (entry.wish == "pause" and not notes.shares, f"paused; {again}"),
-        (entry.wish == "stop" and not notes.shares, f"stopped by its owner; {again}"),
+        (bool(allocation.given_up), f"given up: {allocation.given_up}"),
+        (entry.wish == "pause" and not allocation.shares, f"paused; {again}"),
+        (entry.wish == "stop" and not allocation.shares, f"stopped by its owner; {again}"),
         (not is_up, f"{state}, and no pool is up: yunlu pool up starts one"),
         (
-            notes.is_backing_off(time.time()),
-            f"failed {times}, tried again in {show_duration(max(wait_s, 0.0))}: {notes.failure}",
+            allocation.is_backing_off(time.time()),
+            f"failed {times}, tried again in {show_duration(max(wait_s, 0.0))}: {allocation.failure}",
         ),
         (own is None, f"{state}; the pool has not looked at it yet"),
     )

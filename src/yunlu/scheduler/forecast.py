@@ -33,7 +33,7 @@ def forecast(
     state: PoolState,
     decision: Decision,
     unknown: AbstractSet[str] = frozenset(),
-    arrivals: Sequence[PendingNode] = (),
+    pending_nodes: Sequence[PendingNode] = (),
 ) -> dict[str, QueueForecast]:
     """Each run as soon as as many devices are there and free as it needs, in the order of the queue.
 
@@ -44,11 +44,11 @@ def forecast(
         arrivals: Machines that are on their way.
     """
     types = {node.name: node.type for node in state.nodes}
-    late = {each.node: each.at for each in arrivals if each.node in types}
+    late = {each.node: each.at for each in pending_nodes if each.node in types}
     spans_s = [_span_s(job, _pace(job, job.held, types)) for job in state.jobs
                if job.held and job.id not in unknown]  # fmt: skip
     usual_s = median(spans_s) if spans_s else math.inf
-    supply = _Supply.of(state, arrivals)
+    supply = _Supply.of(state, pending_nodes)
     found: dict[str, QueueForecast] = {}
     for job in state.jobs:
         placement = decision.placements.get(job.id) or job.held
@@ -66,7 +66,7 @@ def forecast(
         )
         supply.take(placement.shares)
         supply.give_back(end_at, placement.devices)
-    type_ = next((each.type for each in (*state.nodes, *arrivals)), "")
+    type_ = next((each.type for each in (*state.nodes, *pending_nodes)), "")
     waiting = [job for job in state.jobs if job.id not in found]
     for job in sorted(waiting, key=lambda job: -job.priority):
         at = supply.wait_for(job.min_devices)
@@ -102,12 +102,12 @@ class _Supply:
     """When, of which machine that is late, how many."""
 
     @classmethod
-    def of(cls, state: PoolState, arrivals: Sequence[PendingNode]) -> _Supply:
+    def of(cls, state: PoolState, pending_nodes: Sequence[PendingNode]) -> _Supply:
         devices = {node.name: node.devices for node in state.nodes}
-        late = {each.node: devices[each.node] for each in arrivals if each.node in devices}
+        late = {each.node: devices[each.node] for each in pending_nodes if each.node in devices}
         later = [
             (each.at, each.node, 0) if each.node in late else (each.at, "", each.devices)
-            for each in arrivals
+            for each in pending_nodes
         ]
         heapq.heapify(later)
         free = sum(count for name, count in devices.items() if name not in late)

@@ -56,23 +56,23 @@ class Scheduler:
     def __init__(
         self,
         home: Path,
-        hands: RunControl,
+        control: RunControl,
         policy: Policy,
         make_estimator: MakeEstimator,
         *,
         settings: PoolSettings,
-        journal: PoolStore,
+        pool_store: PoolStore,
         clock: SteadyClock | None = None,
         scaler: Scaler | None = None,
         limits: str = "",
         name: str = "",
     ) -> None:
         self._scaler, self._limits = scaler, limits
-        self.settings, self.journal = settings, journal
+        self.settings, self.pool_store = settings, pool_store
         self.clock = clock or SteadyClock()
-        self.hands, self.policy = hands, policy
-        self.register = RunRegistry(home, hands, self.clock, name=name)
-        self.deeds = ActionRunner(self.register, hands, self.clock, name=name)
+        self.control, self.policy = control, policy
+        self.registry = RunRegistry(home, control, self.clock, name=name)
+        self.actions = ActionRunner(self.registry, control, self.clock, name=name)
         self.knowledge = SpeedEstimates(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
@@ -91,9 +91,9 @@ class Scheduler:
         self._markets = spot_policy.SpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
-        self._teams = journal.read_teams()
+        self._teams = pool_store.read_teams()
         self._kept_at = self._charged_at = self.clock.now()
-        self._gauge = UsageMonitor(is_local=scheme_of(settings.executor) == LOCAL)
+        self._usage_monitor = UsageMonitor(is_local=scheme_of(settings.executor) == LOCAL)
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:
@@ -111,20 +111,20 @@ class Scheduler:
         if jump_s is not None:
             self._tell("", "clock", f"the clock of this machine was set by {jump_s:+.0f} s")
         try:
-            self.nodes = self._priced(self.hands.nodes())
+            self.nodes = self._priced(self.control.nodes())
             self._troubles.pop("nodes", None)
         except (YunluError, OSError) as error:
             # A cluster that does not answer has not lost its machines.
             self._trouble("nodes", f"the machines cannot be listed: {error}")
         types = {node.name: node.type for node in self.nodes}
-        self.register.refresh(types)
-        lost = {name for s in self.register.stands.values() for name in s.sight.lost_nodes}
+        self.registry.refresh(types)
+        lost = {name for s in self.registry.scheduled_runs.values() for name in s.observation.lost_nodes}
         if lost:  # its cluster will notice, too; until then nothing is put there
             self.nodes = tuple(
                 replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
             )
-        for stand in self.register.stands.values():
-            self.knowledge.learn(stand)
+        for scheduled in self.registry.scheduled_runs.values():
+            self.knowledge.learn(scheduled)
         self._charge()
         self._measure()
 
@@ -146,22 +146,22 @@ class Scheduler:
         prices = {n.name: n.dollars_per_hour / 3600 / max(n.devices, 1) for n in self.nodes}
         fade = 0.5 ** (span_s / _HALF_LIFE_S)
         self._teams = {team: used * fade for team, used in self._teams.items() if used > 1}
-        for stand in self.register.stands.values():
-            held = stand.notes.placement
+        for scheduled in self.registry.scheduled_runs.values():
+            held = scheduled.allocation.placement
             if not held:
                 continue
             dollars = sum(count * prices.get(name, 0.0) for name, count in held.shares) * span_s
-            self.register.charge(stand, device_s=held.devices * span_s, dollars=dollars)
-            team = stand.entry.team
+            self.registry.charge(scheduled, device_s=held.devices * span_s, dollars=dollars)
+            team = scheduled.entry.team
             self._teams[team] = self._teams.get(team, 0.0) + held.devices * span_s
         if now - self._kept_at > _KEEP_S:
             self._kept_at = now
-            self.register.keep_all()
-            self.journal.write_teams(self._teams)
+            self.registry.keep_all()
+            self.pool_store.write_teams(self._teams)
 
     def _measure(self) -> None:
-        alive = {s.id: s for s in self.register.stands.values() if s.sight.is_alive}
-        for run_id, words in self._gauge.look(alive, self.nodes).items():
+        alive = {s.id: s for s in self.registry.scheduled_runs.values() if s.observation.is_alive}
+        for run_id, words in self._usage_monitor.look(alive, self.nodes).items():
             self._tell(run_id, "lies", words)
             with suppress(OSError):
                 alive[run_id].run.warn(f"the pool: {words}")
@@ -169,52 +169,52 @@ class Scheduler:
     # Decide.
 
     def _decide(self) -> None:
-        stands = self.register.ordered()
-        signature = tuple((s.id, s.phase, s.notes.shares, s.entry) for s in stands)
-        news = tuple((s.id, s.entry, s.rests) for s in stands), self.nodes
+        scheduled_runs = self.registry.ordered()
+        signature = tuple((s.id, s.phase, s.allocation.shares, s.entry) for s in scheduled_runs)
+        news = tuple((s.id, s.entry, s.rests) for s in scheduled_runs), self.nodes
         is_due = self.clock.now() - self._decided_at >= self.settings.round_s
         if not self.nodes:  # none known: nobody is sent away for that
             self.decision = None
             if is_due:
                 self._decided_at = self.clock.now()
-                state = self._describe(stands)
-                self._scale(state, self._choose_markets(state, stands))
-                self._foresee(state, Decision(placements={}), stands)
+                state = self._describe(scheduled_runs)
+                self._scale(state, self._choose_markets(state, scheduled_runs))
+                self._foresee(state, Decision(placements={}), scheduled_runs)
             return
         if not is_due and (signature, self.nodes) == self._signature:
             return
-        if news == self._news and self._is_under_way(stands):
+        if news == self._news and self._is_under_way(scheduled_runs):
             return
         began = time.process_time()
         try:
-            state = self._describe(stands)
-            modes = self._choose_markets(state, stands)
+            state = self._describe(scheduled_runs)
+            modes = self._choose_markets(state, scheduled_runs)
             seen = spot_policy.steer(state, modes)
             decided = self.policy.decide(seen)
             placements = stay_near(decided.placements, seen.jobs, seen.nodes)
             self.decision = spot_policy.explain(modes, replace(decided, placements=placements))
             self.decided_ms = (time.process_time() - began) * 1e3
             self._scale(state, modes)
-            self._foresee(seen, self.decision, stands)
+            self._foresee(seen, self.decision, scheduled_runs)
             self._troubles.pop("policy", None)
         except Exception as error:  # noqa: BLE001 (policies and estimators are doors: their faults must not end runs)
             self._trouble("policy", f"the policy failed, and nothing was changed: {error!r}")
             self.decision = self._signature = None
             return
         self._signature, self._decided_at = (signature, self.nodes), self.clock.now()
-        self._news, self._fixed = news, frozenset(s.id for s in stands if not s.may_move)
-        self._explain(stands, self.decision)
+        self._news, self._fixed = news, frozenset(s.id for s in scheduled_runs if not s.may_move)
+        self._explain(scheduled_runs, self.decision)
 
-    def _is_under_way(self, stands: list[ScheduledRun]) -> bool:
+    def _is_under_way(self, scheduled_runs: list[ScheduledRun]) -> bool:
         """Whether what was decided last is still being done."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
-        return is_under_way(stands, hold_still(stands, self.decision.placements, self._fixed))
+        return is_under_way(scheduled_runs, hold_still(scheduled_runs, self.decision.placements, self._fixed))
 
-    def _find_unknown(self, stands: list[ScheduledRun]) -> set[str]:
-        return {s.id for s in stands if not self.knowledge.is_known(s)}
+    def _find_unknown(self, scheduled_runs: list[ScheduledRun]) -> set[str]:
+        return {s.id for s in scheduled_runs if not self.knowledge.is_known(s)}
 
-    def _choose_markets(self, state: PoolState, stands: list[ScheduledRun]) -> dict[str, Mode]:
+    def _choose_markets(self, state: PoolState, scheduled_runs: list[ScheduledRun]) -> dict[str, Mode]:
         """Whether each run with a deadline may be on spot now, where there is also on-demand."""
         if all(job.deadline_at is None for job in state.jobs):
             return {}
@@ -224,16 +224,16 @@ class Scheduler:
         return self._markets.choose(
             state,
             reserves,
-            spent_dollars={s.id: s.notes.spent_dollars for s in stands},
-            unknown=self._find_unknown(stands),
+            spent_dollars={s.id: s.allocation.spent_dollars for s in scheduled_runs},
+            unknown=self._find_unknown(scheduled_runs),
         )
 
     def _scale(self, state: PoolState, modes: dict[str, Mode]) -> None:
         if self._scaler is None:
             return
         claims: dict[str, int] = {}
-        for stand in self.register.stands.values():
-            for name, count in stand.notes.claims.items():
+        for scheduled in self.registry.scheduled_runs.values():
+            for name, count in scheduled.allocation.claims.items():
                 claims[name] = claims.get(name, 0) + count
         try:
             for kind, words in self._scaler.follow(state, claims, modes=modes).items():
@@ -242,18 +242,18 @@ class Scheduler:
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
-    def _foresee(self, state: PoolState, decision: Decision, stands: list[ScheduledRun]) -> None:
-        unknown = self._find_unknown(stands)
+    def _foresee(self, state: PoolState, decision: Decision, scheduled_runs: list[ScheduledRun]) -> None:
+        unknown = self._find_unknown(scheduled_runs)
         self.forecast = forecast(state, decision, unknown, self._arrivals)
 
     @property
     def _arrivals(self) -> tuple[PendingNode, ...]:
-        return self._scaler.arrivals if self._scaler is not None else ()
+        return self._scaler.pending_nodes if self._scaler is not None else ()
 
-    def _describe(self, stands: list[ScheduledRun]) -> PoolState:
+    def _describe(self, scheduled_runs: list[ScheduledRun]) -> PoolState:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
-        wanting = [s for s in stands if find_held(s, there) or (s.may_move and not s.rests)]
+        wanting = [s for s in scheduled_runs if find_held(s, there) or (s.may_move and not s.rests)]
         demands = [
             make_demand(s, self.knowledge.tell(s, types), self.clock, there) for s in wanting
         ]
@@ -264,89 +264,89 @@ class Scheduler:
             teams=make_teams(self.settings, {s.entry.team for s in wanting}, self._teams),
         )
 
-    def _explain(self, stands: list[ScheduledRun], decision: Decision) -> None:
-        for stand in stands:
-            if stand.phase is Phase.BACKING_OFF:
-                words = f"It failed: {stand.notes.failure.rstrip('.')}"
-                self._tell(stand.id, "failed", f"{words}. It waits {stand.notes.wait_s():.0f} s.")
-            if stand.rests:
+    def _explain(self, scheduled_runs: list[ScheduledRun], decision: Decision) -> None:
+        for scheduled in scheduled_runs:
+            if scheduled.phase is Phase.BACKING_OFF:
+                words = f"It failed: {scheduled.allocation.failure.rstrip('.')}"
+                self._tell(scheduled.id, "failed", f"{words}. It waits {scheduled.allocation.wait_s():.0f} s.")
+            if scheduled.rests:
                 continue
-            wanted = decision.placements.get(stand.id)
-            told = decision.reasons.get(stand.id) if stand.may_move else None
-            reason = told or _plain_reason(stand, wanted)
+            wanted = decision.placements.get(scheduled.id)
+            told = decision.reasons.get(scheduled.id) if scheduled.may_move else None
+            reason = told or _plain_reason(scheduled, wanted)
             shares = list(wanted.shares) if wanted else []
             self._tell(
-                stand.id,
+                scheduled.id,
                 reason.code,
                 reason.text,
                 shares=[list(share) for share in shares],
-                was=[list(share) for share in stand.notes.shares],
-                figures=with_start(reason.figures, self.forecast.get(stand.id)),
+                was=[list(share) for share in scheduled.allocation.shares],
+                figures=with_start(reason.figures, self.forecast.get(scheduled.id)),
             )
 
     # Apply.
 
     def _apply(self) -> None:
-        for stand in self.register.ordered():
-            if stand.phase is Phase.LEAVING:
-                self.deeds.hurry(stand)
+        for scheduled in self.registry.ordered():
+            if scheduled.phase is Phase.LEAVING:
+                self.actions.hurry(scheduled)
         if self.decision is None:
             return
-        stands = self.register.ordered()
-        wanted = hold_still(stands, self.decision.placements, self._fixed)
-        for move in plan_moves(stands, wanted, self.nodes):
-            stand = self.register.stands[move.run_id]
-            if words := self.deeds.do(stand, move):
+        scheduled_runs = self.registry.ordered()
+        wanted = hold_still(scheduled_runs, self.decision.placements, self._fixed)
+        for move in plan_moves(scheduled_runs, wanted, self.nodes):
+            scheduled = self.registry.scheduled_runs[move.run_id]
+            if words := self.actions.do(scheduled, move):
                 self._tell(move.run_id, "put off", words)
 
     # Reclaim.
 
     def _reclaim(self) -> None:
         now = time.monotonic()
-        for stand in self.register.ordered():
-            budget = stand.entry.budget_dollars
-            if stand.notes.given_up:
-                if words := self.deeds.give_up(stand):
-                    self._tell(stand.id, "given up", words)
-            elif (vain := self._find_vain_wait(stand, now)) and not stand.is_sent_away:
-                self.deeds.call_off(stand, vain)
-                self._tell(stand.id, "called off", f"{vain}: {stand.sight.waits_for}")
-            elif stand.phase not in {Phase.RUNNING, Phase.CHANGING}:
+        for scheduled in self.registry.ordered():
+            budget = scheduled.entry.budget_dollars
+            if scheduled.allocation.given_up:
+                if words := self.actions.give_up(scheduled):
+                    self._tell(scheduled.id, "given up", words)
+            elif (vain := self._find_vain_wait(scheduled, now)) and not scheduled.is_sent_away:
+                self.actions.call_off(scheduled, vain)
+                self._tell(scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}")
+            elif scheduled.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
-            elif budget is not None and stand.notes.spent_dollars >= budget:
+            elif budget is not None and scheduled.allocation.spent_dollars >= budget:
                 words = f"its budget of ${budget:g} is spent"
-                self.deeds.dismiss(stand, words)
-                self._tell(stand.id, "over budget", words)
-            elif self._is_stalled(stand, now):
-                idle_s = now - stand.course.moved_at
+                self.actions.dismiss(scheduled, words)
+                self._tell(scheduled.id, "over budget", words)
+            elif self._is_stalled(scheduled, now):
+                idle_s = now - scheduled.progress.moved_at
                 words = f"it has written nothing and computed nothing for {idle_s:.0f} s"
-                self.deeds.end_stalled(stand)
-                self._tell(stand.id, "stalled", words)
-        for run_id in self.register.drop_over():
+                self.actions.end_stalled(scheduled)
+                self._tell(scheduled.id, "stalled", words)
+        for run_id in self.registry.drop_over():
             self.knowledge.forget(run_id)
             self._told.pop(run_id, None)
             self._queued_since.pop(run_id, None)
 
-    def _is_stalled(self, stand: ScheduledRun, now: float) -> bool:
-        patience_s = max(self.settings.stall_s, 50 * stand.course.usual_step_s)
-        silent_s = now - stand.course.moved_at
+    def _is_stalled(self, scheduled: ScheduledRun, now: float) -> bool:
+        patience_s = max(self.settings.stall_s, 50 * scheduled.progress.usual_step_s)
+        silent_s = now - scheduled.progress.moved_at
         if silent_s < patience_s:
             return False
-        usage = self._gauge.usage.get(stand.id)
-        if stand.sight.shares and (usage is None or usage.cores is None):
+        usage = self._usage_monitor.usage.get(scheduled.id)
+        if scheduled.observation.shares and (usage is None or usage.cores is None):
             return silent_s > _UNSEEN * patience_s  # whether it computes is not known here
         return usage is not None and usage.cores is not None and usage.cores < 0.05
 
-    def _find_vain_wait(self, stand: ScheduledRun, now: float) -> str | None:
+    def _find_vain_wait(self, scheduled: ScheduledRun, now: float) -> str | None:
         """Why a run need not wait any longer in the queue of its cluster; None where it may."""
-        if not stand.sight.waits_for:
-            self._queued_since.pop(stand.id, None)
+        if not scheduled.observation.waits_for:
+            self._queued_since.pop(scheduled.id, None)
             return None
-        since = self._queued_since.setdefault(stand.id, now)
-        names = [name for name, _ in stand.notes.shares]
+        since = self._queued_since.setdefault(scheduled.id, now)
+        names = [name for name, _ in scheduled.allocation.shares]
         if self.nodes and (gone := {*names} - {node.name for node in self.nodes}):
             return f"{', '.join(sorted(gone))} is not there any more"
-        if not stand.sight.state.is_active:
+        if not scheduled.observation.state.is_active:
             return "its cluster took its devices away, and would let it wait for the same ones"
         if now - since > self.settings.queue_s:
             return f"its cluster has not started it on {', '.join(names)} for {now - since:.0f} s"
@@ -355,19 +355,19 @@ class Scheduler:
     # Tell.
 
     def _publish(self) -> None:
-        self.journal.publish(
+        self.pool_store.publish(
             make_view(
-                self.register.ordered(),
+                self.registry.ordered(),
                 self.nodes,
                 self.decision or Decision(placements={}),
                 self.forecast,
-                arrivals=self._arrivals,
+                pending_nodes=self._arrivals,
                 now=self.clock.now(),
-                gauge=self._gauge,
+                usage_monitor=self._usage_monitor,
                 settings=self.settings,
                 limits=self._limits,
                 decided_ms=self.decided_ms,
-                troubles={**self._troubles, **self.register.troubles},
+                troubles={**self._troubles, **self.registry.troubles},
             )
         )
 
@@ -378,7 +378,7 @@ class Scheduler:
             return
         self._told[run_id] = gist
         line = {"at": round(self.clock.now(), 3), "run": run_id, "code": code, "text": text, **more}
-        self.journal.tell([line])
+        self.pool_store.tell([line])
 
     def _trouble(self, what: str, words: str) -> None:
         if self._troubles.get(what) != words:
@@ -386,9 +386,9 @@ class Scheduler:
             self._tell("", "trouble", words)
 
 
-def _plain_reason(stand: ScheduledRun, wanted: Any) -> Reason:
-    if not stand.may_move:
-        return Reason(code="kept", text=f"it is {stand.phase}: what it holds stays as it is")
+def _plain_reason(scheduled: ScheduledRun, wanted: Any) -> Reason:
+    if not scheduled.may_move:
+        return Reason(code="kept", text=f"it is {scheduled.phase}: what it holds stays as it is")
     if not wanted:
         return Reason(code="waits", text="others make more of the devices")
     return Reason(code="given", text=f"it gets {wanted.devices} devices")

@@ -26,18 +26,18 @@ class AllocationMove:
     reason: str = ""
 
 
-def free_devices(stands: Sequence[ScheduledRun], nodes: Sequence[Node]) -> dict[str, int]:
+def free_devices(scheduled_runs: Sequence[ScheduledRun], nodes: Sequence[Node]) -> dict[str, int]:
     """Devices of each machine that no run has or is about to have."""
     free = {node.name: node.devices for node in nodes}
-    for stand in stands:
-        for name, count in stand.notes.claims.items():
+    for scheduled in scheduled_runs:
+        for name, count in scheduled.allocation.claims.items():
             if name in free:
                 free[name] -= count
     return free
 
 
 def plan_moves(
-    stands: Sequence[ScheduledRun], placements: Mapping[str, Placement], nodes: Sequence[Node]
+    scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement], nodes: Sequence[Node]
 ) -> list[AllocationMove]:
     """What can be done now: first what frees devices, then what fits into the free ones.
 
@@ -48,13 +48,13 @@ def plan_moves(
     """
     giving: list[AllocationMove] = []
     taking: list[AllocationMove] = []
-    for stand in stands:
-        move = find_move(stand, placements.get(stand.id, NOTHING))
+    for scheduled in scheduled_runs:
+        move = find_move(scheduled, placements.get(scheduled.id, NOTHING))
         if move is not None:
-            takes = any(_more(stand, move.placement).values())
+            takes = any(_more(scheduled, move.placement).values())
             (taking if takes else giving).append(move)
-    by_id = {stand.id: stand for stand in stands}
-    free = free_devices(stands, nodes)
+    by_id = {scheduled.id: scheduled for scheduled in scheduled_runs}
+    free = free_devices(scheduled_runs, nodes)
     fitting: list[AllocationMove] = []
     for move in sorted(taking, key=lambda move: move.kind != "start"):  # then those that grow
         more = _more(by_id[move.run_id], move.placement)
@@ -66,13 +66,13 @@ def plan_moves(
 
 
 def hold_still(
-    stands: Sequence[ScheduledRun], placements: Mapping[str, Placement], fixed: AbstractSet[str]
+    scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement], fixed: AbstractSet[str]
 ) -> Mapping[str, Placement]:
     """What was decided; who could not be moved then keeps what it has come to since."""
-    return {**placements, **{s.id: s.notes.placement for s in stands if s.id in fixed}}
+    return {**placements, **{s.id: s.allocation.placement for s in scheduled_runs if s.id in fixed}}
 
 
-def is_under_way(stands: Sequence[ScheduledRun], placements: Mapping[str, Placement]) -> bool:
+def is_under_way(scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement]) -> bool:
     """Whether what was decided is still being done: those who make room, others wait for.
 
     Decided in the middle of that, devices that are about to be free would look taken, and others
@@ -82,24 +82,24 @@ def is_under_way(stands: Sequence[ScheduledRun], placements: Mapping[str, Placem
         s.is_sent_away
         if s.phase is Phase.LEAVING
         else s.is_resized or find_move(s, placements.get(s.id, NOTHING)) is not None
-        for s in stands
+        for s in scheduled_runs
     )
 
 
-def find_move(stand: ScheduledRun, wanted: Placement) -> AllocationMove | None:
+def find_move(scheduled: ScheduledRun, wanted: Placement) -> AllocationMove | None:
     """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
-    if not stand.may_move:
+    if not scheduled.may_move:
         return None
-    if stand.is_free:
-        return AllocationMove(run_id=stand.id, kind="start", placement=wanted) if wanted else None
+    if scheduled.is_free:
+        return AllocationMove(run_id=scheduled.id, kind="start", placement=wanted) if wanted else None
     if not wanted:
-        return AllocationMove(run_id=stand.id, kind="stop", reason="preempted")
-    if dict(wanted.shares) == dict(stand.notes.shares):
+        return AllocationMove(run_id=scheduled.id, kind="stop", reason="preempted")
+    if dict(wanted.shares) == dict(scheduled.allocation.shares):
         return None
-    return AllocationMove(run_id=stand.id, kind="resize", placement=wanted)
+    return AllocationMove(run_id=scheduled.id, kind="resize", placement=wanted)
 
 
-def _more(stand: ScheduledRun, wanted: Placement) -> dict[str, int]:
+def _more(scheduled: ScheduledRun, wanted: Placement) -> dict[str, int]:
     """Devices that it does not have yet."""
-    has = stand.notes.claims
+    has = scheduled.allocation.claims
     return {name: max(0, count - has.get(name, 0)) for name, count in wanted.shares}

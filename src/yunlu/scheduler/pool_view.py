@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError, YunluError, nearest
 from yunlu.core.value import Value
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import bring_down, bring_up, find_service
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
@@ -102,7 +102,7 @@ class PoolView(Value):
     executor: str | None = None
     limits: str = ""
     nodes: tuple[PoolNode, ...] = ()
-    arrivals: tuple[PoolArrival, ...] = ()
+    pending_nodes: tuple[PoolArrival, ...] = ()
     devices: int = 0
     held: int = 0
     dollars_per_hour: float = 0.0
@@ -200,14 +200,14 @@ def view_submitted(home: Path, run: RunStore) -> QueuedRun:
         run=run.id,
         dir=run.address,
         pool_is_up=find_service(home) is not None,
-        least=entry.needs.least,
-        is_rigid=entry.needs.is_rigid,
+        least=entry.request.least,
+        is_rigid=entry.request.is_rigid,
         similar_team=_find_similar_team(home, entry.team),
     )
 
 
 def _view_queued(run: RunStore) -> PoolRun | None:
-    record, entry = service.read_record(run), read_entry(run)
+    record, entry = lifecycle.read_record(run), read_entry(run)
     if entry is None or not (record.state.is_active or record.state.can_resume):
         return None
     return PoolRun(

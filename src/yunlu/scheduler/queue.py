@@ -22,7 +22,7 @@ from yunlu.executors.worker_process import (
     record_worker,
     recorded_worker,
 )
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.documents import read_job
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document
@@ -52,7 +52,7 @@ class QueueEntry(Value):
     priority: int = 0
     """Higher goes first."""
     team: str = ""
-    needs: ResourceRequest
+    request: ResourceRequest
     deadline_at: float | None = None
     budget_dollars: float | None = Field(default=None, gt=0)
     samples: float | None = None
@@ -95,15 +95,15 @@ def read_options(*, deadline: str | None = None, **told: Any) -> SubmitOptions:
 def enqueue(job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None) -> RunStore:
     """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
     asked = asked or SubmitOptions()
-    needs = make_request(job, least=asked.min_devices, most=asked.max_devices)
-    run = service.submit(job, source=source)
+    request = make_request(job, least=asked.min_devices, most=asked.max_devices)
+    run = lifecycle.submit(job, source=source)
     now = time.time()
     deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
     entry = QueueEntry(
         submitted_at=now,
         priority=asked.priority,
         team=asked.team,
-        needs=needs,
+        request=request,
         deadline_at=None if deadline_s is None else now + deadline_s,
         budget_dollars=asked.budget_dollars or job.goal.budget,
         samples=_count_samples(job),
@@ -185,8 +185,8 @@ def change_terms(
     if min_devices is not None or max_devices is not None:
         read_options(min_devices=min_devices, max_devices=max_devices)
         before = read_entry(run)
-        least = min_devices if min_devices is not None or before is None else before.needs.least
-        most = max_devices if max_devices is not None or before is None else before.needs.most
+        least = min_devices if min_devices is not None or before is None else before.request.least
+        most = max_devices if max_devices is not None or before is None else before.request.most
         changes["needs"] = make_request(read_job(run), least=least, most=most)
     return change_entry(run, **changes)
 
@@ -195,7 +195,7 @@ def pause(run: RunStore) -> QueueEntry:
     """Save and stop a run, and keep its place in the queue for later."""
     _refuse_over(run)
     entry = change_entry(run, wish="pause")
-    service.request_stop(run)
+    lifecycle.request_stop(run)
     return entry
 
 
@@ -257,7 +257,7 @@ def _hand_over(run: RunStore) -> None:
 
 
 def _is_finished(run: RunStore) -> bool:
-    return service.read_record(run).state is RunState.FINISHED
+    return lifecycle.read_record(run).state is RunState.FINISHED
 
 
 def _refuse_over(run: RunStore) -> None:

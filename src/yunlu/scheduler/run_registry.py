@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class RunRegistry:
     """Stands of all runs that are not over."""
 
-    def __init__(self, home: Path, hands: RunControl, clock: SteadyClock, *, name: str = "") -> None:
-        self.home, self.hands, self.clock, self.name = home, hands, clock, name
-        self.stands: dict[str, ScheduledRun] = {}
+    def __init__(self, home: Path, control: RunControl, clock: SteadyClock, *, name: str = "") -> None:
+        self.home, self.control, self.clock, self.name = home, control, clock, name
+        self.scheduled_runs: dict[str, ScheduledRun] = {}
         self.troubles: dict[str, str] = {}
         """Of runs, by their id: what could not be read or written at the last look."""
         self._over: dict[str, tuple[int, ...]] = {}
@@ -44,147 +44,147 @@ class RunRegistry:
             types: Machines that are there, and the type of their devices.
         """
         found = {run.id: run for run in scan(self.home)}
-        for run_id in [run_id for run_id in self.stands if run_id not in found]:
+        for run_id in [run_id for run_id in self.scheduled_runs if run_id not in found]:
             # Its directory is gone. What still runs of it we cannot know; nothing is given away.
-            if not self.stands[run_id].notes.claims:
-                del self.stands[run_id]
+            if not self.scheduled_runs[run_id].allocation.claims:
+                del self.scheduled_runs[run_id]
         fresh = [d for d in found.values() if self._over.get(d.id) != _age(d)]
         if not self._has_looked:
             self._has_looked = True
             starting = [d for d in fresh if _was_starting(read_allocation(d))]
-            self.hands.find_strays(starting)
+            self.control.find_strays(starting)
         for run in fresh:
             self._look(run, types)
 
     def ordered(self) -> list[ScheduledRun]:
         """In the order in which they are served: by priority, then as they came."""
         return sorted(
-            self.stands.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
+            self.scheduled_runs.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
         )
 
-    def put(self, stand: ScheduledRun, notes: AllocationRecord, *, is_intention: bool = False) -> None:
+    def put(self, scheduled: ScheduledRun, allocation: AllocationRecord, *, is_pending: bool = False) -> None:
         """Change the notes on a run; an intention that cannot be written must not be acted on."""
-        if is_intention:
-            write_allocation(stand.run, notes, is_intention=True)
-            self._unkept.discard(stand.id)
+        if is_pending:
+            write_allocation(scheduled.run, allocation, is_pending=True)
+            self._unkept.discard(scheduled.id)
         else:
-            self._keep(stand, notes)
-        stand.notes = notes
-        stand.phase = find_phase(stand.entry, notes, stand.sight, now=self.clock.now())
+            self._keep(scheduled, allocation)
+        scheduled.allocation = allocation
+        scheduled.phase = find_phase(scheduled.entry, allocation, scheduled.observation, now=self.clock.now())
 
-    def charge(self, stand: ScheduledRun, *, device_s: float, dollars: float) -> None:
+    def charge(self, scheduled: ScheduledRun, *, device_s: float, dollars: float) -> None:
         """Count what a run has had; written down with the next change, or now and then."""
-        notes = stand.notes
-        stand.notes = notes.model_copy(
+        allocation = scheduled.allocation
+        scheduled.allocation = allocation.model_copy(
             update={
-                "served_device_s": notes.served_device_s + device_s,
-                "spent_dollars": notes.spent_dollars + dollars,
+                "served_device_s": allocation.served_device_s + device_s,
+                "spent_dollars": allocation.spent_dollars + dollars,
             }
         )
-        self._unkept.add(stand.id)
+        self._unkept.add(scheduled.id)
 
     def keep_all(self) -> None:
         """Write down what has not been."""
         for run_id in [*self._unkept]:
-            if run_id in self.stands:
-                self._keep(self.stands[run_id], self.stands[run_id].notes)
+            if run_id in self.scheduled_runs:
+                self._keep(self.scheduled_runs[run_id], self.scheduled_runs[run_id].allocation)
             else:
                 self._unkept.discard(run_id)
 
     def drop_over(self) -> list[str]:
         """Stop looking at runs that are over, until somebody changes them. Paused ones are shown."""
         ends = {phase for phase in Phase if phase.is_over} - {Phase.PAUSED}
-        over = [s for s in self.stands.values() if s.phase in ends and not s.notes.claims]
+        over = [s for s in self.scheduled_runs.values() if s.phase in ends and not s.allocation.claims]
         over = [s for s in over if not s.problem and s.id not in self._unkept]
         # One that is given up is told so first.
-        over = [s for s in over if not s.notes.given_up or s.sight.state is RunState.FAILED]
-        for stand in over:
-            self._over[stand.id] = stand.age
-            del self.stands[stand.id]
-        return [stand.id for stand in over]
+        over = [s for s in over if not s.allocation.given_up or s.observation.state is RunState.FAILED]
+        for scheduled in over:
+            self._over[scheduled.id] = scheduled.age
+            del self.scheduled_runs[scheduled.id]
+        return [scheduled.id for scheduled in over]
 
     def _look(self, run: RunStore, types: Mapping[str, str]) -> None:
         self._over.pop(run.id, None)
-        before = self.stands.get(run.id)
-        notes = before.notes if before is not None else read_allocation(run)
-        course = before.course if before is not None else RunProgress(run)
+        before = self.scheduled_runs.get(run.id)
+        allocation = before.allocation if before is not None else read_allocation(run)
+        progress = before.progress if before is not None else RunProgress(run)
         now, age = self.clock.now(), _age(run)
         try:
             entry = read_entry(run)
             if entry is None:  # withdrawn by hand between two looks
                 return
-            sight = self.hands.look(run)
-            course.take()
+            observation = self.control.look(run)
+            progress.take()
         except (YunluError, OSError, ValueError) as error:
-            self._hold(run, notes, course, before, str(error))
+            self._hold(run, allocation, progress, before, str(error))
             return
-        after = reconcile(entry, notes, sight, now=now, nodes=types.keys(), service=self.name)
-        if sight.is_alive and (seen := course.seen(_type_of(after, types))):
+        after = reconcile(entry, allocation, observation, now=now, nodes=types.keys(), service=self.name)
+        if observation.is_alive and (seen := progress.seen(_type_of(after, types))):
             after = after.model_copy(update={"seen": seen})
-        phase = find_phase(entry, after, sight, now=now)
-        stand = ScheduledRun(
+        phase = find_phase(entry, after, observation, now=now)
+        scheduled = ScheduledRun(
             run=run,
             entry=entry,
-            notes=after,
-            sight=sight,
-            course=course,
+            allocation=after,
+            observation=observation,
+            progress=progress,
             phase=phase,
             age=age,
         )
-        self.stands[run.id] = stand
+        self.scheduled_runs[run.id] = scheduled
         self.troubles.pop(run.id, None)
-        if _gist(after) != _gist(notes):
-            self._keep(stand, after)
-        elif after != notes:
+        if _gist(after) != _gist(allocation):
+            self._keep(scheduled, after)
+        elif after != allocation:
             self._unkept.add(run.id)
         elif run.id in self._unkept and phase.is_over:
-            self._keep(stand, after)
+            self._keep(scheduled, after)
 
     def _hold(
-        self, run: RunStore, notes: AllocationRecord, course: RunProgress, before: ScheduledRun | None, problem: str
+        self, run: RunStore, allocation: AllocationRecord, progress: RunProgress, before: ScheduledRun | None, problem: str
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
         self.troubles[run.id] = problem
         if before is not None:
             before.problem, before.phase = problem, Phase.TROUBLED
             return
-        devices = max(notes.placement.devices, 1)
-        self.stands[run.id] = ScheduledRun(
+        devices = max(allocation.placement.devices, 1)
+        self.scheduled_runs[run.id] = ScheduledRun(
             run=run,
             entry=QueueEntry(
                 submitted_at=self.clock.now(),
-                needs=ResourceRequest(least=devices, most=devices, asked=devices),
+                request=ResourceRequest(least=devices, most=devices, asked=devices),
             ),
-            notes=notes,
-            sight=RunObservation(state=RunState.PENDING, is_alive=bool(notes.shares)),
-            course=course,
+            allocation=allocation,
+            observation=RunObservation(state=RunState.PENDING, is_alive=bool(allocation.shares)),
+            progress=progress,
             phase=Phase.TROUBLED,
             problem=problem,
         )
 
-    def _keep(self, stand: ScheduledRun, notes: AllocationRecord) -> None:
+    def _keep(self, scheduled: ScheduledRun, allocation: AllocationRecord) -> None:
         try:
-            write_allocation(stand.run, notes)
-            self._unkept.discard(stand.id)
+            write_allocation(scheduled.run, allocation)
+            self._unkept.discard(scheduled.id)
         except (
             OSError
         ) as error:  # kept in mind; from the run itself the next service finds the same
-            stand.problem = f"its notes cannot be written: {error}"
-            self.troubles[stand.id] = stand.problem
-            self._unkept.add(stand.id)
+            scheduled.problem = f"its notes cannot be written: {error}"
+            self.troubles[scheduled.id] = scheduled.problem
+            self._unkept.add(scheduled.id)
 
 
-def _gist(notes: AllocationRecord) -> object:
+def _gist(allocation: AllocationRecord) -> object:
     """What must be on disk at once: all that is not counted or measured."""
-    return notes.model_dump(exclude={"seen", "served_device_s", "spent_dollars"})
+    return allocation.model_dump(exclude={"seen", "served_device_s", "spent_dollars"})
 
 
-def _was_starting(notes: AllocationRecord) -> bool:
-    return notes.intention is not None and notes.intention.kind == "start"
+def _was_starting(allocation: AllocationRecord) -> bool:
+    return allocation.pending is not None and allocation.pending.kind == "start"
 
 
-def _type_of(notes: AllocationRecord, types: Mapping[str, str]) -> str:
-    names = [name for name, _ in notes.shares] or [*types]
+def _type_of(allocation: AllocationRecord, types: Mapping[str, str]) -> str:
+    names = [name for name, _ in allocation.shares] or [*types]
     return types.get(names[0], "device") if names else "device"
 
 

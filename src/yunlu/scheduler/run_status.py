@@ -53,9 +53,9 @@ class ScheduledRun:
 
     run: RunStore
     entry: QueueEntry
-    notes: AllocationRecord
-    sight: RunObservation
-    course: RunProgress
+    allocation: AllocationRecord
+    observation: RunObservation
+    progress: RunProgress
     phase: Phase
     age: tuple[int, ...] = ()
     """Of its files, before they were read: what is written later is seen the next time."""
@@ -80,13 +80,13 @@ class ScheduledRun:
     @property
     def is_sent_away(self) -> bool:
         """Whether it was asked to stop; then it is only reminded."""
-        intention = self.notes.intention
-        return self.entry.wish != "run" or (intention is not None and intention.kind == "stop")
+        pending = self.allocation.pending
+        return self.entry.wish != "run" or (pending is not None and pending.kind == "stop")
 
     @property
     def is_resized(self) -> bool:
         """Whether it was asked for another size, and has not come to it yet."""
-        return self.notes.intention is not None and self.notes.intention.kind == "resize"
+        return self.allocation.pending is not None and self.allocation.pending.kind == "resize"
 
     @property
     def may_move(self) -> bool:
@@ -94,42 +94,42 @@ class ScheduledRun:
         return self.is_free or self.phase is Phase.RUNNING
 
 
-def find_phase(entry: QueueEntry, notes: AllocationRecord, sight: RunObservation, *, now: float) -> Phase:
+def find_phase(entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, *, now: float) -> Phase:
     """Where a run stands."""
-    if sight.is_alive or notes.shares:
-        return _phase_of_life(entry, notes, sight)
-    if sight.state is RunState.FINISHED:
+    if observation.is_alive or allocation.shares:
+        return _phase_of_life(entry, allocation, observation)
+    if observation.state is RunState.FINISHED:
         return Phase.FINISHED
     if entry.wish != "run":
         return Phase.PAUSED if entry.wish == "pause" else Phase.WITHDRAWN
-    if notes.given_up:
+    if allocation.given_up:
         return Phase.GIVEN_UP
-    return Phase.BACKING_OFF if notes.is_backing_off(now) else Phase.WAITING
+    return Phase.BACKING_OFF if allocation.is_backing_off(now) else Phase.WAITING
 
 
-def _phase_of_life(entry: QueueEntry, notes: AllocationRecord, sight: RunObservation) -> Phase:
-    kind = notes.intention.kind if notes.intention is not None else None
-    is_ending = not sight.state.is_active or sight.state is RunState.STOPPING
+def _phase_of_life(entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation) -> Phase:
+    kind = allocation.pending.kind if allocation.pending is not None else None
+    is_ending = not observation.state.is_active or observation.state is RunState.STOPPING
     if kind == "stop" or entry.wish != "run" or (is_ending and kind != "start"):
         return Phase.LEAVING
-    if kind == "start" or sight.state in {RunState.PENDING, RunState.PLANNING}:
+    if kind == "start" or observation.state in {RunState.PENDING, RunState.PLANNING}:
         return Phase.STARTING
-    return Phase.CHANGING if kind == "resize" or not sight.is_resizable else Phase.RUNNING
+    return Phase.CHANGING if kind == "resize" or not observation.is_resizable else Phase.RUNNING
 
 
-def find_held(stand: ScheduledRun, nodes: AbstractSet[str]) -> Placement:
+def find_held(scheduled: ScheduledRun, nodes: AbstractSet[str]) -> Placement:
     """What the allocator is told that a run holds.
 
     What cannot be moved now holds nothing on machines that are gone or going: nobody is to make room
     for it elsewhere before it can go there.
     """
-    claims = stand.notes.claims
-    if not stand.may_move:
+    claims = scheduled.allocation.claims
+    if not scheduled.may_move:
         claims = {name: count for name, count in claims.items() if name in nodes}
     return Placement(tuple(claims.items())) if claims else NOTHING
 
 
-def make_demand(stand: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
+def make_demand(scheduled: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
     """The run as the allocator sees it.
 
     Args:
@@ -138,31 +138,31 @@ def make_demand(stand: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: Ab
         clock: The pool's.
         nodes: Names of the machines that are there, and stay.
     """
-    entry, notes, needs = stand.entry, stand.notes, stand.entry.needs
-    done, remaining = count_samples(stand)
-    usable = stand.sight.usable
-    most = max(needs.least, min(needs.most, usable)) if usable else needs.most
+    entry, allocation, request = scheduled.entry, scheduled.allocation, scheduled.entry.request
+    done, remaining = count_samples(scheduled)
+    usable = scheduled.observation.usable
+    most = max(request.least, min(request.most, usable)) if usable else request.most
     budget = entry.budget_dollars
     return Demand(
-        id=stand.id,
+        id=scheduled.id,
         submitted_at=clock.from_wall(entry.submitted_at),
         speed=speed,
         remaining=remaining,
         done=done,
-        min_devices=needs.least,
+        min_devices=request.least,
         max_devices=most,
-        asked_devices=needs.asked,
-        multiple=needs.multiple,
-        held=find_held(stand, nodes),
-        restart_s=max(restart_s(stand), _LEAST_RESTART_S),
-        restarts=notes.restarts,
-        served_device_s=notes.served_device_s,
-        held_since=notes.held_since,
-        is_pinned=not stand.may_move,
+        asked_devices=request.asked,
+        multiple=request.multiple,
+        held=find_held(scheduled, nodes),
+        restart_s=max(restart_s(scheduled), _LEAST_RESTART_S),
+        restarts=allocation.restarts,
+        served_device_s=allocation.served_device_s,
+        held_since=allocation.held_since,
+        is_pinned=not scheduled.may_move,
         team=entry.team,
         priority=entry.priority,
         deadline_at=None if entry.deadline_at is None else clock.from_wall(entry.deadline_at),
-        budget_dollars=None if budget is None else max(0.0, budget - notes.spent_dollars),
+        budget_dollars=None if budget is None else max(0.0, budget - allocation.spent_dollars),
         program=entry.signature,
     )
 
@@ -186,25 +186,25 @@ def make_teams(
     )
 
 
-def count_samples(stand: ScheduledRun) -> tuple[float, float | None]:
+def count_samples(scheduled: ScheduledRun) -> tuple[float, float | None]:
     """Samples trained, and still to be trained where that is known."""
-    course, samples = stand.course, stand.entry.samples
-    step = max(stand.sight.step, course.step) if stand.sight.is_alive else stand.sight.step
-    steps = course.steps or stand.sight.steps
-    if course.batch is None or steps is None:
+    progress, samples = scheduled.progress, scheduled.entry.samples
+    step = max(scheduled.observation.step, progress.step) if scheduled.observation.is_alive else scheduled.observation.step
+    steps = progress.steps or scheduled.observation.steps
+    if progress.batch is None or steps is None:
         return 0.0, samples
-    base = course.base_batch or course.batch
+    base = progress.base_batch or progress.batch
     worth = 1.0
-    if course.noise is not None and course.batch > base and course.noise[0] > 0:
+    if progress.noise is not None and progress.batch > base and progress.noise[0] > 0:
         # A sample of a larger batch is worth less (McCandlish et al., arXiv 1812.06162).
-        scale = base * course.noise[1] / course.noise[0]
-        worth = (scale + base) / (scale + course.batch)
-    return float(step * base), max(steps - step, 0) * course.batch * worth
+        scale = base * progress.noise[1] / progress.noise[0]
+        worth = (scale + base) / (scale + progress.batch)
+    return float(step * base), max(steps - step, 0) * progress.batch * worth
 
 
-def restart_s(stand: ScheduledRun) -> float:
+def restart_s(scheduled: ScheduledRun) -> float:
     """What being resized costs it: as measured, else a guess from how long it took to start."""
-    resizes_s = stand.course.resizes_s
+    resizes_s = scheduled.progress.resizes_s
     if resizes_s:
         return sum(resizes_s) / len(resizes_s)
-    return (stand.course.startup_s or 10.0) / 2
+    return (scheduled.progress.startup_s or 10.0) / 2

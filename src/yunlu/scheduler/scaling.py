@@ -46,7 +46,7 @@ class Scaler:
         self._idle_since: dict[str, float] = {}
         self._asked: dict[str, int] = {}
         self._under_way = PendingNodes()
-        self.arrivals: tuple[PendingNode, ...] = ()
+        self.pending_nodes: tuple[PendingNode, ...] = ()
         """Machines that are on their way, as of the last look."""
 
     def reserves(self) -> tuple[Reserve, ...]:
@@ -67,7 +67,7 @@ class Scaler:
             claims: Devices held on each machine.
             modes: By run: whether it may be on spot now, where it has a deadline.
         """
-        self.arrivals = ()
+        self.pending_nodes = ()
         reserves = self.reserves()
         if self._executor is None or not reserves:
             return {}
@@ -79,10 +79,10 @@ class Scaler:
             leases=leases,
             limits=self._limits,
             rules=self._rules,
-            notes=self._notes,
+            allocation=self._notes,
             modes=modes,
         )
-        self._notes = told.notes
+        self._notes = told.allocation
         changed: dict[str, str] = {}
         for reserve in reserves:
             kind = reserve.kind
@@ -100,7 +100,7 @@ class Scaler:
         waking = {name for reserve in reserves for name in reserve.waking}
         kinds = _offers_by_node(reserves, state.nodes)
         there = Counter(kind for name, kind in kinds.items() if name not in waking)
-        self.arrivals = self._under_way.update(reserves, self._asked, there, now=state.now)
+        self.pending_nodes = self._under_way.update(reserves, self._asked, there, now=state.now)
 
     def _find_leases(
         self, state: PoolState, reserves: Sequence[Reserve], claims: Mapping[str, int]

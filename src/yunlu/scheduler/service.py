@@ -50,8 +50,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        with only_service(home) as journal:
-            serve(home, journal, ended)
+        with only_service(home) as pool_store:
+            serve(home, pool_store, ended)
     except BlockingIOError:
         sys.stderr.write("this home has a pool service already\n")
         return 1
@@ -61,9 +61,9 @@ def main() -> int:
     return 0
 
 
-def serve(home: Path, journal: PoolStore, ended: threading.Event) -> None:
+def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
     """Turn the loop until told to end; the runs go on without us."""
-    settings = journal.read_settings() or PoolSettings()
+    settings = pool_store.read_settings() or PoolSettings()
     executor = open_executor(settings.executor)
     executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
     able = executor.capabilities()
@@ -73,7 +73,7 @@ def serve(home: Path, journal: PoolStore, ended: threading.Event) -> None:
         open_policy(settings.policy),
         open_estimator,
         settings=settings,
-        journal=journal,
+        pool_store=pool_store,
         scaler=make_scaler(executor, settings) if able.scales else None,
         limits=able.limits,
         name=secrets.token_hex(4),
@@ -95,15 +95,15 @@ def serve(home: Path, journal: PoolStore, ended: threading.Event) -> None:
         # Where there is much to look at it looks less often: the processors are for the runs.
         rest_s = _REST * (time.process_time() - busy_then_s)
         ended.wait(max(pause_s - (time.monotonic() - began), rest_s))
-    steward.register.keep_all()
+    steward.registry.keep_all()
 
 
 @contextmanager
 def only_service(home: Path) -> Generator[PoolStore]:
     """Hold the home's lock: two of us would give the same devices away twice."""
-    journal = PoolStore(home)
-    journal.path.mkdir(parents=True, exist_ok=True)
-    with journal.lock.open("w") as file:
+    pool_store = PoolStore(home)
+    pool_store.path.mkdir(parents=True, exist_ok=True)
+    with pool_store.lock.open("w") as file:
         _lock(file)
         record = ServiceRecord(
             pid=os.getpid(),
@@ -112,8 +112,8 @@ def only_service(home: Path) -> Generator[PoolStore]:
             began_at=time.time(),
         )
         with suppress(OSError):  # on a full disk it works unseen
-            write_atomically(journal.service, json.dumps(record.model_dump()))
-        yield journal
+            write_atomically(pool_store.service, json.dumps(record.model_dump()))
+        yield pool_store
 
 
 def _lock(file: IO[str]) -> None:

@@ -37,34 +37,34 @@ class SpeedEstimates:
         self._alike: dict[str, tuple[Timing, ...]] = {}
         self._models: dict[str, Model] = {}
 
-    def learn(self, stand: ScheduledRun) -> None:
+    def learn(self, scheduled: ScheduledRun) -> None:
         """Take in what a run has shown."""
-        timings = tuple(_timing(seen) for seen in stand.notes.seen)
-        self._own[stand.id] = _merge(self._own.get(stand.id, ()), timings)
-        if signature := stand.entry.signature:
+        timings = tuple(_timing(seen) for seen in scheduled.allocation.seen)
+        self._own[scheduled.id] = _merge(self._own.get(scheduled.id, ()), timings)
+        if signature := scheduled.entry.signature:
             self._alike[signature] = _merge(self._alike.get(signature, ()), timings)
 
-    def is_known(self, stand: ScheduledRun) -> bool:
+    def is_known(self, scheduled: ScheduledRun) -> bool:
         """Whether anybody has seen a step of it, or of one alike."""
-        return bool(self._own.get(stand.id) or self._alike.get(stand.entry.signature))
+        return bool(self._own.get(scheduled.id) or self._alike.get(scheduled.entry.signature))
 
-    def tell(self, stand: ScheduledRun, types: tuple[str, ...]) -> Model:
+    def tell(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> Model:
         """The model of one run, in a pool with devices of these types."""
-        course = stand.course
-        base = course.base_batch or _GUESSED_BATCH
-        noise = None if course.noise is None else Noise(*course.noise)
+        progress = scheduled.progress
+        base = progress.base_batch or _GUESSED_BATCH
+        noise = None if progress.noise is None else Noise(*progress.noise)
         seen = Observations(
-            signature=stand.entry.signature or stand.id,
-            limits=_limits(stand.entry.most_batch, base, course.micro_batch),
-            timings=self._own.get(stand.id, ()),
+            signature=scheduled.entry.signature or scheduled.id,
+            limits=_limits(scheduled.entry.most_batch, base, progress.micro_batch),
+            timings=self._own.get(scheduled.id, ()),
             noise=noise,
-            shared_timings=self._alike.get(stand.entry.signature, ()),
+            shared_timings=self._alike.get(scheduled.entry.signature, ()),
         )
         # Nobody has seen it: its owner knows best what to begin with.
-        needs = stand.entry.needs
-        estimate = self._make_estimator(max(needs.asked, needs.least), types)
-        model = estimate(seen, self._models.get(stand.id))
-        self._models[stand.id] = model
+        request = scheduled.entry.request
+        estimate = self._make_estimator(max(request.asked, request.least), types)
+        model = estimate(seen, self._models.get(scheduled.id))
+        self._models[scheduled.id] = model
         return model
 
     def forget(self, run_id: str) -> None:

@@ -77,8 +77,8 @@ class UsageMonitor:
     def _measure(self, alive: Mapping[str, ScheduledRun]) -> dict[str, Usage]:
         sessions = _processes_by_session()
         found: dict[str, Usage] = {}
-        for run_id, stand in alive.items():
-            run = stand.run
+        for run_id, scheduled in alive.items():
+            run = scheduled.run
             if is_elsewhere(run):  # numbers of processes mean nothing on another machine
                 found[run_id] = self._hear(run)
                 continue
@@ -109,8 +109,8 @@ class UsageMonitor:
 
     def _find_lies(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for run_id, stand in alive.items():
-            words = find_overuse(stand, self.usage[run_id], self.machine, nodes)
+        for run_id, scheduled in alive.items():
+            words = find_overuse(scheduled, self.usage[run_id], self.machine, nodes)
             self._lies[run_id] = self._lies.get(run_id, 0) + 1 if words else 0
             if words and self._lies[run_id] == _LIES:
                 found[run_id] = words
@@ -119,11 +119,11 @@ class UsageMonitor:
 
 
 def find_overuse(
-    stand: ScheduledRun, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
+    scheduled: ScheduledRun, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
 ) -> str | None:
     """What a run takes beyond what it holds, in words; None where it keeps to it."""
-    held, node = stand.notes.placement.devices, next(iter(nodes), None)
-    if node is None or not held or not machine or stand.sight.shares:
+    held, node = scheduled.allocation.placement.devices, next(iter(nodes), None)
+    if node is None or not held or not machine or scheduled.observation.shares:
         return None  # a cluster keeps runs to what they hold itself
     share = held / max(node.devices, 1)
     share_cores, share_bytes = machine["cores"] * share, machine["memory_bytes"] * share

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def make_view(
-    stands: Sequence[ScheduledRun],
+    scheduled_runs: Sequence[ScheduledRun],
     nodes: Sequence[Node],
     decision: Decision,
     forecasts: Mapping[str, QueueForecast],
     *,
-    arrivals: Sequence[PendingNode] = (),
+    pending_nodes: Sequence[PendingNode] = (),
     now: float,
-    gauge: UsageMonitor,
+    usage_monitor: UsageMonitor,
     settings: PoolSettings,
     limits: str = "",
     decided_ms: float,
@@ -36,28 +36,28 @@ def make_view(
 ) -> dict[str, Any]:
     """Everything ``yunlu pool`` shows; strict JSON, with null for what is not known."""
     held = {node.name: 0 for node in nodes}
-    for stand in stands:
-        for name, count in stand.notes.claims.items():
+    for scheduled in scheduled_runs:
+        for name, count in scheduled.allocation.claims.items():
             held[name] = held.get(name, 0) + count
     return {
         "at": now,
         "policy": settings.policy,
         "executor": settings.executor,
         "limits": limits,
-        "nodes": [_node(node, held[node.name], gauge.nodes.get(node.name)) for node in nodes],
+        "nodes": [_node(node, held[node.name], usage_monitor.nodes.get(node.name)) for node in nodes],
         "arrivals": [
             {"kind": each.kind, "devices": each.devices, "node": each.node, "at": each.at}
-            for each in arrivals
+            for each in pending_nodes
         ],
         "devices": sum(node.devices for node in nodes),
         "held": sum(held.values()),
         "dollars_per_hour": sum(node.dollars_per_hour for node in nodes),
-        "machine": dict(gauge.machine),
+        "machine": dict(usage_monitor.machine),
         "decided_ms": round(decided_ms, 3),
         "runs": [
-            _run(stand, decision, forecasts.get(stand.id), gauge.usage.get(stand.id))
-            for stand in stands
-            if stand.notes.claims or stand.phase is Phase.PAUSED or not stand.phase.is_over
+            _run(scheduled, decision, forecasts.get(scheduled.id), usage_monitor.usage.get(scheduled.id))
+            for scheduled in scheduled_runs
+            if scheduled.allocation.claims or scheduled.phase is Phase.PAUSED or not scheduled.phase.is_over
         ],
         "troubles": dict(troubles),
     }
@@ -79,40 +79,40 @@ def _node(node: Node, held: int, use: NodeUse | None) -> dict[str, Any]:
 
 
 def _run(
-    stand: ScheduledRun, decision: Decision, foreseen: QueueForecast | None, usage: Usage | None
+    scheduled: ScheduledRun, decision: Decision, foreseen: QueueForecast | None, usage: Usage | None
 ) -> dict[str, Any]:
-    entry, notes = stand.entry, stand.notes
-    done, remaining = count_samples(stand)
-    pace_s = stand.course.pace_s(notes.placement.devices)
-    batch = stand.course.batch
-    wanted = decision.placements.get(stand.id)
-    reason = decision.reasons.get(stand.id)
+    entry, allocation = scheduled.entry, scheduled.allocation
+    done, remaining = count_samples(scheduled)
+    pace_s = scheduled.progress.pace_s(allocation.placement.devices)
+    batch = scheduled.progress.batch
+    wanted = decision.placements.get(scheduled.id)
+    reason = decision.reasons.get(scheduled.id)
     whole = done + remaining if remaining is not None else None
-    waits = stand.sight.waits_for if stand.sight.is_alive else ""
+    waits = scheduled.observation.waits_for if scheduled.observation.is_alive else ""
     return {
-        "id": stand.id,
-        "phase": stand.phase.value,
-        "state": stand.sight.state.value,
+        "id": scheduled.id,
+        "phase": scheduled.phase.value,
+        "state": scheduled.observation.state.value,
         "priority": entry.priority,
         "team": entry.team,
-        "devices": notes.placement.devices,
-        "shares": [list(share) for share in notes.shares],
+        "devices": allocation.placement.devices,
+        "shares": [list(share) for share in allocation.shares],
         "wanted": wanted.devices if wanted else 0,
-        "least": entry.needs.least,
-        "most": entry.needs.most,
+        "least": entry.request.least,
+        "most": entry.request.most,
         "submitted_at": entry.submitted_at,
         "deadline_at": entry.deadline_at,
         "progress": done / whole if whole else None,
         "samples_per_s": batch / pace_s if batch and pace_s else None,
         "cores": usage.cores if usage else None,
         "memory_bytes": usage.memory_bytes if usage else None,
-        "restarts": notes.restarts,
-        "device_s": notes.served_device_s,
-        "dollars": notes.spent_dollars,
+        "restarts": allocation.restarts,
+        "device_s": allocation.served_device_s,
+        "dollars": allocation.spent_dollars,
         "start_at": _finite(foreseen.start_at) if foreseen else None,
         "end_at": _finite(foreseen.end_at) if foreseen else None,
-        "reason": notes.given_up or waits or (reason.text if reason else "") or notes.failure,
-        "problem": stand.problem,
+        "reason": allocation.given_up or waits or (reason.text if reason else "") or allocation.failure,
+        "problem": scheduled.problem,
     }
 
 

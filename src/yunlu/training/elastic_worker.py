@@ -103,7 +103,7 @@ class ElasticWorker:
         """Largest micro-batch that fits in memory."""
         self._is_complete = False
         """Whether the engine holds the complete state of its step."""
-        self._life = 0
+        self._attempt = 0
 
     # Generation.
 
@@ -361,17 +361,17 @@ class ElasticWorker:
         self, engine: Engine, world: World, assignment: Assignment
     ) -> WorkerGroupCallbacks:
         if self._log is None:
-            self._life = len(read_attempts(self._run))
+            self._attempt = len(read_attempts(self._run))
             self._log = WorkerGroupLog(
                 self._run,
                 device=engine.device,
-                life=self._life,
+                attempt=self._attempt,
                 forward=lambda values, step: self._trackers.log(values, step=step),
             )
         crew = SaveGroup(
             rank=world.rank,
             size=world.layout.world,
-            token=f"{self._life}-{assignment.generation}",
+            token=f"{self._attempt}-{assignment.generation}",
         )
         callbacks = WorkerGroupCallbacks(
             engine,
@@ -380,7 +380,7 @@ class ElasticWorker:
             crew=crew,
             log=self._log,
             trackers=self._trackers,
-            life=self._life,
+            attempt=self._attempt,
             replicate=self._replicate,
             forget_after=self._forget_after,
         )

@@ -1,4 +1,4 @@
-"""Workers that a launcher started, as they train together: all of them, or those who do not stand aside."""
+"""Worker group of an external launcher: all workers, or those that are not excluded."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 class ExternalWorkerGroup:
-    """One worker's side: its engine and watch, and who else is there.
+    """One worker's engine, callbacks and peers.
 
-    Whoever is lost ends the life of such a run; only who steps aside is gone on without.
+    A lost worker ends the attempt; only excluded stragglers are continued without.
     """
 
-    watch: WorkerGroupCallbacks
+    callbacks: WorkerGroupCallbacks
 
     def __init__(
         self,
         run: RunStore,
         engine: Engine,
-        muster: Rendezvous,
+        rendezvous: Rendezvous,
         trackers: TrackerThread,
         stop: StopRequest,
         *,
-        life: int,
+        attempt: int,
     ) -> None:
-        self.run, self.engine, self.muster = run, engine, muster
-        self.ranks = list(range(muster.place.size))
-        """As the launcher counts, of those who train."""
-        self._trackers, self._stop, self._life = trackers, stop, life
+        self.run, self.engine, self.rendezvous = run, engine, rendezvous
+        self.ranks = list(range(rendezvous.launch.size))
+        """Launcher ranks of the workers that train."""
+        self._trackers, self._stop, self._attempt = trackers, stop, attempt
         self._generation = 1
         self._log = WorkerGroupLog(
             run,
             device=engine.device,
-            life=life,
+            attempt=attempt,
             forward=lambda values, step: trackers.log(values, step=step),
         )
-        self.watch = self._make_watch()
+        self.callbacks = self._make_callbacks()
 
     def begin(self, reason: str) -> None:
-        """All hold the same, and go on."""
-        self.watch.begin(self._generation)
-        layout, muster = self.engine.world.layout, self.muster
+        """Begin a generation: all workers hold the same state."""
+        self.callbacks.begin(self._generation)
+        layout, rendezvous = self.engine.world.layout, self.rendezvous
         self.run.emit(
             WorkerGroupFormed(
                 generation=self._generation,
@@ -68,8 +68,8 @@ class ExternalWorkerGroup:
                     WorkerRank(
                         rank=rank,
                         worker=str(agent),
-                        host=muster.hosts[agent],
-                        pid=muster.pids[agent],
+                        host=rendezvous.hosts[agent],
+                        pid=rendezvous.pids[agent],
                         **layout.place_of(rank)._asdict(),
                     )
                     for rank, agent in enumerate(self.ranks)
@@ -77,40 +77,40 @@ class ExternalWorkerGroup:
             )
         )
 
-    def go_on_without(self, aside: Sequence[int]) -> None:
-        """Those who stay meet anew, before the step at which all stand; each holds everything."""
-        gone = [agent for rank, agent in enumerate(self.ranks) if rank in aside]
-        self.ranks = [agent for agent in self.ranks if agent not in gone]
+    def continue_without(self, excluded: Sequence[int]) -> None:
+        """Form a new group without the excluded workers, before the same step; each holds the complete state."""
+        left = [agent for rank, agent in enumerate(self.ranks) if rank in excluded]
+        self.ranks = [agent for agent in self.ranks if agent not in left]
         self._generation += 1
-        before, kept = self.engine.world, self.watch.state()
-        self.watch.checkpoints.wait()
+        before, state = self.engine.world, self.callbacks.state()
+        self.callbacks.checkpoints.wait()
         before.close()
-        muster = self.muster
+        rendezvous = self.rendezvous
         layout = before.layout.model_copy(update={"dp": len(self.ranks)})
         world = form_world(
             layout,
-            self.ranks.index(muster.place.rank),
-            PrefixStore(f"world-{self._generation}", muster.store),
+            self.ranks.index(rendezvous.launch.rank),
+            PrefixStore(f"world-{self._generation}", rendezvous.store),
             device=before.device,
             host=before.host,
         )
-        # To become asynchronous takes all who were launched, and who stands aside would not hear of it.
+        # Asynchronous training needs all launched workers, and excluded ones would not be told.
         world.async_obstacle, world.can_exclude_workers = (
-            "a worker stands aside",
+            "a worker is excluded",
             before.can_exclude_workers,
         )
-        engine, nodes = self.engine, len({muster.hosts[agent] for agent in self.ranks})
+        engine, nodes = self.engine, len({rendezvous.hosts[agent] for agent in self.ranks})
         cores = engine.plan.threads * len(self.ranks)
         plan = fit_plan(engine.plan, engine.job, layout, cores=cores, nodes=nodes)
         engine.rejoin(world, micro_batch=plan.micro_batch)
-        self.watch = self._make_watch()
-        self.watch.restore(kept)
-        who = ", ".join(str(agent) for agent in gone)
-        self.begin(f"worker {who} {'steps' if len(gone) == 1 else 'step'} aside")
+        self.callbacks = self._make_callbacks()
+        self.callbacks.restore(state)
+        names = ", ".join(str(agent) for agent in left)
+        self.begin(f"worker {names} {'is' if len(left) == 1 else 'are'} excluded as a straggler")
 
-    def _make_watch(self) -> WorkerGroupCallbacks:
+    def _make_callbacks(self) -> WorkerGroupCallbacks:
         world = self.engine.world
-        token = f"{self._life}-{self._generation}"
+        token = f"{self._attempt}-{self._generation}"
         return WorkerGroupCallbacks(
             self.engine,
             self.run,
@@ -118,7 +118,7 @@ class ExternalWorkerGroup:
             crew=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
             log=self._log,
             trackers=self._trackers,
-            life=self._life,
+            attempt=self._attempt,
             replicate=lambda _: None,
             forget_after=lambda _: None,
         )

@@ -1,7 +1,7 @@
-"""A worker of a run whose processes torchrun, srun or mpirun started: no supervisor, no forks.
+"""Worker of an externally launched run (torchrun, srun, mpirun): no supervisor, no forks.
 
 ``python -m yunlu.training.external_launcher RUN_DIR`` in the process of rank 0, with ``-`` in all others:
-rank 0 tells them which run it is, and each says so in its first line. One that fails ends all; whoever
+rank 0 shares the run with the others, and each prints it as its first line. If one fails, all end; the
 launched them may start them again, and they go on from the newest checkpoint.
 """
 
@@ -70,170 +70,170 @@ if TYPE_CHECKING:
     from yunlu.training.worker_group_callbacks import WorkerGroupCallbacks
 
 _FAREWELL_S = 5.0
-"""How long the leader waits for those who stand aside to hear of the end: they look all the time."""
+"""Time for excluded workers to read the final state; they poll for it."""
 _PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> int:
-    """The command line that ``pool`` uses."""
+    """Command line used by ``executors.external_launcher``."""
     parser = argparse.ArgumentParser(prog="yunlu.training.external_launcher")
-    parser.add_argument("run", help="the run's directory; - where rank 0 tells")
-    parser.add_argument("--parent", type=int, help="the process to end with")
-    parser.add_argument("--turn", type=int, default=0, help="runs trained before by this launch")
-    asked = parser.parse_args()
-    if asked.parent is not None:
-        _end_with(asked.parent)
-    place = detect_launch(launch_variables())
-    if place is None or (place.rank == 0) == (asked.run == "-"):
-        parser.error("this is for processes that a launcher started; rank 0 gets the directory")
-    path = None if place.rank else Path(asked.run).absolute()
-    state = run(path, place, turn=asked.turn)
+    parser.add_argument("run", help="the run's directory; - on all ranks but 0")
+    parser.add_argument("--parent", type=int, help="end when this process ends")
+    parser.add_argument("--run-index", type=int, default=0, help="runs trained before by this launch")
+    options = parser.parse_args()
+    if options.parent is not None:
+        _die_with(options.parent)
+    launch = detect_launch(launch_variables())
+    if launch is None or (launch.rank == 0) == (options.run == "-"):
+        parser.error("for externally launched processes only; rank 0 is given the directory")
+    path = None if launch.rank else Path(options.run).absolute()
+    state = run(path, launch, run_index=options.run_index)
     return 1 if state is RunState.FAILED else 0
 
 
-def run(path: Path | None, place: LaunchInfo, *, turn: int = 0) -> RunState:
-    """Live one life of a run together with the others; how it ends is told once, by rank 0."""
-    muster: Rendezvous | None = None
+def run(path: Path | None, launch: LaunchInfo, *, run_index: int = 0) -> RunState:
+    """Run one attempt together with the other ranks; rank 0 reports how it ends."""
+    rendezvous: Rendezvous | None = None
     with signals_as_stop() as stop:
         try:
-            muster = join_rendezvous(place, turn=turn)
-            return _lead(open_run(path), muster, stop) if path else _follow(muster, stop)
-        except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+            rendezvous = join_rendezvous(launch, run_index=run_index)
+            return _lead(open_run(path), rendezvous, stop) if path else _follow(rendezvous, stop)
+        except Exception as error:  # noqa: BLE001 (reported as an event)
             traceback.print_exc()
-            if muster is None:
-                failure = describe_failure(error, place.rank)
+            if rendezvous is None:
+                failure = describe_failure(error, launch.rank)
             else:
-                muster.leave()
-                failure = muster.explain(error)
-            if path and not isinstance(error, RunBusyError):  # another's run: nothing of ours
-                _tell_failure(open_run(path), failure)
+                rendezvous.leave()
+                failure = rendezvous.explain(error)
+            if path and not isinstance(error, RunBusyError):  # the run belongs to another process
+                _report_failure(open_run(path), failure)
             return RunState.FAILED
 
 
-def _lead(run: RunStore, muster: Rendezvous, stop: StopRequest) -> RunState:
+def _lead(run: RunStore, rendezvous: Rendezvous, stop: StopRequest) -> RunState:
     with run_lock(run) as lock:
         job = read_job(run)
-        # Named by the job, or chosen by those who were launched before us.
+        # Set by the job, or chosen in an earlier attempt.
         is_served = job.communication.method == "asynchronous" or run.has(Area.SERVERS)
         is_over = _is_finished(run)
-        about = {"path": run.address, "directory": str(Path.cwd()), "is_over": is_over}
-        muster.share("run", about | {"is_served": is_served})
-        if is_over:  # a restart because of something that came after the end
-            muster.meet("end")
+        info = {"path": run.address, "directory": str(Path.cwd()), "is_over": is_over}
+        rendezvous.share("run", info | {"is_served": is_served})
+        if is_over:  # restarted after the run had finished
+            rendezvous.barrier("end")
             return RunState.FINISHED
         if is_served:
-            switch_to_async(run, muster, lock, is_new=True)
-        muster.watch_for_failure(lambda failure: _tell_failure(run, failure))
-        life, began_at = begin_attempt(run)
-        muster.share("life", life)
+            switch_to_async(run, rendezvous, lock, is_new=True)
+        rendezvous.watch_for_failure(lambda failure: _report_failure(run, failure))
+        attempt, began_at = begin_attempt(run)
+        rendezvous.share("life", attempt)
         change_state(run, RunState.PLANNING)
-        state = _take_part(run, muster, stop, life=life, began_at=began_at)
+        state = _run_attempt(run, rendezvous, stop, attempt=attempt, began_at=began_at)
         if state is RunState.RUNNING:
-            switch_to_async(run, muster, lock)
+            switch_to_async(run, rendezvous, lock)
         return state
 
 
-def _follow(muster: Rendezvous, stop: StopRequest) -> RunState:
-    about = muster.share("run")
-    print(about["path"], flush=True)  # noqa: T201 (to the parent: see above)
-    run = open_run(Path(about["path"]))
+def _follow(rendezvous: Rendezvous, stop: StopRequest) -> RunState:
+    info = rendezvous.share("run")
+    print(info["path"], flush=True)  # noqa: T201 (to the parent: see above)
+    run = open_run(Path(info["path"]))
     run.is_quiet = True
     if not run.has(Document.JOB):
         raise StoreError(
-            f"{run.address} is not there on this machine.",
+            f"{run.address} does not exist on this machine.",
             hint="All machines must see the same files: put YUNLU_HOME on a shared drive.",
         )
-    if about["is_over"]:
-        muster.come("end")
+    if info["is_over"]:
+        rendezvous.arrive("end")
         return RunState.FINISHED
     with suppress(OSError):
-        os.chdir(about["directory"])
-    _print_to(run, f"{Area.LOGS}/worker-{muster.place.rank}.log")
-    if about["is_served"]:
-        switch_to_async(run, muster)
-    muster.watch_for_failure(lambda _: None)
-    state = _take_part(run, muster, stop, life=muster.share("life"), began_at=0.0)
+        os.chdir(info["directory"])
+    _print_to(run, f"{Area.LOGS}/worker-{rendezvous.launch.rank}.log")
+    if info["is_served"]:
+        switch_to_async(run, rendezvous)
+    rendezvous.watch_for_failure(lambda _: None)
+    state = _run_attempt(run, rendezvous, stop, attempt=rendezvous.share("life"), began_at=0.0)
     if state is RunState.RUNNING:
-        switch_to_async(run, muster)
+        switch_to_async(run, rendezvous)
     return state
 
 
-def _take_part(
-    run: RunStore, muster: Rendezvous, stop: StopRequest, *, life: int, began_at: float
+def _run_attempt(
+    run: RunStore, rendezvous: Rendezvous, stop: StopRequest, *, attempt: int, began_at: float
 ) -> RunState:
     machine = probe_machine()
     run.emit(EnvironmentRecorded(**describe_environment(machine)))
     job = read_job(run)
     set_deterministic(job.train.deterministic)
-    parts = _load(run, job, muster)
+    parts = _load(run, job, rendezvous)
     pattern = pattern_of(parts.model)
-    cores = muster.count_cores(machine.cores)
+    cores = rendezvous.count_cores(machine.cores)
     layout = None
-    if muster.leads:
-        layout = _lay_out(run, job, parts, machine, muster, cores=cores, began_at=began_at)
-    told = muster.share("layout", layout and layout.model_dump(mode="json"))
+    if rendezvous.is_leader:
+        layout = _plan_layout(run, job, parts, machine, rendezvous, cores=cores, began_at=began_at)
+    shared = rendezvous.share("layout", layout and layout.model_dump(mode="json"))
     plan = require_plan(run)
-    layout = Layout.model_validate(told)
-    plan = fit_plan(plan, job, layout, cores=cores, nodes=muster.nodes)
-    device = _device(plan, muster.place)
-    muster.meet("forming")
-    store = PrefixStore("world", muster.store)
-    host = muster.address or "127.0.0.1"
-    world = form_world(layout, muster.place.rank, store, device=device, host=host)
+    layout = Layout.model_validate(shared)
+    plan = fit_plan(plan, job, layout, cores=cores, nodes=rendezvous.nodes)
+    device = _device(plan, rendezvous.launch)
+    rendezvous.barrier("forming")
+    store = PrefixStore("world", rendezvous.store)
+    host = rendezvous.address or "127.0.0.1"
+    world = form_world(layout, rendezvous.launch.rank, store, device=device, host=host)
     world.async_obstacle = find_async_obstacle(run, job, workers=layout.world)
-    world.can_exclude_workers = not layout.zero1  # else each holds a part of the optimiser's state
+    world.can_exclude_workers = not layout.zero1  # otherwise each holds a shard of the optimizer state
     try:
         engine = _build(run, job, plan, parts, world)
-        return _train(run, engine, muster, stop, life=life, machine=machine, pattern=pattern)
+        return _train(run, engine, rendezvous, stop, attempt=attempt, machine=machine, pattern=pattern)
     finally:
-        with suppress(Exception):  # what is broken need not be closed well
+        with suppress(Exception):  # a broken group need not close cleanly
             world.close()
 
 
-def _load(run: RunStore, job: Job, muster: Rendezvous) -> TrainingInputs:
-    """One worker of a machine loads first: what it fetches or makes, the others find."""
-    if muster.place.rank != muster.first_here:
-        muster.wait([f"loaded-{muster.first_here}"])
+def _load(run: RunStore, job: Job, rendezvous: Rendezvous) -> TrainingInputs:
+    """The first worker of a machine loads first; the others reuse what it downloads or caches."""
+    if rendezvous.launch.rank != rendezvous.first_here:
+        rendezvous.wait([f"loaded-{rendezvous.first_here}"])
     parts = prepare(run, job)
-    muster.come("loaded")
+    rendezvous.arrive("loaded")
     return parts
 
 
-def _lay_out(
+def _plan_layout(
     run: RunStore,
     job: Job,
     parts: TrainingInputs,
     machine: Machine,
-    muster: Rendezvous,
+    rendezvous: Rendezvous,
     *,
     cores: int,
     began_at: float,
 ) -> Layout:
-    """The layout over all that were launched; the plan of an earlier life may be for others."""
-    size = muster.place.size
-    muster.meet("loaded")  # whoever loads disturbs what is measured now
-    best = machine.best_device
-    if best.kind == "cuda":  # each worker has one, on whichever machine
-        machine = machine.model_copy(update={"devices": (best,) * size})
-    asked = job.model_copy(update={"devices": size})
-    plan = load_or_make_plan(run, asked, parts, machine, started_at=began_at)
+    """Layout for all launched workers; the plan of an earlier attempt may be for another number."""
+    size = rendezvous.launch.size
+    rendezvous.barrier("loaded")  # loading would disturb the measurements
+    device_type = machine.best_device
+    if device_type.kind == "cuda":  # one per worker, on any machine
+        machine = machine.model_copy(update={"devices": (device_type,) * size})
+    options = job.model_copy(update={"devices": size})
+    plan = load_or_make_plan(run, options, parts, machine, started_at=began_at)
     if plan.layout.world == size:
         return plan.layout
-    plan, reason = resplit(plan, job, devices=size, cores=cores, nodes=muster.nodes)
+    plan, reason = resplit(plan, job, devices=size, cores=cores, nodes=rendezvous.nodes)
     count = plan.layout.world
     if count != size:
         raise JobError(
-            f"{muster.place.by} started {size} workers, too many: {reason.partition(';')[0]}.",
+            f"{rendezvous.launch.launcher} started {size} workers, too many: {reason.partition(';')[0]}.",
             hint=f"Start {count}, or change the job so that {size} can share it.",
         )
     return plan.layout
 
 
-def _device(plan: Plan, place: LaunchInfo) -> torch.device:
+def _device(plan: Plan, launch: LaunchInfo) -> torch.device:
     if plan.device != "cuda":
         return torch.device(plan.device)
-    # Some launchers show each worker its own device only.
-    device = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
+    # Some launchers expose only its own device to each worker.
+    device = torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 
@@ -249,118 +249,118 @@ def _build(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, world: Wo
 def _train(
     run: RunStore,
     engine: Engine,
-    muster: Rendezvous,
+    rendezvous: Rendezvous,
     stop: StopRequest,
     *,
-    life: int,
+    attempt: int,
     machine: Machine,
     pattern: nn.Module,
 ) -> RunState:
-    names = ["tensorboard", *engine.job.trackers] if muster.leads else []
+    names = ["tensorboard", *engine.job.trackers] if rendezvous.is_leader else []
     trackers = TrackerThread(open_trackers(names), warn=run.warn)
-    crew = ExternalWorkerGroup(run, engine, muster, trackers, stop, life=life)
-    watch = crew.watch
+    group = ExternalWorkerGroup(run, engine, rendezvous, trackers, stop, attempt=attempt)
+    callbacks = group.callbacks
     state, summary = RunState.FAILED, dict[str, Any]()
     try:
-        _begin(crew, trackers)
-        ask = _run(crew, machine)
-        while ask == "pause":
+        _begin(group, trackers)
+        request = _run(group, machine)
+        while request == "pause":
             if engine.communication.is_aside:
-                return _stand_aside(crew, trackers, stop)
-            crew.go_on_without(engine.communication.aside)
-            watch = crew.watch
-            ask = _run(crew, machine)
-        if ask == "stop":
-            is_to_be_saved = watch.is_to_be_saved()
-            if watch.decision is None:
+                return _wait_excluded(group, trackers, stop)
+            group.go_on_without(engine.communication.excluded)
+            callbacks = group.callbacks
+            request = _run(group, machine)
+        if request == "stop":
+            is_to_be_saved = callbacks.is_to_be_saved()
+            if callbacks.decision is None:
                 change_state(run, RunState.STOPPING, reason="asked to stop")
             if is_to_be_saved:
-                watch.save_and_wait()
-        if ask == "serve":
-            return _leave_to_servers(engine, watch, trackers)
-        if ask == "stop" or watch.decision is not None:
-            watch.checkpoints.wait()
+                callbacks.save_and_wait()
+        if request == "serve":
+            return _hand_over_to_async(engine, callbacks, trackers)
+        if request == "stop" or callbacks.decision is not None:
+            callbacks.checkpoints.wait()
             state = RunState.STOPPED
         else:
-            watch.checkpoints.wait()
+            callbacks.checkpoints.wait()
             environment = describe_environment(machine)
-            summary = finalize(run, engine, watch, environment, machine, pattern=pattern)
+            summary = finalize(run, engine, callbacks, environment, machine, pattern=pattern)
             state = RunState.FINISHED
-        _meet_again()  # nobody leaves before everyone is through
-        return _conclude(crew, trackers, state, summary)
+        _barrier()  # all ranks end together
+        return _finish(group, trackers, state, summary)
     except BaseException:
-        with suppress(OSError, TrainingError):  # whatever failed before is what gets told
-            watch.log.flush()
-        watch.checkpoints.abandon()
+        with suppress(OSError, TrainingError):  # report the original failure
+            callbacks.log.flush()
+        callbacks.checkpoints.abandon()
         trackers.finish(state=RunState.FAILED, summary={})
         raise
 
 
-def _leave_to_servers(
-    engine: Engine, watch: WorkerGroupCallbacks, trackers: TrackerThread
+def _hand_over_to_async(
+    engine: Engine, callbacks: WorkerGroupCallbacks, trackers: TrackerThread
 ) -> RunState:
-    """All have chosen to be asynchronous: the run goes on, and so does this life of it."""
+    """All workers chose asynchronous training: save, and continue the attempt there."""
     if engine.steps_done:
-        watch.save_and_wait()
-    watch.checkpoints.wait()
+        callbacks.save_and_wait()
+    callbacks.checkpoints.wait()
     trackers.close()
-    _meet_again()  # nobody needs the leader's store any more
+    _barrier()  # the leader's store is no longer needed
     return RunState.RUNNING
 
 
-def _meet_again() -> None:
-    if dist.is_initialized():  # not where all others stand aside
+def _barrier() -> None:
+    if dist.is_initialized():  # not if all others are excluded
         dist.barrier()
 
 
-def _run(crew: ExternalWorkerGroup, machine: Machine) -> str:
-    """Train until the end, or until all stand before the same step because one asked."""
-    engine, watch, ask = crew.engine, crew.watch, ""
-    if not watch.stopped_early and engine.steps_done < engine.batch_schedule.steps:
-        here = crew.muster.workers_here
+def _run(group: ExternalWorkerGroup, machine: Machine) -> str:
+    """Train until the end, or until a request stops all workers before the same step."""
+    engine, callbacks, request = group.engine, group.callbacks, ""
+    if not callbacks.stopped_early and engine.steps_done < engine.batch_schedule.steps:
+        here = group.rendezvous.workers_here
         with memory_capped(cap_of_worker(engine.job, machine, engine.device, workers=here)):
-            ask = loop.run(engine, watch)
+            request = loop.run(engine, callbacks)
             engine.synchronize()
-    watch.log.flush()
-    return ask
+    callbacks.log.flush()
+    return request
 
 
-def _stand_aside(crew: ExternalWorkerGroup, trackers: TrackerThread, stop: StopRequest) -> RunState:
-    """The others are faster without this worker: wait for how it ends, or for being told to go."""
-    crew.watch.checkpoints.wait()
+def _wait_excluded(group: ExternalWorkerGroup, trackers: TrackerThread, stop: StopRequest) -> RunState:
+    """Excluded as a straggler: wait for the final state of the run, or for a stop signal."""
+    group.callbacks.checkpoints.wait()
     trackers.close()
-    crew.engine.world.close()
-    muster = crew.muster
-    state = muster.hear_unless("over", lambda: stop.is_set)
-    muster.come("over")
+    group.engine.world.close()
+    rendezvous = group.rendezvous
+    state = rendezvous.receive_unless("over", lambda: stop.is_set)
+    rendezvous.arrive("over")
     return RunState.STOPPED if state is None else RunState(state)
 
 
-def _conclude(
-    crew: ExternalWorkerGroup, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
+def _finish(
+    group: ExternalWorkerGroup, trackers: TrackerThread, state: RunState, summary: dict[str, Any]
 ) -> RunState:
     trackers.finish(state=state, summary=summary)
-    change_state(crew.run, state)
-    # Once the others return, the run rests. Who is told so has all it came for: whoever shows the run
-    # may have ended the leader by the time that the last of the others is here.
+    change_state(group.run, state)
+    # Only report the end after all ranks are through: whoever watches the run may kill the leader
+    # as soon as the state is final.
     with suppress(RuntimeError):
-        _meet_again()
-    if crew.muster.leads:
-        crew.muster.share("over", state.value)
-        aside = [rank for rank in range(crew.muster.place.size) if rank not in crew.ranks]
-        crew.muster.wait_for("over", aside, within_s=_FAREWELL_S)
+        _barrier()
+    if group.rendezvous.is_leader:
+        group.rendezvous.share("over", state.value)
+        excluded = [rank for rank in range(group.rendezvous.launch.size) if rank not in group.ranks]
+        group.rendezvous.wait_for("over", excluded, within_s=_FAREWELL_S)
     return state
 
 
-def _begin(crew: ExternalWorkerGroup, trackers: TrackerThread) -> None:
-    resumed_from = crew.watch.resume()
-    trackers.start(crew.run, crew.engine.job, resumed=resumed_from is not None)
-    place = crew.muster.place
-    crew.begin(f"{place.by} started {place.size} workers")
-    change_state(crew.run, RunState.RUNNING, resumed_from_step=resumed_from)
+def _begin(group: ExternalWorkerGroup, trackers: TrackerThread) -> None:
+    resumed_from = group.callbacks.resume()
+    trackers.start(group.run, group.engine.job, resumed=resumed_from is not None)
+    launch = group.rendezvous.launch
+    group.begin(f"{launch.launcher} started {launch.size} workers")
+    change_state(group.run, RunState.RUNNING, resumed_from_step=resumed_from)
 
 
-def _tell_failure(run: RunStore, failure: dict[str, Any]) -> None:
+def _report_failure(run: RunStore, failure: dict[str, Any]) -> None:
     who = {name: failure.get(name) for name in ("rank", "worker", "host", "pid")}
     what = "failed" if failure.get("traceback") else "killed"
     try:
@@ -376,18 +376,18 @@ def _is_finished(run: RunStore) -> bool:
 
 
 def _print_to(run: RunStore, log: str) -> None:
-    """From here on this process prints to its own log."""
+    """Redirect this process's output to its own log."""
     with require_local(run).open_text_log(log) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
 
 
-def _end_with(parent: int) -> None:
-    """Be ended together with the process that started us: its launcher knows of no other."""
+def _die_with(parent: int) -> None:
+    """Die with the process that started this one: the launcher knows only that one."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # ended while we were starting
+    if os.getppid() != parent:  # it ended during the start
         sys.exit(1)
 
 

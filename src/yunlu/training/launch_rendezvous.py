@@ -1,6 +1,6 @@
-"""Workers that a launcher started together: what they tell each other besides training.
+"""Rendezvous of externally launched workers: values, barriers and failures outside of training.
 
-All of it goes through torch's store, which torchrun may keep itself; else rank 0 does.
+Uses torch's store, hosted by torchrun or else by rank 0.
 """
 
 from __future__ import annotations
@@ -30,156 +30,156 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
 
-_MEET_S = 600.0
+_RENDEZVOUS_S = 600.0
 """Importing torch from a network drive on many machines takes minutes."""
-_LOOK_S = 0.05
-_ALARM_S = 1.0
+_POLL_S = 0.05
+_FAILURE_POLL_S = 1.0
 _CAUSE_S = 3.0
-"""Who broke off tells the cause within moments; who was killed never will."""
+"""A worker that failed reports the cause within moments; a killed one never does."""
 _LEAVE_S = 3.0
-"""Whoever has not come out of a collective by then, while another one failed, will not."""
+"""A worker still in a collective this long after a failure will not return from it."""
 
 
 class PeerFailedError(Exception):
-    """Another worker failed, and said so."""
+    """Another worker reported a failure."""
 
 
 class Rendezvous:
-    """All workers of a launch, from the view of one."""
+    """All workers of a launch, seen from one of them."""
 
-    def __init__(self, place: LaunchInfo, store: Store) -> None:
-        self.place, self.store = place, store
+    def __init__(self, launch: LaunchInfo, store: Store) -> None:
+        self.launch, self.store = launch, store
         self.hosts: list[str] = []
-        """Of each rank."""
+        """By rank."""
         self.pids: list[int] = []
         self._cpus: list[list[int]] = []
         self._is_leaving = threading.Event()
-        self._last_word = threading.Lock()
+        self._report_lock = threading.Lock()
 
     @property
-    def leads(self) -> bool:
-        """Whether this worker speaks for all."""
-        return self.place.rank == 0
+    def is_leader(self) -> bool:
+        """Whether this is rank 0."""
+        return self.launch.rank == 0
 
     @property
     def address(self) -> str | None:
-        """Where others reach this worker, as far as that can be told."""
-        return _address_towards(self.place.host, self.place.port)
+        """Address on which peers reach this worker, if known."""
+        return _address_towards(self.launch.host, self.launch.port)
 
     @property
     def nodes(self) -> int:
-        """Machines that the workers are on."""
+        """Number of machines."""
         return len(set(self.hosts))
 
     @property
     def first_here(self) -> int:
-        """The first rank on this machine."""
-        return self.hosts.index(self.hosts[self.place.rank])
+        """First rank on this machine."""
+        return self.hosts.index(self.hosts[self.launch.rank])
 
     @property
     def workers_here(self) -> int:
-        """On this machine."""
-        return self.hosts.count(self.hosts[self.place.rank])
+        """Number of workers on this machine."""
+        return self.hosts.count(self.hosts[self.launch.rank])
 
-    def count_cores(self, ours: int) -> int:
-        """Of all machines; a launcher may bind each worker to ``ours`` of its own, or none of them."""
-        cpus = {(h, c) for h, each in zip(self.hosts, self._cpus, strict=True) for c in each}
-        return max(1, round(ours * len(cpus) / len(self._cpus[self.place.rank])))
+    def count_cores(self, own_cores: int) -> int:
+        """Cores of all machines; a launcher may pin each worker to ``own_cores`` of its own, or to none."""
+        cpus = {(h, c) for h, info in zip(self.hosts, self._cpus, strict=True) for c in info}
+        return max(1, round(own_cores * len(cpus) / len(self._cpus[self.launch.rank])))
 
-    def introduce(self) -> None:
-        """Learn who the others are."""
+    def exchange_info(self) -> None:
+        """Exchange host, pid and CPU affinity with all workers."""
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         who = {"host": socket.gethostname(), "pid": os.getpid(), "cpus": cpus}
-        self._set(f"who-{self.place.rank}", who)
-        everyone = [self.hear(f"who-{rank}") for rank in range(self.place.size)]
-        self.hosts = [each["host"] for each in everyone]
-        self.pids = [each["pid"] for each in everyone]
-        self._cpus = [each["cpus"] for each in everyone]
+        self._set(f"who-{self.launch.rank}", who)
+        infos = [self.receive(f"who-{rank}") for rank in range(self.launch.size)]
+        self.hosts = [info["host"] for info in infos]
+        self.pids = [info["pid"] for info in infos]
+        self._cpus = [info["cpus"] for info in infos]
 
     def share(self, key: str, value: Any = None) -> Any:
-        """The leader's value, which is JSON."""
-        if self.leads:
+        """Broadcast the leader's value (JSON)."""
+        if self.is_leader:
             self._set(key, value)
             return value
-        return self.hear(key)
+        return self.receive(key)
 
-    def hear(self, key: str) -> Any:
-        """What somebody tells, however long that takes; raises where one of us fails meanwhile."""
+    def receive(self, key: str) -> Any:
+        """Wait for a value; raises if a worker fails meanwhile."""
         self.wait([key])
         return json.loads(self.store.get(key))
 
-    def hear_unless(self, key: str, is_over: Callable[[], bool]) -> Any:
-        """The same, or nothing where something else comes first."""
+    def receive_unless(self, key: str, is_over: Callable[[], bool]) -> Any:
+        """Wait for a value, or return None once ``is_over``."""
         while not self.store.check([key]):
             if is_over():
                 return None
-            self._wait_a_moment()
-        return self.hear(key)
+            self._poll()
+        return self.receive(key)
 
-    def meet(self, name: str) -> None:
-        """Nobody goes on before all have come here."""
-        self.come(name)
-        self.wait([f"{name}-{rank}" for rank in range(self.place.size)])
+    def barrier(self, name: str) -> None:
+        """Wait until all workers have arrived."""
+        self.arrive(name)
+        self.wait([f"{name}-{rank}" for rank in range(self.launch.size)])
 
-    def come(self, name: str) -> None:
-        """Say that we are here."""
-        self._set(f"{name}-{self.place.rank}", 1)
+    def arrive(self, name: str) -> None:
+        """Record that this worker has arrived."""
+        self._set(f"{name}-{self.launch.rank}", 1)
 
     def wait(self, keys: list[str]) -> None:
-        """Until all of these are told."""
+        """Wait until all keys are set."""
         while not self.store.check(keys):
-            self._wait_a_moment()
+            self._poll()
 
     def wait_for(self, name: str, ranks: Sequence[int], *, within_s: float) -> None:
-        """Until these have come, or will not."""
+        """Wait until these ranks have arrived, or the time is over."""
         deadline = time.monotonic() + within_s
         keys = [f"{name}-{rank}" for rank in ranks]
         while keys and not self.store.check(keys) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _wait_a_moment(self) -> None:
+    def _poll(self) -> None:
         if self.store.check(["failure"]):
             raise PeerFailedError("another worker failed")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
     def explain(self, error: Exception) -> dict[str, Any]:
-        """Whose failure it is that ended us, as the data of one event; all agree on the first."""
-        own = describe_failure(error, self.place.rank)
+        """The failure that ended this worker, as event data; all workers agree on the first."""
+        own = describe_failure(error, self.launch.rank)
         try:
             if not isinstance(error, PeerFailedError) and not tells_of_loss(error):
                 return json.loads(self.store.compare_set("failure", "", json.dumps(own)))
-            self.come("broken")
+            self.arrive("broken")
             return self._find_cause() or own
-        except Exception:  # noqa: BLE001 (without a store nobody can tell us more)
+        except Exception:  # noqa: BLE001 (without a store there is no more to learn)
             return own
 
-    def watch_for_failure(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """End this process, after ``tell``, where another failed and we wait for it in vain.
+    def watch_for_failure(self, report: Callable[[dict[str, Any]], None]) -> None:
+        """Exit, after ``report``, if another worker failed and this one hangs in a collective.
 
         Not every kind of collective ends with the connection.
         """
         connected: Any = self.store
-        store: Store = connected.clone()  # one connection serves one thread
+        store: Store = connected.clone()  # one connection per thread
 
-        def look() -> None:
+        def poll_failure() -> None:
             with suppress(Exception):
                 while not store.check(["failure"]):
-                    if self._is_leaving.wait(_ALARM_S):
+                    if self._is_leaving.wait(_FAILURE_POLL_S):
                         return
-                if not self._is_leaving.wait(_LEAVE_S) and self._last_word.acquire(blocking=False):
-                    tell(json.loads(store.get("failure")))
+                if not self._is_leaving.wait(_LEAVE_S) and self._report_lock.acquire(blocking=False):
+                    report(json.loads(store.get("failure")))
                     os._exit(1)
 
-        threading.Thread(target=look, name="failure", daemon=True).start()
+        threading.Thread(target=poll_failure, name="failure", daemon=True).start()
 
     def leave(self) -> None:
-        """Come out by ourselves: what ends us is ours to tell."""
+        """Exit by itself: this worker reports its own failure."""
         self._is_leaving.set()
-        self._last_word.acquire()  # never returns where it is being told already
+        self._report_lock.acquire()  # blocks forever if the failure is already being reported
 
     def _find_cause(self) -> dict[str, Any] | None:
         deadline = time.monotonic() + _CAUSE_S
-        others = set(range(self.place.size)) - {self.place.rank}
+        others = set(range(self.launch.size)) - {self.launch.rank}
         silent = others
         while time.monotonic() < deadline:
             if self.store.check(["failure"]):
@@ -187,12 +187,12 @@ class Rendezvous:
             silent = {rank for rank in others if not self.store.check([f"broken-{rank}"])}
             if not silent:
                 return None
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         rank = min(silent)
         return {
             "code": TrainingError.code,
-            "message": f"Worker {rank} on {self.hosts[rank]} vanished without a word.",
-            "hint": f"logs/worker-{rank}.log may tell more; was it killed for want of memory?",
+            "message": f"Worker {rank} on {self.hosts[rank]} ended without an error message.",
+            "hint": f"logs/worker-{rank}.log may show the cause; it may have been killed for lack of memory.",
             "rank": rank,
             "worker": str(rank),
             "host": self.hosts[rank],
@@ -204,7 +204,7 @@ class Rendezvous:
 
 
 def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
-    """An error of our own, as the data of an event."""
+    """An error of this worker, as event data."""
     shown = as_user_error(error)
     return {
         "code": shown.code,
@@ -218,38 +218,38 @@ def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
     }
 
 
-def join_rendezvous(place: LaunchInfo, *, turn: int) -> Rendezvous:
-    """Meet at the store; ``turn`` counts the runs that these processes train one after another."""
-    # Named: whoever comes to another launch's port finds nobody there, rather than strangers.
-    name = f"yunlu-{place.id}-{place.restarts}-{turn}"
-    muster = Rendezvous(place, PrefixStore(name, _open(place, turn)))
-    muster.introduce()
+def join_rendezvous(launch: LaunchInfo, *, run_index: int) -> Rendezvous:
+    """Join the rendezvous; ``run_index`` counts the runs that this launch trains one after another."""
+    # The prefix keeps apart launches that use the same port by mistake.
+    name = f"yunlu-{launch.id}-{launch.restarts}-{run_index}"
+    joined = Rendezvous(launch, PrefixStore(name, _open(launch, run_index)))
+    joined.exchange_info()
     if "GLOO_SOCKET_IFNAME" not in launch_variables():
-        address = muster.address
+        address = joined.address
         use_network_interface(None if address is None else interface_of(address))
-    return muster
+    return joined
 
 
-def _open(place: LaunchInfo, turn: int) -> Store:
-    span = timedelta(seconds=_MEET_S)
+def _open(launch: LaunchInfo, run_index: int) -> Store:
+    span = timedelta(seconds=_RENDEZVOUS_S)
     try:
-        if place.by == "torchrun":
-            found: Any = next(iter(rendezvous("env://", timeout=span)))
-            return found[0]
+        if launch.launcher == "torchrun":
+            stores: Any = next(iter(rendezvous("env://", timeout=span)))
+            return stores[0]
         return TCPStore(
-            place.host, place.port + turn, place.size, is_master=place.rank == 0, timeout=span
+            launch.host, launch.port + run_index, launch.size, is_master=launch.rank == 0, timeout=span
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        words = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise TrainingError(
-            f"The {place.size} workers did not meet at {place.host}:{place.port}: {words}",
-            hint="Are all of them started, and is the port free and open? MASTER_ADDR and "
-            "MASTER_PORT name another place.",
+            f"The {launch.size} workers did not meet at {launch.host}:{launch.port}: {reason}",
+            hint="Check that all of them were started, and that the port is free and reachable. "
+            "MASTER_ADDR and MASTER_PORT set another address.",
         ) from error
 
 
 def _address_towards(host: str, port: int) -> str | None:
-    """Where others reach us, if the way to rank 0 tells."""
+    """Local address on the route to rank 0, on which peers reach this worker."""
     with suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
             0

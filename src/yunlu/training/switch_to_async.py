@@ -18,15 +18,15 @@ def switch_to_async(
 
     ``claim`` is the leader's claim on the run. ``is_new``: this is a new attempt of the run.
     """
-    if rendezvous.leads:
-        rendezvous.meet("switch to async")  # the store ends with this process
+    if rendezvous.is_leader:
+        rendezvous.barrier("switch to async")  # the store ends with this process
     else:
-        rendezvous.come("switch to async")
+        rendezvous.arrive("switch to async")
     here = ("--devices", "1", "--here", str(rendezvous.workers_here))
-    if not rendezvous.leads:
-        arguments = (run.address, "--node", f"rank-{rendezvous.place.rank}", *here)
+    if not rendezvous.is_leader:
+        arguments = (run.address, "--node", f"rank-{rendezvous.launch.rank}", *here)
         exec_module(ASYNC_NODE, *arguments)
-    arguments = (run.address, *here, "--shares", str(rendezvous.place.size))
+    arguments = (run.address, *here, "--shares", str(rendezvous.launch.size))
     if not is_new:
         assert claim is not None
         arguments += ("--claim", claim.pass_on())

@@ -103,10 +103,10 @@ class WorkerGroupLog(MetricLog):
         run: RunStore,
         *,
         device: torch.device,
-        life: int,
+        attempt: int,
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
-        super().__init__(run, device=device, attempt=life, forward=forward)
+        super().__init__(run, device=device, attempt=attempt, forward=forward)
         self._ledger: list[dict[str, Any]] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._recent_ledger: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
@@ -173,10 +173,10 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         run: RunStore,
         *,
         agent: WorkerControl,
-        crew: SaveGroup,
+        save_group: SaveGroup,
         log: WorkerGroupLog,
         trackers: TrackerThread,
-        life: int,
+        attempt: int,
         replicate: Callable[[float], None],
         forget_after: Callable[[int], None],
     ) -> None:
@@ -185,7 +185,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         ``forget_after`` is called when the run went back to a step.
         """
         super().__init__(
-            engine, run, trackers=trackers, stop=StopRequest(), attempt=life, group=crew, log=log
+            engine, run, trackers=trackers, stop=StopRequest(), attempt=attempt, group=save_group, log=log
         )
         self._agent, self._replicate, self._forget_after = agent, replicate, forget_after
         self._phase = "first step"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.waiting import LIMIT_S
 from yunlu.cli.main import main
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import (
     Course,
@@ -205,7 +205,7 @@ def test_trials_take_one_line_for_each_setting():
 def test_profile_is_a_key_of_the_job(job_file):
     assert main(["train", job_file(), "--profile", "--name", "traced"]) == 0
     assert (
-        json.loads((service.find("traced").path / Document.JOB).read_bytes())["train"]["profile"]
+        json.loads((lifecycle.find("traced").path / Document.JOB).read_bytes())["train"]["profile"]
         is True
     )
 
@@ -224,7 +224,7 @@ def test_pace_forgets_what_a_resumed_life_undid():
 def test_train_shows_the_plan_the_result_and_where_it_is(job_file, capsys):
     assert main(["train", job_file(), "--name", "mine"]) == 0
     out = capsys.readouterr().out
-    run = service.find("mine")
+    run = lifecycle.find("mine")
     assert "exact on this device" in out
     assert str(run.path / Document.REPORT_PAGE) in out
     assert (run.path / Document.REPORT_PAGE).exists()
@@ -290,7 +290,7 @@ def test_ps_shows_the_newest_and_says_how_many_more(capsys):
         {"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"}
     )
     for _ in range(22):
-        service.stop(service.submit(job))
+        lifecycle.stop(lifecycle.submit(job))
     assert main(["ps"]) == 0
     assert "2 older: yunlu ps --all" in capsys.readouterr().out
     main(["ps", "--all", "--json"])

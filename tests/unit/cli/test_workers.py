@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from yunlu.cli.main import main
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.events import (
@@ -69,7 +69,7 @@ def run(own_home):
         (run.path / Area.LOGS / f"worker-{member}.log").write_text(
             f"first\nworker {member} says hello\n"
         )
-    return service.find("crew-1")
+    return lifecycle.find("crew-1")
 
 
 def test_a_fault_and_a_change_are_one_line_each():

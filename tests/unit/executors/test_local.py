@@ -55,7 +55,7 @@ def test_a_process_is_kept_to_its_share_and_nothing_stays(sleeper: int) -> None:
 def test_where_no_group_can_be_made_cores_are_set(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "find_kind", lambda: "affinity")
+    monkeypatch.setattr(cpu_limits, "find_kind", lambda: "affinity")
     cpu_limits.limit("run", sleeper, cpus=0.5)
     assert len(os.sched_getaffinity(sleeper)) == 1
     cpu_limits.change("run", sleeper, cpus=99)

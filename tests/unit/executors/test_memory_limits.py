@@ -68,7 +68,7 @@ def test_run_may_take_its_share_or_what_its_job_says(
 def test_where_no_group_can_be_made_nothing_is_limited_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "find_kind", lambda: None)
+    monkeypatch.setattr(memory_limits, "find_kind", lambda: None)
     memory_limits.limit("run", os.getpid(), most_bytes=1)
     memory_limits.change("run", most_bytes=1)
     memory_limits.forget("run")
@@ -82,7 +82,7 @@ def test_groups_are_made_as_high_as_no_limit_is_lost(
 ) -> None:
     inner = tmp_path / "container" / "session"
     inner.mkdir(parents=True)
-    monkeypatch.setattr(memory, "_V1", tmp_path)
+    monkeypatch.setattr(memory_limits, "_V1", tmp_path)
     monkeypatch.setattr(memory_limits.limits, "own_group", lambda _: "container/session")
     no_limit = str((1 << 63) - 4096)
     for folder, text in ((inner, no_limit), (tmp_path / "container", str(GIB))):
@@ -168,7 +168,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
 
     monkeypatch.setattr(local, "lead_program", program)
     monkeypatch.setattr(local, "count_gpus", lambda: 0)
-    monkeypatch.setattr(memory, "choose_bytes", lambda **_: MOST)
+    monkeypatch.setattr(memory_limits, "choose_bytes", lambda **_: MOST)
     executor = LocalExecutor("local://?node=here&devices=2")
     runs = {name: open_run(tmp_path / name) for name in programs}
     try:

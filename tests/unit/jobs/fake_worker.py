@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.sample_events import sample
 from yunlu.core.files import append_lines, write_atomically
+from yunlu.planning.plan import Plan
 from yunlu.runs.events import (
     AttemptStarted,
     CheckpointSaved,
@@ -56,13 +56,18 @@ def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
     run.emit(
-        sample(AttemptStarted, number=lives + 1, pid=os.getpid(), process_started_at=started_at)
+        AttemptStarted(
+            number=lives + 1,
+            pid=os.getpid(),
+            process_started_at=started_at,
+            began_at=started_at,
+        )
     )
     run.emit(StateChanged(state="planning"))
     run.emit(ProgressReported(phase="loading data"))
     run.emit(DataOpened(source="synthetic:x", train=320, validation=40, test=40, fingerprint="f"))
     write_atomically(run.path / Document.PLAN, json.dumps(PLAN))
-    run.emit(sample(PlanMade, **PLAN))
+    run.emit(PlanMade(plan=Plan.model_validate(PLAN)))
     if "--plan-only" in sys.argv:
         run.emit(StateChanged(state="stopped", reason="only the plan was asked for"))
         return 0
@@ -83,7 +88,8 @@ def live(run: RunStore, fate: str, asked: threading.Event) -> int:
         run.emit(CheckpointSaved(step=15, path="checkpoints/step-15", bytes=10, seconds=0.1))
         run.emit(StateChanged(state="stopped"))
         return 0
-    run.emit(sample(Evaluated, split="test", step=20, loss=0.2, metrics={"accuracy": 0.9}))
+    metrics = {"accuracy": 0.9}
+    run.emit(Evaluated(split="test", step=20, loss=0.2, metrics=metrics, seconds=0.1))
     run.emit(StateChanged(state="finished"))
     return 0
 
@@ -92,12 +98,12 @@ def train(run: RunStore, first: int, last: int) -> None:
     for step in range(first, last + 1):
         record = {
             "step": step, "epoch": step / 10, "loss": 1 / step, "lr": 0.001, "samples": 32 * step,
-            "at": time.time(), "memory_bytes": 2**28, "grad_norm": 1.0, "items": 32,
+            "at": time.time(), "attempt": 1 + (first > 1), "memory_bytes": 2**28, "grad_norm": 1.0, "items": 32,
         }  # fmt: skip
         append_lines(run.path / Log.METRICS, [record])
         if step == 10:
-            data = {"split": "validation", "step": 10, "loss": 0.5, "metrics": {"accuracy": 0.8}}
-            run.emit(Evaluated(**data))
+            data = {"split": "validation", "step": 10, "loss": 0.5, "seconds": 0.1}
+            run.emit(Evaluated(**data, metrics={"accuracy": 0.8}))
 
 
 if __name__ == "__main__":

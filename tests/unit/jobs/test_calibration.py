@@ -68,7 +68,7 @@ def finished_run(
     )
     for each in ("planning", "running"):
         run.emit(StateChanged(state=each))
-    run.emit(sample(PlanMade, plan=plan))
+    run.emit(PlanMade(plan=plan))
     run.emit(PredictionMeasured(measured=measured))
     run.emit(StateChanged(state=state))
     return run
@@ -118,7 +118,7 @@ def test_how_long_a_start_takes_is_told_by_runs_that_started(own_home: Path) -> 
         started_run(own_home, name, start_s)
     for name in ("fit-1", "fit-2", "fit-3"):
         started_run(own_home, name, 0.1, in_process_s=60.0)
-    (own_home / "fit-1" / "events.jsonl").write_text('{"kind": "life", "at": 0}\n')
+    (own_home / "fit-1" / "events.jsonl").write_text('{"v": 1, "kind": "attempt", "at": 0}\n')
     assert known.usual_start_s() == 7.0
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord, RunUpdate, end_of, follow
 from yunlu.runs.events import Event, StateChanged
 from yunlu.runs.home import open_run
@@ -11,7 +11,7 @@ from yunlu.runs.run_store import Log
 
 @pytest.fixture
 def run(make_job):
-    return service.submit(make_job())
+    return lifecycle.submit(make_job())
 
 
 def items(updates):

@@ -10,7 +10,7 @@ import pytest
 
 from yunlu.core.errors import JobError
 from yunlu.core.launch import LaunchInfo
-from yunlu.jobs import launch, service
+from yunlu.jobs import launch, lifecycle
 from yunlu.runs.run_store import RunStore
 from yunlu.spec.job import Job
 
@@ -23,7 +23,7 @@ LAUNCHED = {
 }
 JOB: dict[str, Any] = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
 PLACE = LaunchInfo(
-    rank=0, size=2, local_rank=0, host="localhost", port=1, by="torchrun", id="none", restarts=1
+    rank=0, size=2, local_rank=0, host="localhost", port=1, launcher="torchrun", id="none", restarts=1
 )
 
 
@@ -56,13 +56,13 @@ def record(run: RunStore, place: LaunchInfo, **changes: str) -> None:
 @pytest.mark.parametrize("name", [None, "named"])
 def test_a_restart_finds_the_run_of_its_own_job(name: str | None) -> None:
     job = Job.model_validate({**JOB, "name": name})
-    run = service.submit(job)
+    run = lifecycle.submit(job)
     record(run, PLACE)
     other = Job.model_validate({**JOB, "name": name, "data": "other.txt"})
-    found = launch.find_former(job, PLACE)
+    found = launch.find_previous_run(job, PLACE)
     assert found is not None
     assert found.path == run.path
-    assert launch.find_former(other, PLACE) is None
+    assert launch.find_previous_run(other, PLACE) is None
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ def test_a_restart_finds_the_run_of_its_own_job(name: str | None) -> None:
         (PLACE, {"agent": "another"}, False),  # all launches without a name are called none
         (replace(PLACE, id="night"), {"agent": "another"}, True),  # rank 0 moved
         (replace(PLACE, id="night", restarts=0), {"agent": "another"}, False),  # the next night
-        (replace(PLACE, by="srun", id="7.0"), {"agent": "another"}, True),  # requeued
-        (replace(PLACE, by="srun", id="7.0", restarts=0), {}, False),
-        (replace(PLACE, by="mpirun", id="", restarts=0), {}, False),
+        (replace(PLACE, launcher="srun", id="7.0"), {"agent": "another"}, True),  # requeued
+        (replace(PLACE, launcher="srun", id="7.0", restarts=0), {}, False),
+        (replace(PLACE, launcher="mpirun", id="", restarts=0), {}, False),
     ],
 )
 def test_a_restart_is_told_from_a_new_launch(
     place: LaunchInfo, changes: dict[str, str], is_restart: bool
 ) -> None:
     job = Job.model_validate(JOB)
-    record(service.submit(job), place, **changes)
-    assert (launch.find_former(job, place) is not None) is is_restart
+    record(lifecycle.submit(job), place, **changes)
+    assert (launch.find_previous_run(job, place) is not None) is is_restart
 
 
 def test_a_program_may_train_the_same_job_twice() -> None:
     job = Job.model_validate(JOB)
-    run = service.submit(job)
+    run = lifecycle.submit(job)
     (run.path / "launch.json").write_text(json.dumps(launch.identify(PLACE)))
-    assert launch.find_former(job, PLACE) is None
+    assert launch.find_previous_run(job, PLACE) is None

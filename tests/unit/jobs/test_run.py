@@ -26,7 +26,6 @@ from yunlu.runs.events import (
     CheckpointSaved,
     ErrorRaised,
     Evaluated,
-    Event,
     PlanMade,
     StateChanged,
 )
@@ -38,7 +37,7 @@ STATES = list(RunState)
 
 
 @pytest.fixture
-def store(tmp_path):
+def run(tmp_path):
     path = tmp_path / "digits-0a1b2c"
     path.mkdir()
     run = open_run(path)
@@ -100,7 +99,7 @@ def test_vanished_worker_is_marked_lost_once(run):
     assert record.state is RunState.LOST
     assert "vanished" in record.error
     settle(run, record)
-    lost = [e for e, _ in run.read_events() if e.state == "lost"]
+    lost = [e for e, _ in run.read_events() if isinstance(e, StateChanged) and e.state == "lost"]
     assert len(lost) == 1
 
 
@@ -183,18 +182,18 @@ def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run):
 def test_error_comes_back_as_the_class_its_code_names():
     data = {"code": "training", "message": "m", "hint": "h", "traceback": "T"}
     events = [
-        Event(kind=ErrorRaised, at=1, data=data),
-        Event(kind=StateChanged, at=2, data={"state": "failed"}),
+        ErrorRaised(at=1, **data),
+        StateChanged(at=2, state="failed"),
     ]
     error = error_of(events)
     assert isinstance(error, TrainingError)
     assert (error.message, error.hint) == ("m", "h")
     assert "T" in str(error.__cause__)
-    assert error_of([*events, Event(kind=StateChanged, at=3, data={"state": "pending"})]) is None
+    assert error_of([*events, StateChanged(at=3, state="pending")]) is None
 
 
 def test_unknown_error_code_is_kept():
-    error = error_of([Event(kind=ErrorRaised, at=1, data={"code": "internal", "message": "m"})])
+    error = error_of([ErrorRaised(at=1, code="internal", message="m")])
     assert error is not None
     assert error.code == "internal"
 

@@ -20,8 +20,8 @@ from yunlu.jobs.report_model import Report
 from yunlu.jobs.run_log import RunLog
 from yunlu.jobs.worker_groups import newest_worker_group, read_samples, read_worker_groups
 from yunlu.planning.layout import Layout, parse_layout
+from yunlu.render.figures.workers import layout_figure
 from yunlu.render.run_report.page import render_page
-from yunlu.render.run_report.workers import picture_layout
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.events import (
@@ -382,17 +382,16 @@ def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> N
     event = Event(kind=WorkerGroupFormed, at=1.0, data=data)
     crew = read_worker_groups(RunLog(events=[event], records=[], lives=[], returns=[]))
     assert crew is not None
-    picture = picture_layout(crew, crew.newest)
+    figure = layout_figure(crew, crew.newest)
 
-    tiles = [tile for row in picture["rows"] for cell in row for tile in cell]
-    assert sorted(tile["rank"].rank for tile in tiles) == list(range(layout.world))
-    first, *others = picture["rows"]
+    tiles = [tile for row in figure.cells for cell in row for tile in cell]
+    assert sorted(tile.rank for tile in tiles if tile) == list(range(layout.world))
+    first, *others = figure.cells
+    colours = [[tile.colour for tile in cell if tile] for cell in first]
     for row in others:
-        assert [[t["colour"] for t in cell] for cell in row] == [
-            [t["colour"] for t in cell] for cell in first
-        ]
-    colours = [tile["colour"] for cell in first for tile in cell]
-    assert len(set(colours)) == min(len(colours), 8)
+        assert [[tile.colour for tile in cell if tile] for cell in row] == colours
+    distinct = {colour for cell in colours for colour in cell}
+    assert len(distinct) == min(sum(map(len, colours)), 8)
 
 
 def test_hostile_text_of_a_worker_is_only_text(run: RunStore) -> None:

@@ -24,15 +24,15 @@ def make_steward():
     def make(world, policy=None, make_estimator=None, scaler=None, **settings):
         nonlocal count
         count += 1
-        journal = PoolStore(world.home)
-        journal.path.mkdir(exist_ok=True)
+        pool_store = PoolStore(world.home)
+        pool_store.path.mkdir(exist_ok=True)
         return Scheduler(
             world.home,
             world,
             policy or Fair(),
             make_estimator or (lambda *_: Even()),
             settings=PoolSettings(**settings),
-            journal=journal,
+            pool_store=pool_store,
             clock=SteadyClock(lambda: world.wall, lambda: world.steady),
             scaler=scaler,
             name=f"service-{count}",

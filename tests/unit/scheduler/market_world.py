@@ -44,10 +44,10 @@ class MarketWorld(World):
         )
 
     def look(self, run: RunStore) -> RunObservation:
-        sight = super().look(run)
+        observation = super().look(run)
         name, at = self.lost.get(run.id, ("", -math.inf))
-        is_told = not sight.is_alive and self.steady - at < _TOLD_S
-        return replace(sight, lost_nodes=(name,)) if is_told else sight
+        is_told = not observation.is_alive and self.steady - at < _TOLD_S
+        return replace(observation, lost_nodes=(name,)) if is_told else observation
 
     def start(self, run: RunStore, placement: Placement) -> None:
         there = {node.name for node in self.nodes()}

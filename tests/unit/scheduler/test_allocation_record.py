@@ -17,12 +17,12 @@ from yunlu.scheduler.queue import QueueEntry
 from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.run_status import Phase, find_phase
 
-ENTRY = QueueEntry(submitted_at=0.0, needs=ResourceRequest(least=1, most=4, asked=1))
+ENTRY = QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, asked=1))
 NODES = {"here"}
 
 
-def settle(notes, sight, *, now=100.0, nodes=NODES, entry=ENTRY, service="me"):
-    return reconcile(entry, notes, sight, now=now, nodes=nodes, service=service)
+def settle(allocation, observation, *, now=100.0, nodes=NODES, entry=ENTRY, service="me"):
+    return reconcile(entry, allocation, observation, now=now, nodes=nodes, service=service)
 
 
 def held(count, **more):
@@ -35,28 +35,28 @@ def intent(kind, count=0, *, by="me", reason=""):
 
 
 def test_start_comes_true_when_somebody_works():
-    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
-    after = settle(notes, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True))
-    assert (after.shares, after.intention, after.held_since) == ((("here", 2),), None, 100.0)
+    allocation = AllocationRecord(ticket=1, shares=(("here", 2),), pending=intent("start", 2))
+    after = settle(allocation, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True))
+    assert (after.shares, after.pending, after.held_since) == ((("here", 2),), None, 100.0)
     assert after.restarts == 0
 
 
 def test_start_that_another_service_had_no_time_for_is_undone_and_nobodys_fault():
-    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2, by="dead"))
+    allocation = AllocationRecord(ticket=1, shares=(("here", 2),), pending=intent("start", 2, by="dead"))
     for state in (RunState.PENDING, RunState.LOST, RunState.STOPPED):
-        after = settle(notes, RunObservation(state=state, is_alive=False, has_begun=False))
-        assert (after.shares, after.intention, after.failures) == ((), None, 0)
+        after = settle(allocation, RunObservation(state=state, is_alive=False, has_begun=False))
+        assert (after.shares, after.pending, after.failures) == ((), None, 0)
 
 
 def test_start_of_ours_that_left_no_trace_counts():
-    notes = AllocationRecord(ticket=1, shares=(("here", 2),), intention=intent("start", 2))
-    after = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=False))
+    allocation = AllocationRecord(ticket=1, shares=(("here", 2),), pending=intent("start", 2))
+    after = settle(allocation, RunObservation(state=RunState.LOST, is_alive=False, has_begun=False))
     assert after.failures == 1
 
 
 def test_shrinking_keeps_the_devices_until_the_others_are_gone():
-    notes = held(4, intention=intent("resize", 2))
-    before = settle(notes, RunObservation(state=RunState.RUNNING, is_alive=True, devices=4))
+    allocation = held(4, pending=intent("resize", 2))
+    before = settle(allocation, RunObservation(state=RunState.RUNNING, is_alive=True, devices=4))
     assert before.claims == {"here": 4}
     after = settle(before, RunObservation(state=RunState.RUNNING, is_alive=True, devices=2))
     assert after.claims == {"here": 2}
@@ -64,39 +64,39 @@ def test_shrinking_keeps_the_devices_until_the_others_are_gone():
 
 
 def test_growing_claims_the_devices_at_once():
-    assert held(2, intention=intent("resize", 4)).claims == {"here": 4}
+    assert held(2, pending=intent("resize", 4)).claims == {"here": 4}
 
 
 def test_resize_that_another_service_had_no_time_for_is_undone():
-    notes = held(2, intention=intent("resize", 4, by="dead"))
-    sight = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2)
-    after = settle(notes, sight)
-    assert (after.claims, after.intention, after.restarts) == ({"here": 2}, None, 0)
-    assert settle(held(2, intention=intent("resize", 4)), sight).claims == {"here": 4}  # our own
+    allocation = held(2, pending=intent("resize", 4, by="dead"))
+    observation = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2)
+    after = settle(allocation, observation)
+    assert (after.claims, after.pending, after.restarts) == ({"here": 2}, None, 0)
+    assert settle(held(2, pending=intent("resize", 4)), observation).claims == {"here": 4}  # our own
 
 
 def test_move_keeps_the_devices_of_each_machine_until_they_are_left():
     was, wanted = (("a", 1), ("b", 1)), (("a", 1), ("c", 1))
-    notes = AllocationRecord(ticket=1, shares=was, held_since=50.0,
-                  intention=PendingAction(kind="resize", shares=wanted, by="me"))  # fmt: skip
+    allocation = AllocationRecord(ticket=1, shares=was, held_since=50.0,
+                  pending=PendingAction(kind="resize", shares=wanted, by="me"))  # fmt: skip
     moving = RunObservation(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
-    before = settle(notes, moving, nodes={"a", "b", "c"})
+    before = settle(allocation, moving, nodes={"a", "b", "c"})
     assert before.claims == {"a": 1, "b": 1, "c": 1}
     there = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=wanted)
     assert settle(before, there, nodes={"a", "b", "c"}).claims == {"a": 1, "c": 1}
 
 
 def test_what_came_out_otherwise_is_what_the_run_has():
-    notes = held(1, intention=intent("resize", 3))
-    sight = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=(("here", 2),),
+    allocation = held(1, pending=intent("resize", 3))
+    observation = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=(("here", 2),),
                   is_settled=True)  # fmt: skip
-    after = settle(notes, sight)
-    assert (after.claims, after.intention) == ({"here": 2}, None)
+    after = settle(allocation, observation)
+    assert (after.claims, after.pending) == ({"here": 2}, None)
 
 
 def test_stop_of_ours_puts_the_run_back_without_blame():
-    notes = held(4, intention=intent("stop", reason="preempted"))
-    leaving = settle(notes, RunObservation(state=RunState.STOPPED, is_alive=True, has_begun=True))
+    allocation = held(4, pending=intent("stop", reason="preempted"))
+    leaving = settle(allocation, RunObservation(state=RunState.STOPPED, is_alive=True, has_begun=True))
     assert leaving.claims == {"here": 4}  # it has said its last word, but is still there
     after = settle(leaving, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
     assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
@@ -105,19 +105,19 @@ def test_stop_of_ours_puts_the_run_back_without_blame():
 
 
 def test_stalled_run_is_to_blame():
-    notes = held(4, intention=intent("stop", reason=STALLED))
-    after = settle(notes, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
+    allocation = held(4, pending=intent("stop", reason=STALLED))
+    after = settle(allocation, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
     assert after.failures == 1
 
 
 def test_faults_count_in_a_row_and_a_new_step_begins_anew():
-    notes = AllocationRecord(ticket=1)
+    allocation = AllocationRecord(ticket=1)
     for attempt in range(1, MOST_FAILURES + 1):
-        notes = notes.model_copy(update={"shares": (("here", 1),), "held_since": 1.0})
-        notes = settle(notes, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
-        assert notes.failures == attempt
-    assert notes.given_up
-    fresh = notes.model_copy(update={"shares": (("here", 1),), "given_up": ""})
+        allocation = allocation.model_copy(update={"shares": (("here", 1),), "held_since": 1.0})
+        allocation = settle(allocation, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
+        assert allocation.failures == attempt
+    assert allocation.given_up
+    fresh = allocation.model_copy(update={"shares": (("here", 1),), "given_up": ""})
     fresh = settle(fresh, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=6))
     assert (fresh.failures, fresh.given_up) == (1, "")
 
@@ -130,17 +130,17 @@ def test_lost_machine_is_nobodys_fault():
 
 
 def test_wait_grows_and_a_clock_put_back_ends_it():
-    notes = AllocationRecord(failures=2, failed_at=1000.0)
-    assert notes.wait_s() > AllocationRecord(failures=1).wait_s()
-    assert notes.is_backing_off(1000.0 + notes.wait_s() / 2)
-    assert not notes.is_backing_off(1000.0 + notes.wait_s())
-    assert not notes.is_backing_off(900.0)
+    allocation = AllocationRecord(failures=2, failed_at=1000.0)
+    assert allocation.wait_s() > AllocationRecord(failures=1).wait_s()
+    assert allocation.is_backing_off(1000.0 + allocation.wait_s() / 2)
+    assert not allocation.is_backing_off(1000.0 + allocation.wait_s())
+    assert not allocation.is_backing_off(900.0)
 
 
 def test_new_ticket_forgives():
-    notes = AllocationRecord(ticket=1, failures=3, failed_at=5.0, given_up="often")
+    allocation = AllocationRecord(ticket=1, failures=3, failed_at=5.0, given_up="often")
     entry = ENTRY.model_copy(update={"ticket": 2})
-    after = settle(notes, RunObservation(state=RunState.FAILED, is_alive=False), entry=entry)
+    after = settle(allocation, RunObservation(state=RunState.FAILED, is_alive=False), entry=entry)
     assert (after.failures, after.given_up, after.ticket) == (0, "", 2)
 
 
@@ -153,7 +153,7 @@ notes_ = st.builds(
     ticket=st.just(1),
     shares=st.just(()) | st.integers(1, 4).map(lambda n: (("here", n),)),
     held_since=st.none() | st.just(50.0),
-    intention=intentions,
+    pending=intentions,
     failures=st.integers(0, 2),
 )
 sights = st.builds(
@@ -169,20 +169,20 @@ wishes = st.sampled_from(["run", "pause", "stop"])
 
 
 @settings(max_examples=60)
-@given(notes=notes_, sight=sights, wish=wishes)
-def test_looking_twice_concludes_the_same(notes, sight, wish):
+@given(allocation=notes_, observation=sights, wish=wishes)
+def test_looking_twice_concludes_the_same(allocation, observation, wish):
     entry = ENTRY.model_copy(update={"wish": wish})
-    once = settle(notes, sight, entry=entry)
-    assert settle(once, sight, entry=entry) == once
+    once = settle(allocation, observation, entry=entry)
+    assert settle(once, observation, entry=entry) == once
 
 
 @settings(max_examples=60)
-@given(notes=notes_, sight=sights, wish=wishes)
-def test_devices_in_use_are_never_free(notes, sight, wish):
-    after = settle(notes, sight, entry=ENTRY.model_copy(update={"wish": wish}))
-    if sight.is_alive and notes.intention is None:
-        assert sum(after.claims.values()) >= sight.devices
-    if not sight.is_alive and not sight.state.is_active:
+@given(allocation=notes_, observation=sights, wish=wishes)
+def test_devices_in_use_are_never_free(allocation, observation, wish):
+    after = settle(allocation, observation, entry=ENTRY.model_copy(update={"wish": wish}))
+    if observation.is_alive and allocation.pending is None:
+        assert sum(after.claims.values()) >= observation.devices
+    if not observation.is_alive and not observation.state.is_active:
         assert after.claims == {}
 
 

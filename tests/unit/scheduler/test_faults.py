@@ -114,10 +114,10 @@ class Course:
     def judge(self):
         assert not self.world.violations
         claimed = dict.fromkeys(self.world.machines, 0)
-        for stand in self.steward.register.stands.values():
-            for name, count in stand.notes.claims.items():
+        for scheduled in self.steward.registry.scheduled_runs.values():
+            for name, count in scheduled.allocation.claims.items():
                 claimed[name] += count
-        if not self.steward.register.stands:
+        if not self.steward.registry.scheduled_runs:
             return  # a service that has not looked yet
         for name, count in claimed.items():
             if name not in self.world.dead:
@@ -147,8 +147,8 @@ class Course:
     def judge_end(self):
         assert not self.unfinished(), "a run is lost"
         assert not self.world.processes
-        assert not self.steward.register.stands
-        codes = {line["code"] for line in self.steward.journal.read_decisions("")}
+        assert not self.steward.registry.scheduled_runs
+        codes = {line["code"] for line in self.steward.pool_store.read_decisions("")}
         assert "trouble" not in codes, "a policy failed"
         for run in self.runs.values():
             assert register_module.read_notes(run).claims == {}, "a device is leaked"
@@ -189,8 +189,8 @@ class MarketCourse(Course):
         for run in self.runs.values():
             assert self.state(run) is RunState.FINISHED
             # A service that is killed while it starts a run anew may count that as a fault, once.
-            notes = register_module.read_notes(run)
-            assert notes.failures < MOST_FAILURES, "blamed for what was taken away"
+            allocation = register_module.read_notes(run)
+            assert allocation.failures < MOST_FAILURES, "blamed for what was taken away"
         for _ in range(CALM):
             self.turn()
             if not any(reserve.awake for reserve in self.world.reserves()):
@@ -225,17 +225,17 @@ def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
 ):
     world = make_world({"one": 2, "two": 3}, seed=seed, crashes=0.02, kills=0.02, dawdles=0.5)
     spoil_files(world, monkeypatch, seed)
-    course = Course(world, make_steward, seed)
+    progress = Course(world, make_steward, seed)
     print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
-    course.go()
-    assert course.services > 1
+    progress.go()
+    assert progress.services > 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
     own_home, make_steward, monkeypatch, seed
 ):
-    monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, stand: True)
+    monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, scheduled: True)
     own_home.mkdir(exist_ok=True)
     world = MarketWorld(
         own_home,
@@ -247,7 +247,7 @@ def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
         cloud={"cloud", "spot-1", "spot-2"},
     )
     spoil_files(world, monkeypatch, seed)
-    course = MarketCourse(world, make_steward, seed)
+    progress = MarketCourse(world, make_steward, seed)
     print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
-    course.go()
-    assert course.services > 1
+    progress.go()
+    assert progress.services > 1

@@ -66,7 +66,7 @@ def test_who_waits_starts_when_a_machine_that_is_on_its_way_is_there():
     given = Decision(placements={"a": Placement((("here", 4),))})
     without = forecast(state, given)["b"]
     assert (without.start_at, without.end_at) == (1100.0, 1108.0)
-    found = forecast(state, given, arrivals=[machine(160.0), machine(130.0)])["b"]
+    found = forecast(state, given, pending_nodes=[machine(160.0), machine(130.0)])["b"]
     assert (found.start_at, found.end_at) == (130.0, 138.0)
 
 
@@ -74,7 +74,7 @@ def test_where_all_machines_are_still_to_come_the_first_starts_with_them():
     state = PoolState(now=100.0, nodes=(), jobs=(job("a", 8), job("b", 8, min_devices=4)))
     nothing = Decision(placements={})
     assert math.isinf(forecast(state, nothing)["a"].start_at)
-    found = forecast(state, nothing, arrivals=[machine(150.0, devices=2), machine(170.0)])
+    found = forecast(state, nothing, pending_nodes=[machine(150.0, devices=2), machine(170.0)])
     assert (found["a"].start_at, found["b"].start_at) == (150.0, 170.0)
 
 
@@ -84,7 +84,7 @@ def test_what_is_placed_on_a_machine_that_is_not_there_yet_waits_for_it():
     given = {"a": Placement((("here", 4),)), "b": Placement((("late", 2),))}
     state = PoolState(now=100.0, nodes=nodes, jobs=jobs)
     late = [machine(104.0, node="late")]
-    found = forecast(state, Decision(placements=given), arrivals=late)
+    found = forecast(state, Decision(placements=given), pending_nodes=late)
     assert (found["b"].start_at, found["b"].end_at) == (104.0, 124.0)
     assert found["c"].start_at == 104.0  # on the two devices of it that are left
     assert found["a"].start_at is None

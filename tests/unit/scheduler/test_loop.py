@@ -32,7 +32,7 @@ def states(run):
 
 
 def decided(steward, run):
-    return [line["code"] for line in steward.journal.read_decisions(run.id)]
+    return [line["code"] for line in steward.pool_store.read_decisions(run.id)]
 
 
 def test_queued_run_is_started_grown_and_seen_to_its_end(make_world, make_steward):
@@ -41,7 +41,7 @@ def test_queued_run_is_started_grown_and_seen_to_its_end(make_world, make_stewar
     steward = make_steward(world)
     turn(world, steward, 20)
     assert states(run) == ["pending", "planning", "running", "finished"]
-    assert not steward.register.stands
+    assert not steward.registry.scheduled_runs
     assert not world.processes
     assert read_allocation(run).shares == ()
 
@@ -53,14 +53,14 @@ def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
     run, look = world.submit("x", least=2, most=2, asked=2), world.look
 
     def look_at_a_full_cluster(store):
-        sight = look(store)
-        return replace(sight, waits_for="others come first") if world.dawdles else sight
+        observation = look(store)
+        return replace(observation, waits_for="others come first") if world.dawdles else observation
 
     monkeypatch.setattr(world, "look", look_at_a_full_cluster)
     steward = make_steward(world, queue_s=1e-9)
     turn(world, steward, 3)
     assert "called off" in decided(steward, run)
-    assert read_allocation(run).intention.kind == "stop"
+    assert read_allocation(run).pending.kind == "stop"
     world.dawdles = 0.0
     turn(world, steward, 30)
     assert states(run)[-1] == "finished"
@@ -75,8 +75,8 @@ def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, mak
     assert read_allocation(first).placement.devices == 4
     second = world.submit("b")
     steward.step()
-    notes = read_allocation(first)
-    assert notes.intention.kind == "resize"
+    allocation = read_allocation(first)
+    assert allocation.pending.kind == "resize"
     assert world.process_of(second) is None  # the first has not yet made room
     turn(world, steward, 3)
     assert read_allocation(first).placement.devices == read_allocation(second).placement.devices == 2
@@ -89,7 +89,7 @@ def test_rigid_run_that_does_not_fit_waits_and_is_explained(make_world, make_ste
     turn(world, steward, 3)
     assert states(run) == ["pending"]
     assert decided(steward, run) == ["fair"]
-    view = steward.journal.read_view()
+    view = steward.pool_store.read_view()
     assert [(r["id"], r["phase"], r["start_at"]) for r in view["runs"]] == [
         ("big", "waiting", None)
     ]
@@ -108,7 +108,7 @@ def test_higher_priority_is_served_first(make_world, make_steward):
     assert world.process_of(high) is not None
     assert states(low)[-1] == "stopped"
     assert read_allocation(low).restarts == 1
-    assert steward.register.stands["low"].phase is Phase.WAITING
+    assert steward.registry.scheduled_runs["low"].phase is Phase.WAITING
 
 
 def test_paused_run_gives_its_devices_back_and_goes_on_when_resumed(make_world, make_steward):
@@ -120,7 +120,7 @@ def test_paused_run_gives_its_devices_back_and_goes_on_when_resumed(make_world, 
     turn(world, steward, 4)
     assert states(run)[-1] == "stopped"
     assert not world.processes
-    shown = steward.journal.read_view()
+    shown = steward.pool_store.read_view()
     assert [(each["id"], each["phase"]) for each in shown["runs"]] == [("a", "paused")]
     assert shown["held"] == 0
     requeue(run)
@@ -155,14 +155,14 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     turn(world, steward, 200, seconds=1.0)
     assert states(run).count("pending") >= MOST_FAILURES
     assert states(run)[-1] == "failed"
-    notes = read_allocation(run)
-    assert notes.failures == MOST_FAILURES
-    assert "3 times in a row" in notes.given_up
+    allocation = read_allocation(run)
+    assert allocation.failures == MOST_FAILURES
+    assert "3 times in a row" in allocation.given_up
     assert states(good)[-1] == "finished"
     last = [e for e, _ in run.read_events() if isinstance(e, StateChanged)][-1]
-    assert last.get("reason", notes.given_up) == notes.given_up
+    assert last.get("reason", allocation.given_up) == allocation.given_up
     assert decided(steward, run)[-1] in {"given up", "fair"}
-    told = [line["text"] for line in steward.journal.read_decisions(run.id)]
+    told = [line["text"] for line in steward.pool_store.read_decisions(run.id)]
     assert any(text.endswith("It waits 5 s.") for text in told), told
     assert any(text.endswith("It waits 20 s.") for text in told), told
 
@@ -188,12 +188,12 @@ def test_fault_that_would_come_again_is_not_tried_again(make_world, make_steward
     world.processes.clear()
     run.emit(ErrorRaised(code="data", message="no such file"))
     run.emit(StateChanged(state="failed"))
-    sight = world.look
+    observation = world.look
 
     def look(store):
         from dataclasses import replace
 
-        return replace(sight(store), error_code="data")
+        return replace(observation(store), error_code="data")
 
     world.look = look
     turn(world, steward, 3)
@@ -232,9 +232,9 @@ def test_machine_that_dies_is_nobodys_fault(make_world, make_steward):
     ((name, _),) = read_allocation(run).shares
     world.break_machine(name)
     turn(world, steward, 60)
-    notes = read_allocation(run)
-    assert notes.failures == 0
-    assert notes.restarts >= 1
+    allocation = read_allocation(run)
+    assert allocation.failures == 0
+    assert allocation.restarts >= 1
     assert states(run)[-1] == "finished"
 
 
@@ -249,7 +249,7 @@ def test_clock_that_is_set_changes_nothing_but_is_told(make_world, make_steward)
     turn(world, steward, 45)
     assert states(run)[-1] == "finished"
     assert world.starts == 1
-    told = [line["code"] for line in steward.journal.read_decisions("")]
+    told = [line["code"] for line in steward.pool_store.read_decisions("")]
     assert told == ["clock", "clock"]
 
 
@@ -259,7 +259,7 @@ def test_clock_put_back_does_not_prolong_the_wait_after_a_fault(make_world, make
     world.cursed.add("a")
     steward = make_steward(world)
     turn(world, steward, 2)
-    assert steward.register.stands["a"].phase is Phase.BACKING_OFF
+    assert steward.registry.scheduled_runs["a"].phase is Phase.BACKING_OFF
     world.wall -= 7200
     world.cursed.clear()
     world.kill_service()
@@ -282,7 +282,7 @@ def test_full_disk_starts_nothing_and_loses_nothing(make_world, make_steward, mo
     turn(world, steward, 5)
     assert world.process_of(waiting) is None
     assert world.process_of(running) is not None
-    view = steward.journal.read_view()
+    view = steward.pool_store.read_view()
     assert "put off" in decided(steward, waiting) or "b" in view["troubles"]
     monkeypatch.setattr(register_module, "write_notes", real)
     turn(world, steward, 80)
@@ -318,7 +318,7 @@ def test_policy_that_fails_changes_nothing(make_world, make_steward):
     steward = make_steward(world, policy=Broken())
     turn(world, steward, 3)
     assert world.process_of(run) is not None
-    assert "in the policy" in steward.journal.read_view()["troubles"]["policy"]
+    assert "in the policy" in steward.pool_store.read_view()["troubles"]["policy"]
 
 
 def test_run_that_takes_its_time_to_shrink_is_not_grown_back(make_world, make_steward, monkeypatch):
@@ -355,7 +355,7 @@ def test_spent_budget_pauses_a_run(make_world, make_steward):
     steward = make_steward(world, dollars_per_hour=3.6)
     turn(world, steward, 20)
     assert states(run)[-1] == "stopped"
-    assert steward.register.stands["a"].phase is Phase.PAUSED
+    assert steward.registry.scheduled_runs["a"].phase is Phase.PAUSED
     assert "over budget" in decided(steward, run)
     assert read_allocation(run).spent_dollars == pytest.approx(0.01, rel=0.6)
 
@@ -383,7 +383,7 @@ def test_run_that_does_nothing_gives_its_devices_back_and_is_to_blame(
     world.dawdles = 1.0
     for _ in range(3):
         steward.step()
-    assert read_allocation(run).intention.reason == STALLED
+    assert read_allocation(run).pending.reason == STALLED
     assert "stalled" in decided(steward, run)
     world.dawdles = 0.0
     steward.settings = PoolSettings()
@@ -408,7 +408,7 @@ def test_run_that_takes_more_than_it_holds_is_found(make_world, make_steward, co
     turn(world, steward, 4)
     usage = Usage(cores=cores, memory_bytes=gib * 2.0**30)
     machine = {"cores": 8.0, "memory_bytes": 16 * 2.0**30}  # two cores for each of four devices
-    words = find_overuse(steward.register.stands["a"], usage, machine, steward.nodes)
+    words = find_overuse(steward.registry.scheduled_runs["a"], usage, machine, steward.nodes)
     assert (words is None) == (expected is None)
     assert expected is None or expected in words
 

@@ -17,15 +17,15 @@ from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 
 
-def stand(name, shares=(), *, phase=None, intention=None):
-    notes = AllocationRecord(shares=shares, intention=intention)
+def scheduled(name, shares=(), *, phase=None, pending=None):
+    allocation = AllocationRecord(shares=shares, pending=pending)
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
     return ScheduledRun(
         run=SimpleNamespace(id=name),
-        entry=QueueEntry(submitted_at=0.0, needs=ResourceRequest(least=1, most=4, asked=1)),
-        notes=notes,
-        sight=RunObservation(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
-        course=None,
+        entry=QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, asked=1)),
+        allocation=allocation,
+        observation=RunObservation(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
+        progress=None,
         phase=phase,
     )
 
@@ -39,39 +39,39 @@ def gist(moves):
 
 
 def test_what_frees_devices_comes_first_and_what_needs_them_waits():
-    stands = [stand("new"), stand("old", (("a", 4),))]
+    scheduled_runs = [scheduled("new"), scheduled("old", (("a", 4),))]
     wanted = {"new": on(a=2), "old": on(a=2)}
-    assert gist(plan_moves(stands, wanted, NODES)) == [("old", "resize", {"a": 2})]
-    stands[1] = stand("old", (("a", 2),))
-    assert gist(plan_moves(stands, wanted, NODES)) == [("new", "start", {"a": 2})]
+    assert gist(plan_moves(scheduled_runs, wanted, NODES)) == [("old", "resize", {"a": 2})]
+    scheduled_runs[1] = scheduled("old", (("a", 2),))
+    assert gist(plan_moves(scheduled_runs, wanted, NODES)) == [("new", "start", {"a": 2})]
 
 
 def test_nobody_makes_room_for_who_cannot_come_yet():
     there = {"a", "b"}
-    stays = stand("stays", (("a", 1), ("gone", 1)))
+    stays = scheduled("stays", (("a", 1), ("gone", 1)))
     assert find_held(stays, there) == on(a=1, gone=1)  # it can be moved, and will be
-    leaves = stand("leaves", (("a", 1), ("gone", 1)), phase=Phase.LEAVING)
+    leaves = scheduled("leaves", (("a", 1), ("gone", 1)), phase=Phase.LEAVING)
     assert find_held(leaves, there) == on(a=1)
-    assert not find_held(stand("lost", (("gone", 2),), phase=Phase.LEAVING), there)
+    assert not find_held(scheduled("lost", (("gone", 2),), phase=Phase.LEAVING), there)
 
 
 def test_who_is_not_named_is_stopped_and_who_changes_is_left_alone():
-    stands = [
-        stand("out", (("a", 1),)),
-        stand("busy", (("a", 1),), phase=Phase.CHANGING, intention=PendingAction(kind="resize")),
+    scheduled_runs = [
+        scheduled("out", (("a", 1),)),
+        scheduled("busy", (("a", 1),), phase=Phase.CHANGING, pending=PendingAction(kind="resize")),
     ]
-    assert gist(plan_moves(stands, {}, NODES)) == [("out", "stop", {})]
+    assert gist(plan_moves(scheduled_runs, {}, NODES)) == [("out", "stop", {})]
 
 
 def test_starts_go_before_growth():
-    stands = [stand("grows", (("a", 2),)), stand("starts")]
-    moves = plan_moves(stands, {"grows": on(a=4), "starts": on(a=1)}, NODES)
+    scheduled_runs = [scheduled("grows", (("a", 2),)), scheduled("starts")]
+    moves = plan_moves(scheduled_runs, {"grows": on(a=4), "starts": on(a=1)}, NODES)
     assert gist(moves) == [("starts", "start", {"a": 1})]
 
 
 def test_gang_is_started_whole_or_not_at_all():
-    stands = [stand("big"), stand("there", (("b", 1),))]
-    assert not plan_moves(stands, {"big": on(a=4, b=2), "there": on(b=1)}, NODES)
+    scheduled_runs = [scheduled("big"), scheduled("there", (("b", 1),))]
+    assert not plan_moves(scheduled_runs, {"big": on(a=4, b=2), "there": on(b=1)}, NODES)
 
 
 counts = st.tuples(st.integers(0, 4), st.integers(0, 2))
@@ -89,18 +89,18 @@ def shares_of(pair):
 )
 def test_no_device_is_ever_promised_twice(held, wanted, growing):
     free = {"a": 4, "b": 2}
-    stands = []
+    scheduled_runs = []
     for number, pair in enumerate(held):
         shares = shares_of(pair)
         if all(free[name] >= count for name, count in shares):
             for name, count in shares:
                 free[name] -= count
-            stands.append(stand(f"{number}", shares))
+            scheduled_runs.append(scheduled(f"{number}", shares))
     placements = {f"{number}": Placement(shares_of(pair)) for number, pair in enumerate(wanted)}
-    for move in plan_moves(stands, placements, NODES):
-        found = next(each for each in stands if each.id == move.run_id)
-        intention = PendingAction(kind=move.kind, shares=move.placement.shares)
-        shares = found.notes.shares or intention.shares
-        found.notes = found.notes.model_copy(update={"intention": intention, "shares": shares})
-    assert all(count >= 0 for count in free_devices(stands, NODES).values())
+    for move in plan_moves(scheduled_runs, placements, NODES):
+        found = next(each for each in scheduled_runs if each.id == move.run_id)
+        pending = PendingAction(kind=move.kind, shares=move.placement.shares)
+        shares = found.allocation.shares or pending.shares
+        found.allocation = found.allocation.model_copy(update={"intention": pending, "shares": shares})
+    assert all(count >= 0 for count in free_devices(scheduled_runs, NODES).values())
     assert NOTHING.devices == 0

@@ -32,7 +32,7 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_steward):
     for _ in range(4):
         steward.step()
         world.tick()
-    view = {"is_up": True, "pid": 7, **steward.journal.read_view()}
+    view = {"is_up": True, "pid": 7, **steward.pool_store.read_view()}
     text = show(page_of(view, now=view["at"]))
     assert "4 of 4 devices held" in text
     assert "$1.25/h" in text
@@ -53,7 +53,7 @@ def test_narrow_page_leaves_whole_columns_out_and_says_so(make_world, make_stewa
     for _ in range(4):
         steward.step()
         world.tick()
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     wide, narrow = (show(page_of(view, now=view["at"]), width) for width in (140, 80))
     assert "no room" not in wide
     assert "no room for: cores, pace, team" in narrow
@@ -69,11 +69,11 @@ def test_page_shows_deadlines_and_what_was_spent(make_world, make_steward):
     for _ in range(4):
         steward.step()
         world.tick()
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     assert "deadline" not in show(page_of(view, now=view["at"]))
     change_entry(run, deadline_at=world.wall + 600)
     steward.step()
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     text = show(page_of(view, now=view["at"]))
     assert "deadline $ prio" in text
     assert f"in 10 min 00 s {view['runs'][0]['dollars']:.2f}" in text
@@ -85,7 +85,7 @@ def test_page_shows_how_busy_machines_are(make_world, make_steward):
     world.submit("first")
     steward = make_steward(world)
     steward.step()
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     text = show(page_of(view, now=view["at"]))
     (node,) = view["nodes"]
     assert f"cpu {node['cpu']:.0%}, memory {node['memory']:.0%}" in text
@@ -102,7 +102,7 @@ def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, m
         steward.step()
         world.tick()
     assert cluster.asked[0] > 0
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     text = show(page_of(view, now=view["at"]))
     assert f"machines on their way: {cluster.awake} × cloud of 2, in 58" in text
     starts = {run["id"]: run["start_at"] for run in view["runs"]}
@@ -113,7 +113,7 @@ def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, m
     for _ in range(2):
         steward.step()
         world.tick()
-    view = steward.journal.read_view()
+    view = steward.pool_store.read_view()
     assert all(run["start_at"] for run in view["runs"])
 
 
@@ -129,7 +129,7 @@ def test_troubles_are_shown(make_world, make_steward):
     (run.path / Document.QUEUE_ENTRY).write_text("{}")
     steward = make_steward(world)
     steward.step()
-    view = {"is_up": True, **steward.journal.read_view()}
+    view = {"is_up": True, **steward.pool_store.read_view()}
     assert "queue.json cannot be read" in show(page_of(view, now=0.0))
 
 

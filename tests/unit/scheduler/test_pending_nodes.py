@@ -6,20 +6,20 @@ from yunlu.executors.executor import Reserve
 from yunlu.scheduler.pending_nodes import PendingNodes
 
 
-def look(arrivals, now, *, asked=0, there=0, awake=0, waking=()):
+def look(pending_nodes, now, *, asked=0, there=0, awake=0, waking=()):
     reserve = Reserve(type="gpu", devices=2, awake=awake, most=4, waking=waking)
-    return arrivals.update([reserve], {"gpu": asked}, {"gpu": there}, now=now)
+    return pending_nodes.update([reserve], {"gpu": asked}, {"gpu": there}, now=now)
 
 
 def test_machine_is_expected_after_the_time_that_others_took():
-    arrivals = PendingNodes()
-    (guessed,) = look(arrivals, 0.0, asked=1)
-    assert guessed.at == arrivals.boot_s("gpu") == 60.0
-    (late,) = look(arrivals, 80.0, asked=1)
+    pending_nodes = PendingNodes()
+    (guessed,) = look(pending_nodes, 0.0, asked=1)
+    assert guessed.at == pending_nodes.boot_s("gpu") == 60.0
+    (late,) = look(pending_nodes, 80.0, asked=1)
     assert late.at == 100.0  # it is late: a while longer
-    assert look(arrivals, 90.0, asked=1, there=1, awake=1) == ()
-    assert arrivals.boot_s("gpu") == 90.0
-    (second,) = look(arrivals, 100.0, asked=2, there=1, awake=1)
+    assert look(pending_nodes, 90.0, asked=1, there=1, awake=1) == ()
+    assert pending_nodes.boot_s("gpu") == 90.0
+    (second,) = look(pending_nodes, 100.0, asked=2, there=1, awake=1)
     assert (second.at, second.devices, second.type) == (190.0, 2, "gpu")
 
 
@@ -29,18 +29,18 @@ def test_machines_that_somebody_else_woke_are_on_their_way_too():
 
 
 def test_machine_that_is_not_wanted_any_more_teaches_nothing():
-    arrivals = PendingNodes()
-    look(arrivals, 0.0, asked=2)
-    assert len(look(arrivals, 10.0, asked=1)) == 1
-    assert look(arrivals, 20.0) == ()
-    assert arrivals.boot_s("gpu") == 60.0
+    pending_nodes = PendingNodes()
+    look(pending_nodes, 0.0, asked=2)
+    assert len(look(pending_nodes, 10.0, asked=1)) == 1
+    assert look(pending_nodes, 20.0) == ()
+    assert pending_nodes.boot_s("gpu") == 60.0
 
 
 @pytest.mark.parametrize(("waited_s", "expected"), [(599.0, 1), (601.0, 0)])
 def test_machine_that_never_comes_is_not_counted_on_for_ever(waited_s, expected):
-    arrivals = PendingNodes()
-    look(arrivals, 0.0, asked=1)
-    assert len(look(arrivals, waited_s, asked=1)) == expected
+    pending_nodes = PendingNodes()
+    look(pending_nodes, 0.0, asked=1)
+    assert len(look(pending_nodes, waited_s, asked=1)) == expected
 
 
 def test_more_than_there_can_be_are_not_expected():
@@ -48,7 +48,7 @@ def test_more_than_there_can_be_are_not_expected():
 
 
 def test_machines_that_were_there_from_the_first_look_on_teach_nothing():
-    arrivals = PendingNodes()
-    look(arrivals, 0.0, there=2, awake=3)
-    look(arrivals, 7.0, there=3, awake=3)
-    assert arrivals.boot_s("gpu") == 7.0  # only the one that came
+    pending_nodes = PendingNodes()
+    look(pending_nodes, 0.0, there=2, awake=3)
+    look(pending_nodes, 7.0, there=3, awake=3)
+    assert pending_nodes.boot_s("gpu") == 7.0  # only the one that came

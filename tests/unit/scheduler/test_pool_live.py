@@ -32,8 +32,8 @@ def test_queue_has_a_dozen_elastic_jobs_of_fixed_sizes_for_who_wants_them():
     assert len(queue) == len(QUEUE) == 12
     for arrival in queue:
         job, kind = make_job(arrival), arrival.kind
-        needs = make_request(job, least=kind.least, most=kind.most)
-        assert (needs.least, needs.most, needs.asked) == (1, 4, kind.asked)
+        request = make_request(job, least=kind.least, most=kind.most)
+        assert (request.least, request.most, request.asked) == (1, 4, kind.asked)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(1, 120), (2, 70), (4, 45)])

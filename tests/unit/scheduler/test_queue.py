@@ -9,7 +9,7 @@ import pytest
 
 from yunlu.cli.main import main
 from yunlu.core.errors import JobError, StoreError
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
@@ -28,12 +28,12 @@ def make_job(**parts):
 
 def test_queued_run_waits_although_whoever_submitted_it_is_gone(own_home):
     run = enqueue(make_job(train={"steps": 10, "batch": 4}), SubmitOptions(priority=3, team="vision"))
-    worker = service.recorded_worker(run)
+    worker = lifecycle.recorded_worker(run)
     assert worker is not None
     assert not worker.detached
     assert worker.host == "(queue)"
-    assert service.read_record(run).state is RunState.PENDING
-    assert service.list_runs()[0].state is RunState.PENDING
+    assert lifecycle.read_record(run).state is RunState.PENDING
+    assert lifecycle.list_runs()[0].state is RunState.PENDING
     entry = read_entry(run)
     assert (entry.priority, entry.team, entry.samples, entry.wish) == (3, "vision", 40.0, "run")
 
@@ -51,7 +51,7 @@ def test_wishes_of_the_job_are_heard():
 def test_stop_takes_a_waiting_run_out_and_resume_puts_it_back(own_home):
     run = enqueue(make_job())
     queue.withdraw(run)
-    assert service.stop(run).state is RunState.STOPPED
+    assert lifecycle.stop(run).state is RunState.STOPPED
     assert read_entry(run).wish == "stop"
     entry = queue.requeue(run)
     assert (entry.wish, entry.ticket) == ("run", 2)
@@ -62,7 +62,7 @@ def test_pause_of_a_waiting_run():
     run = enqueue(make_job())
     queue.pause(run)
     assert read_entry(run).wish == "pause"
-    assert service.read_record(run).state is RunState.STOPPED
+    assert lifecycle.read_record(run).state is RunState.STOPPED
 
 
 def test_terms_of_a_queued_run_can_be_changed():
@@ -72,7 +72,7 @@ def test_terms_of_a_queued_run_can_be_changed():
     assert after == read_entry(run)
     assert after.deadline_at - time.time() == pytest.approx(7200, abs=600)
     assert after.budget_dollars == 12.5
-    assert (after.needs.least, after.needs.most) == (2, 4)
+    assert (after.request.least, after.request.most) == (2, 4)
     assert (after.priority, after.ticket) == (1, before.ticket)
     free = queue.change_terms(run, deadline="none", budget="none", priority=3)
     assert (free.deadline_at, free.budget_dollars, free.priority) == (None, None, 3)
@@ -82,7 +82,7 @@ def test_terms_of_a_queued_run_can_be_changed():
 
 
 def test_run_outside_of_the_queue_has_no_priority(own_home):
-    run = service.submit(make_job())
+    run = lifecycle.submit(make_job())
     with pytest.raises(StoreError, match="not in the queue"):
         queue.set_priority(run, 1)
     with pytest.raises(StoreError, match="not in the queue"):
@@ -134,7 +134,7 @@ def test_jobs_that_are_equally_fast_have_one_signature():
 def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
-    service.submit(make_job())
+    lifecycle.submit(make_job())
     assert main([word.format(job=job) for word in words]) == 1
     assert expected in " ".join(capsys.readouterr().err.split())
 
@@ -142,9 +142,9 @@ def test_wrong_words_are_answered(own_home, tmp_path, capsys, words, expected):
 def test_team_that_is_nearly_one_with_a_quota_is_asked_about(own_home, tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\n")
-    journal = PoolStore(own_home)
-    journal.path.mkdir(parents=True)
-    journal.settings.write_text(PoolSettings(quotas={"vision": 2}).model_dump_json())
+    pool_store = PoolStore(own_home)
+    pool_store.path.mkdir(parents=True)
+    pool_store.settings.write_text(PoolSettings(quotas={"vision": 2}).model_dump_json())
     for team, is_asked in (("vison", True), ("vision", False), ("speech", False)):
         assert main(["submit", str(job), "--team", team]) == 0
         assert ("did you mean 'vision'" in capsys.readouterr().out) == is_asked

@@ -28,9 +28,9 @@ def job(**parts):
     ],
 )
 def test_bounds_follow_the_job_and_what_its_owner_says(parts, bounds, expected):
-    needs = make_request(job(**parts), **bounds)
-    assert (needs.least, needs.most, needs.asked, needs.multiple) == expected
-    assert needs.is_rigid == (needs.least == needs.most)
+    request = make_request(job(**parts), **bounds)
+    assert (request.least, request.most, request.asked, request.multiple) == expected
+    assert request.is_rigid == (request.least == request.most)
 
 
 def test_impossible_bounds_are_refused_with_the_reason():

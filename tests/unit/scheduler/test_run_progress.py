@@ -35,44 +35,44 @@ def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
 def test_step_times_are_told_for_each_number_of_workers(run):
     run.emit(sample(AttemptStarted, number=1))
     run.emit(sample(PlanMade, batch=64, micro_batch=16, steps=100))
-    course = RunProgress(run)
+    progress = RunProgress(run)
     steps(run, 1, 6, 1, step_s=0.4)
-    assert course.take()
-    assert course.seen("cpu") == ()  # nobody has said yet how many made them
+    assert progress.take()
+    assert progress.seen("cpu") == ()  # nobody has said yet how many made them
     crew(run, 1, 2)
     steps(run, 7, 4, 1, step_s=0.4)
-    course.take()
+    progress.take()
     crew(run, 2, 4, lost_s=1.5)
     steps(run, 11, 6, 2, step_s=0.25, wait_s=0.05)
-    course.take()
-    two, four = course.seen("cpu")
+    progress.take()
+    two, four = progress.seen("cpu")
     assert (two.devices, two.nodes, two.local_batch) == (2, 1, 16)
     assert two.accumulate_s == pytest.approx(0.2)
     assert two.step_s == pytest.approx(0.2)
     assert (four.devices, four.local_batch) == (4, 16)
     assert four.accumulate_s == pytest.approx(0.2)
     assert four.step_s == pytest.approx(0.25)
-    assert (course.step, course.steps, course.resizes_s) == (16, 100, [1.5])
-    assert course.pace_s(4) == pytest.approx(0.25)
-    assert not course.take()
+    assert (progress.step, progress.steps, progress.resizes_s) == (16, 100, [1.5])
+    assert progress.pace_s(4) == pytest.approx(0.25)
+    assert not progress.take()
 
 
 def test_plain_worker_counts_as_one(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=10))
     records = [{"step": n, "at": 1.0, "compute_s": 0.1} for n in range(1, 7)]
     append_lines(run.path / Log.METRICS, records)
-    course = RunProgress(run)
-    course.take()
-    (seen,) = course.seen("cpu")
+    progress = RunProgress(run)
+    progress.take()
+    (seen,) = progress.seen("cpu")
     assert (seen.devices, seen.step_s) == (1, pytest.approx(0.1))
 
 
 def test_a_start_counts_from_the_beginning_of_the_process(run):
     run.emit(sample(AttemptStarted, number=1, began_at=990.0))
     steps(run, 1, 1, None, step_s=0.1)
-    course = RunProgress(run)
-    course.take()
-    assert course.startup_s == pytest.approx(11.0)
+    progress = RunProgress(run)
+    progress.take()
+    assert progress.startup_s == pytest.approx(11.0)
 
 
 def test_noise_is_per_base_batch(run):
@@ -80,23 +80,23 @@ def test_noise_is_per_base_batch(run):
     append_lines(
         run.path / Log.METRICS, [{"step": 1, "at": 1.0, "noise_sqr": 2.0, "noise_var": 24.0}]
     )
-    course = RunProgress(run)
-    course.take()
-    assert course.noise == (2.0, 3.0)
+    progress = RunProgress(run)
+    progress.take()
+    assert progress.noise == (2.0, 3.0)
 
 
 def test_torn_and_strange_lines_are_passed_over(run):
     (run.path / Log.METRICS).write_text(
         '{"step": 1, "at": 1}\n{"step": \n[1]\n{"loss": 2}\n{"step": 2'
     )
-    course = RunProgress(run)
-    course.take()
-    assert course.step == 1
+    progress = RunProgress(run)
+    progress.take()
+    assert progress.step == 1
 
 
 def test_batch_that_follows_the_workers_is_followed(run):
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=100))
     run.emit(BatchChanged(step=5, batch=16, steps=60))
-    course = RunProgress(run)
-    course.take()
-    assert (course.base_batch, course.batch, course.steps) == (8, 16, 60)
+    progress = RunProgress(run)
+    progress.take()
+    assert (progress.base_batch, progress.batch, progress.steps) == (8, 16, 60)

@@ -132,12 +132,12 @@ def test_machines_on_their_way_are_told_until_they_are_there_and_asked_for_in_on
     scaler = Scaler(cluster, CALM)
     wanting = [job("a", max_devices=4)]
     assert scaler.follow(state(0.0, jobs=wanting), {})
-    assert [(each.at, each.devices) for each in scaler.arrivals] == [(60.0, 2)] * 2
+    assert [(each.at, each.devices) for each in scaler.pending_nodes] == [(60.0, 2)] * 2
     cluster.awake = 0  # as where only what is there is counted
     assert not scaler.follow(state(20.0, jobs=wanting), {})
     assert cluster.asked == [2, 2]
     cluster.awake = 2
     scaler.follow(state(30.0, nodes=cloud("c1"), jobs=wanting), {})
-    assert [each.at for each in scaler.arrivals] == [37.5]  # late, as the first took 30 s
+    assert [each.at for each in scaler.pending_nodes] == [37.5]  # late, as the first took 30 s
     scaler.follow(state(35.0, nodes=cloud("c1", "c2"), jobs=wanting), {})
-    assert scaler.arrivals == ()
+    assert scaler.pending_nodes == ()

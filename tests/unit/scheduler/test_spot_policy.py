@@ -35,15 +35,15 @@ def pool(now, demand, *nodes):
     return PoolState(now=now, nodes=nodes, jobs=(demand,))
 
 
-def live(markets, *, work, deadline_at, is_up):
+def live(spot_policy, *, work, deadline_at, is_up):
     """A run of so much work on two devices, asked every ten seconds; when it ended, and on what it was."""
     demand, now, modes = job(work, deadline_at), 0.0, []
-    markets.choose(pool(now, demand, SPOT), (), spent_dollars={})  # there is such a thing
+    spot_policy.choose(pool(now, demand, SPOT), (), spent_dollars={})  # there is such a thing
     while demand.remaining > 0 and now < 2 * deadline_at:
         nodes = (SPOT, OWN) if is_up(now) else (OWN,)
         held = {name for name, _ in demand.held.shares} & {node.name for node in nodes}
         demand = demand if held else replace(demand, held=Placement(), held_since=None)
-        mode = markets.choose(pool(now, demand, *nodes), (), spent_dollars={})["a"]
+        mode = spot_policy.choose(pool(now, demand, *nodes), (), spent_dollars={})["a"]
         place = {Mode.SPOT: SPOT.name, Mode.ON_DEMAND: OWN.name}.get(mode)
         if place not in dict(demand.held.shares):
             held = Placement(((place, 2),)) if place else Placement()
@@ -79,15 +79,15 @@ def test_spot_that_stays_is_all_that_is_used():
 
 
 def test_nothing_is_chosen_without_both_markets_a_deadline_a_length_or_a_speed():
-    markets, demand = SpotPolicy(step_s=STEP_S), job(100.0, 10_000.0)
-    assert markets.choose(pool(0.0, demand, OWN), (), spent_dollars={}) == {}
-    assert markets.choose(pool(0.0, demand, SPOT), (), spent_dollars={}) == {}
+    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(100.0, 10_000.0)
+    assert spot_policy.choose(pool(0.0, demand, OWN), (), spent_dollars={}) == {}
+    assert spot_policy.choose(pool(0.0, demand, SPOT), (), spent_dollars={}) == {}
     both = pool(0.0, demand, SPOT, OWN)
-    assert markets.choose(both, (), spent_dollars={}, unknown={"a"}) == {}
+    assert spot_policy.choose(both, (), spent_dollars={}, unknown={"a"}) == {}
     for lacking in ({"deadline_at": None}, {"remaining": None}, {"min_devices": 8}):
         state = pool(0.0, replace(demand, **lacking), SPOT, OWN)
-        assert markets.choose(state, (), spent_dollars={}) == {}
-    assert markets.choose(both, (), spent_dollars={}) == {"a": Mode.SPOT}
+        assert spot_policy.choose(state, (), spent_dollars={}) == {}
+    assert spot_policy.choose(both, (), spent_dollars={}) == {"a": Mode.SPOT}
 
 
 @pytest.mark.parametrize("now", [0.0, 550.0, 590.0])
@@ -95,36 +95,36 @@ def test_deadline_that_cannot_be_made_is_tried_on_on_demand(now):
     for restart_s in (0.001, 5.0, 600.0):
         hopeless = job(1e6, 600.0, restart_s=restart_s)
         for nodes in ((SPOT, OWN), (OWN,)):
-            markets = SpotPolicy(step_s=STEP_S)
-            markets.choose(pool(now, hopeless, SPOT), (), spent_dollars={})
-            chosen = markets.choose(pool(now, hopeless, *nodes), (), spent_dollars={})
+            spot_policy = SpotPolicy(step_s=STEP_S)
+            spot_policy.choose(pool(now, hopeless, SPOT), (), spent_dollars={})
+            chosen = spot_policy.choose(pool(now, hopeless, *nodes), (), spent_dollars={})
             assert chosen == {"a": Mode.ON_DEMAND}
 
 
 def test_run_whose_deadline_has_passed_may_be_anywhere():
-    markets = SpotPolicy(step_s=STEP_S)
-    assert markets.choose(pool(0.0, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={})
+    spot_policy = SpotPolicy(step_s=STEP_S)
+    assert spot_policy.choose(pool(0.0, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={})
     for now in (600.0, 90_000.0):
-        assert markets.choose(pool(now, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={}) == {}
+        assert spot_policy.choose(pool(now, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={}) == {}
 
 
 def test_machines_that_sleep_are_on_offer_too():
-    markets = SpotPolicy(step_s=STEP_S, prices={"gpu": 2.0, "gpu-spot": 0.6})
+    spot_policy = SpotPolicy(step_s=STEP_S, prices={"gpu": 2.0, "gpu-spot": 0.6})
     hurried = job(1000.0, 600.0)
-    assert markets.choose(pool(0.0, hurried, SPOT), (ASLEEP,), spent_dollars={}) == {
+    assert spot_policy.choose(pool(0.0, hurried, SPOT), (ASLEEP,), spent_dollars={}) == {
         "a": Mode.ON_DEMAND
     }
     spot = replace(ASLEEP, is_spot=True)
     assert spot.kind == "gpu-spot"
     calm = job(100.0, 100_000.0)
-    assert markets.choose(pool(0.0, calm, OWN), (spot,), spent_dollars={}) == {"a": Mode.SPOT}
+    assert spot_policy.choose(pool(0.0, calm, OWN), (spot,), spent_dollars={}) == {"a": Mode.SPOT}
 
 
 def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
-    markets, demand = SpotPolicy(step_s=STEP_S), job(1000.0, 1100.0)
-    first = markets.choose(pool(0.0, demand, SPOT), (ASLEEP,), spent_dollars={})["a"]
+    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(1000.0, 1100.0)
+    first = spot_policy.choose(pool(0.0, demand, SPOT), (ASLEEP,), spent_dollars={})["a"]
     chosen = [
-        markets.choose(pool(now, demand), (ASLEEP,), spent_dollars={})["a"]
+        spot_policy.choose(pool(now, demand), (ASLEEP,), spent_dollars={})["a"]
         for now in np.arange(1.0, 600.0).tolist()
     ]
     assert first is Mode.SPOT
@@ -134,21 +134,21 @@ def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
 
 
 def test_spot_that_is_on_its_way_is_waited_for():
-    markets, demand = SpotPolicy(step_s=STEP_S), job(100.0, 100_000.0)
+    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(100.0, 100_000.0)
     spot = Reserve(type="gpu", devices=2, awake=0, most=1, is_spot=True)
     chosen = []
     for now in (0.0, 10.0, 20.0, 30.0, 40.0):
-        modes = markets.choose(pool(now, demand, OWN), (spot,), spent_dollars={})
+        modes = spot_policy.choose(pool(now, demand, OWN), (spot,), spent_dollars={})
         chosen.append(modes["a"])
         spot = replace(spot, awake=1)  # asked for, and not there yet
     assert chosen == [Mode.SPOT] * 5
 
 
 def test_another_deadline_is_heeded_at_once():
-    markets = SpotPolicy(step_s=STEP_S)
+    spot_policy = SpotPolicy(step_s=STEP_S)
     calm, hurried = job(1000.0, 100_000.0), job(1000.0, 600.0)
-    assert markets.choose(pool(0.0, calm, SPOT, OWN), (), spent_dollars={})["a"] is Mode.SPOT
-    assert markets.choose(pool(0.0, hurried, SPOT, OWN), (), spent_dollars={})["a"] is (
+    assert spot_policy.choose(pool(0.0, calm, SPOT, OWN), (), spent_dollars={})["a"] is Mode.SPOT
+    assert spot_policy.choose(pool(0.0, hurried, SPOT, OWN), (), spent_dollars={})["a"] is (
         Mode.ON_DEMAND
     )
 
@@ -207,7 +207,7 @@ def test_what_a_deadline_means_is_told():
 
 
 def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_steward, monkeypatch):
-    monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, stand: True)
+    monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, scheduled: True)
     world = make_world({"spot": 2, "own": 2}, steps=200, spot={"spot"})
     run = world.submit("a", least=2, most=2)
     # By its model it takes 3,200 s; the world is faster.
@@ -225,12 +225,12 @@ def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_stewar
     assert turn(10) == ["spot"]
     world.break_machine("spot")
     assert turn(10) == []
-    assert "waits for spot" in [*steward.journal.read_decisions("a")][-1]["text"]
+    assert "waits for spot" in [*steward.pool_store.read_decisions("a")][-1]["text"]
     waited = 0
     while not (shares := turn(1)):
         waited += 1
         assert waited < 400
     assert shares == ["own"]
     assert world.wall + 3200 < deadline_at
-    assert "to make its deadline" in [*steward.journal.read_decisions("a")][-1]["text"]
+    assert "to make its deadline" in [*steward.pool_store.read_decisions("a")][-1]["text"]
     assert not world.violations

@@ -47,8 +47,8 @@ def test_busy_cores_are_those_since_the_last_look():
 class FakeStand:
     def __init__(self, run):
         self.run, self.id = run, run.id
-        self.sight = type("Sight", (), {"shares": (("n1", 2),)})
-        self.notes = type("Notes", (), {"placement": type("P", (), {"devices": 2})})
+        self.observation = type("Sight", (), {"shares": (("n1", 2),)})
+        self.allocation = type("Notes", (), {"placement": type("P", (), {"devices": 2})})
 
 
 def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch):
@@ -63,12 +63,12 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
         use = LeaseUse(at=1.0, node=lease.node, cores=0.75, memory_bytes=100.0, machine=machine)
         write_use(run, lease.name, use)
     assert dict(read_uses(run, [lead.name]))[lead.name].cores == 0.75
-    gauge, stands = UsageMonitor(is_local=False), {"run": FakeStand(run)}
+    usage_monitor, scheduled_runs = UsageMonitor(is_local=False), {"run": FakeStand(run)}
     nodes = [Node(name="n1", devices=2), Node(name="n2", devices=2)]
-    assert gauge.look(stands, nodes) == {}
-    assert gauge.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)
-    assert gauge.nodes == {"n1": machine, "n2": machine}
+    assert usage_monitor.look(scheduled_runs, nodes) == {}
+    assert usage_monitor.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)
+    assert usage_monitor.nodes == {"n1": machine, "n2": machine}
     monkeypatch.setattr(gauge_module, "_OLD_S", 0.0)
-    gauge.look(stands, nodes)  # the same words as before: nobody knows whether they are still true
-    assert gauge.usage["run"].cores is None
-    assert gauge.nodes == {}
+    usage_monitor.look(scheduled_runs, nodes)  # the same words as before: nobody knows whether they are still true
+    assert usage_monitor.usage["run"].cores is None
+    assert usage_monitor.nodes == {}

@@ -176,7 +176,7 @@ class World:
 
     # What happens.
 
-    def submit(self, name: str, *, steps: int | None = None, **needs: int) -> RunStore:
+    def submit(self, name: str, *, steps: int | None = None, **request: int) -> RunStore:
         run = open_run(self.home / name)
         run.path.mkdir(parents=True)
         model = {"name": "mlp"}
@@ -185,8 +185,8 @@ class World:
         )
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
-        bounds = {"least": 1, "most": 4, "asked": 1, **needs}
-        entry = QueueEntry(submitted_at=self.wall, needs=ResourceRequest(**bounds), samples=float(self.steps * 32))
+        bounds = {"least": 1, "most": 4, "asked": 1, **request}
+        entry = QueueEntry(submitted_at=self.wall, request=ResourceRequest(**bounds), samples=float(self.steps * 32))
         (run.path / Document.QUEUE_ENTRY).write_text(entry.model_dump_json())
         return run
 

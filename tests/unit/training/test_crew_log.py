@@ -14,7 +14,7 @@ from yunlu.training.worker_group_callbacks import WorkerGroupLog
 
 
 def make_log(run: RunStore) -> WorkerGroupLog:
-    return WorkerGroupLog(run, device=torch.device("cpu"), life=1, forward=lambda *_: None)
+    return WorkerGroupLog(run, device=torch.device("cpu"), attempt=1, forward=lambda *_: None)
 
 
 def do_steps(log: WorkerGroupLog, first: int, last: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.toy_study import toy_job
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.jobs.run import new_record
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
@@ -51,7 +51,7 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
     done, started = (records.begin({"train.optimizer.lr": rate}) for rate in (0.1, 0.2))
     records.end(done, TrialState.DONE, device_seconds=8.0)
     assert limits.seconds_left() == pytest.approx(12.0)
-    run = service.submit(job)
+    run = lifecycle.submit(job)
     record = new_record(run)
     assert record is not None
     story = Story()

@@ -12,7 +12,7 @@ from tests.integration.toy_study import toy_job
 from tests.sample_events import sample
 from yunlu.executors.lease_record import LeaseRecord, write_record
 from yunlu.executors.worker_process import recorded_worker
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
@@ -40,7 +40,7 @@ def entry_of(run: RunStore) -> QueueEntry:
 
 def test_a_submitted_trial_waits_for_its_start(own_home: Path) -> None:
     run = PoolPlaces().submit(make_job())
-    assert service.read_record(run).state is RunState.PENDING
+    assert lifecycle.read_record(run).state is RunState.PENDING
     assert list(scan(own_home)) == []  # trial.json can be written in peace
 
 
@@ -186,7 +186,7 @@ def test_a_short_way_is_not_worth_the_start_of_several_workers(
     places: Any = Shares()
     hosting = Hosting(records, make_method_of(records.asked), places, elastic=elastic)
     hosting._paces.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
-    run = service.submit(job)
+    run = lifecycle.submit(job)
     hosting.enqueue(fresh, run)
     hosting.share([])
     assert [number for number, _ in hosting.start_queued([])] == [fresh]

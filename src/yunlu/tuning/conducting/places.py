@@ -20,7 +20,7 @@ from yunlu.executors.registry import open_executor
 from yunlu.executors.lease_record import read_record as read_leases
 from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs import service
+from yunlu.jobs import lifecycle
 from yunlu.runs.documents import read_job
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
@@ -101,7 +101,7 @@ def restarts(run: RunStore) -> bool:
 
 def find_places(*, devices: int | None = None, priority: int = 0, team: str = "") -> Places:
     """The pool where one is up, else this machine."""
-    if find_service(service.home()) is not None:
+    if find_service(lifecycle.home()) is not None:
         return PoolPlaces(devices=devices, priority=priority, team=team)
     return LocalPlaces(devices)
 
@@ -111,7 +111,7 @@ def refuse_crumbs(devices: int | None) -> None:
     cores = len(os.sched_getaffinity(0))
     if devices is None or devices <= _SHARES_PER_CORE * cores:
         return
-    if not count_gpus() and find_service(service.home()) is None:
+    if not count_gpus() and find_service(lifecycle.home()) is None:
         raise StudyError(
             f"{devices} devices would be shares of {cores} core{'s' * (cores != 1)} of this machine",
             hint=f"ask for {_SHARES_PER_CORE * cores} or fewer; --parallel says how many trials train "
@@ -139,7 +139,7 @@ class LocalPlaces:
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         """As ``Places.submit``."""
-        return service.submit(job, source=source)
+        return lifecycle.submit(job, source=source)
 
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
@@ -193,13 +193,13 @@ class LocalPlaces:
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Places.stop``."""
-        service.request_stop(run, now=now)
+        lifecycle.request_stop(run, now=now)
 
     def _start_light(self, run: RunStore) -> None:
-        if service.read_record(run).state is RunState.PENDING:
-            service.start(run, command=WORKER)
+        if lifecycle.read_record(run).state is RunState.PENDING:
+            lifecycle.start(run, command=WORKER)
         else:
-            service.resume(run, command=WORKER)
+            lifecycle.resume(run, command=WORKER)
         worker = recorded_worker(run)
         if worker is not None and self.devices > 1:
             cpu_limits.sweep()
@@ -223,7 +223,7 @@ class LocalPlaces:
         if time.monotonic() - asked_at < _AGAIN_S:
             return False
         self._sent_off[run.id] = time.monotonic()
-        service.request_stop(run)
+        lifecycle.request_stop(run)
         return True
 
     def _placement(self, devices: int) -> Placement:
@@ -239,7 +239,7 @@ class PoolPlaces:
 
     def __init__(self, *, devices: int | None = None, priority: int = 0, team: str = "") -> None:
         """Takes the study's priority and team, and how many devices it may have at once."""
-        self._home = service.home()
+        self._home = lifecycle.home()
         self._most = devices
         self._priority = priority
         self._team = team
@@ -253,7 +253,7 @@ class PoolPlaces:
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
         """As ``Places.submit``: not in the queue before it is started."""
-        return service.submit(job, source=source)
+        return lifecycle.submit(job, source=source)
 
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
@@ -308,7 +308,7 @@ class PoolPlaces:
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Places.stop``."""
         self.let_go(run, for_good=False)
-        service.request_stop(run, now=now)
+        lifecycle.request_stop(run, now=now)
 
     def _priority_of(self, promise: float) -> int:
         # Never above the study's own: other runs of the pool do not wait for a promising trial.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.scheduler.policy.found_states import TWINS_ONE_ON_A_LEAVING_NODE
 from tests.unit.scheduler.policy.states import (
     PowerSpeed,
     check,
@@ -64,9 +66,14 @@ def test_no_team_holds_more_than_it_may(state: PoolState) -> None:
 
 
 @given(states(), st.sampled_from((0.0, 1.0)))
+@example(TWINS_ONE_ON_A_LEAVING_NODE, 0.0)
 @settings(max_examples=150, deadline=None)
 def test_a_decision_is_not_undone_while_nothing_changes(state: PoolState, later_s: float) -> None:
     policy = ProgressPolicy()
+    if later_s:  # patience, turns and deadlines that run out meanwhile are changes
+        manners = Manners(patience_s=math.inf, turn_s=0.0)
+        policy = ProgressPolicy(ProgressOptions(manners=manners))
+        state = replace(state, jobs=tuple(replace(job, deadline_at=None) for job in state.jobs))
     first = policy.decide(state)
     after = follow(state, first, later_s=later_s)
     second = policy.decide(after)

@@ -11,7 +11,7 @@ from yunlu.core.errors import StoreError, TrainingError
 from yunlu.core.settings import read_settings
 from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
 from yunlu.executors.lease_record import read_record as read_leases
-from yunlu.executors.worker_group import end_workers
+from yunlu.executors.worker_group import kill_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
     count_gpus,
@@ -65,10 +65,10 @@ def home() -> Path:
 
 def submit(job: Job, *, source: Path | None = None) -> RunStore:
     """Make the directory of a new run, pending; a half-made one never shows."""
-    from yunlu.jobs.store import Store  # noqa: PLC0415 (the database is slow to import)
+    from yunlu.jobs.run_index import RunIndex  # noqa: PLC0415 (the database is slow to import)
 
     require_training()
-    with Store(home()) as store:  # opened first: a store that cannot be used takes no run
+    with RunIndex(home()) as store:  # opened first: a store that cannot be used takes no run
         remove_stale(store.home)
         try:
             run = create_run(job, source, store.home)
@@ -131,7 +131,7 @@ def resume(
     return store
 
 
-def place(run: RunStore, placement: Placement) -> ResizeResult:
+def change_placement(run: RunStore, placement: Placement) -> ResizeResult:
     """Give a run that an executor started other devices, live where that can be.
 
     Where the answer is ``restart`` nothing has happened: stop it, and resume it with the placement.
@@ -145,7 +145,7 @@ def place(run: RunStore, placement: Placement) -> ResizeResult:
     return executor.resize(run, placement)
 
 
-def reopen_here(run: RunStore) -> None:
+def reopen(run: RunStore) -> None:
     """Make a resting run pending again, to be trained by the process that asks."""
     with _launching(run):
         _reopen(run)
@@ -176,7 +176,7 @@ def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
     if worker is not None:
         _signal(worker, now=now)
     if now:  # after a takeover workers are not in the group of their supervisor
-        end_workers(run)
+        kill_workers(run)
     return record
 
 
@@ -213,10 +213,10 @@ def list_runs() -> list[RunRecord]:
     """All runs, newest first, as they stand now."""
     if not home().is_dir():
         return []
-    from yunlu.jobs.store import FullDiskError, Store  # noqa: PLC0415 (slow to import: a database)
+    from yunlu.jobs.run_index import FullDiskError, RunIndex  # noqa: PLC0415 (slow to import: a database)
 
     try:
-        with Store(home()) as store:
+        with RunIndex(home()) as store:
             return store.reconcile()
     except FullDiskError:
         # The index is a shortcut: on a full disk the runs still tell about themselves.

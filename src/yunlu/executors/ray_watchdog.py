@@ -40,7 +40,7 @@ _LOOK_S = 0.5
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="yunlu.executors.ray_keeper")
+    parser = argparse.ArgumentParser(prog="yunlu.executors.ray_watchdog")
     parser.add_argument("run", type=Path)
     parser.add_argument("lease")
     parser.add_argument("--raylet", type=int, required=True)
@@ -52,18 +52,18 @@ def main() -> int:
         os._exit(0)
     os.setsid()
     words = [*_LEASE, str(asked.run), asked.lease, "--with-parent"]
-    reason = Keeper(words, raylet=asked.raylet).keep(log=asked.log, directory=asked.directory)
+    reason = RayWatchdog(words, raylet=asked.raylet).keep(log=asked.log, directory=asked.directory)
     if reason:
         _tell_run(open_run(asked.run), asked.lease, reason)
     return 0
 
 
-class Keeper:
+class RayWatchdog:
     """One program and everything that it starts."""
 
     def __init__(self, words: list[str], *, raylet: int) -> None:
         self._words = words
-        self._raylet = _Watched(raylet)
+        self._raylet = _WatchedProcess(raylet)
         self._program = 0
         self._code: int | None = None
         self._has_actor = True
@@ -161,7 +161,7 @@ class Keeper:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-class _Watched:
+class _WatchedProcess:
     """A process that is not our child: its end is noticed at once where the kernel can tell."""
 
     def __init__(self, pid: int) -> None:

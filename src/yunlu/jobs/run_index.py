@@ -48,7 +48,7 @@ class FullDiskError(StoreError):
     """The index cannot grow."""
 
 
-class Store:
+class RunIndex:
     """The index of the runs under one home."""
 
     def __init__(self, home: Path) -> None:

@@ -69,12 +69,12 @@ class LocalRuns:
     def train(self, job: Job, *, source: Path | None = None, detach: bool = False) -> StartedRun:
         """As ``RunVerbs.train``."""
         from yunlu.jobs import lifecycle
-        from yunlu.jobs.launch import begin, find_launch
+        from yunlu.jobs.launch import find_launch, start_run
 
         launch = find_launch(job, waits=not detach)
         if launch is not None:
             return _follow_launch(launch) or _started(
-                begin(job, launch, source=source), is_launched=True
+                start_run(job, launch, source=source), is_launched=True
             )
         run = lifecycle.submit(job, source=source)
         lifecycle.start(run)
@@ -94,14 +94,14 @@ class LocalRuns:
         """As ``RunVerbs.resume``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.follow import end_of
-        from yunlu.jobs.launch import find_launch, go_on
+        from yunlu.jobs.launch import find_launch, resume_run
         from yunlu.scheduler.control import is_queued_again
 
         store = find_run(run)
         launch = find_launch(waits=not detach)
         if launch is not None:
             since = end_of(store)
-            return _follow_launch(launch) or _started(go_on(store), since, is_launched=True)
+            return _follow_launch(launch) or _started(resume_run(store), since, is_launched=True)
         if is_queued_again(store):
             return _started(store, is_queued=True)
         since = end_of(store)
@@ -255,12 +255,12 @@ def find_run(run: str) -> RunStore:
 
 def _follow_launch(launch: LaunchInfo) -> StartedRun | None:
     """On every rank but 0: train to the end."""
-    from yunlu.jobs.launch import join
+    from yunlu.jobs.launch import join_run
     from yunlu.jobs.run_view import StartedRun
 
     if not launch.rank:
         return None
-    run, code = join()
+    run, code = join_run()
     if run is None:
         return StartedRun(id="", dir="", task="", is_launched=True, exit_code=code)
     return _started(run, is_launched=True).model_copy(update={"exit_code": code})

@@ -76,7 +76,9 @@ def detect_launch(variables: Mapping[str, str]) -> LaunchInfo | None:
     ]
     # A batch script has the job's variables, including a rank, but is not one of several tasks.
     in_step = any(name.startswith("SLURM_STEP") for name in variables)
-    conventions = [c for c in conventions if c.launcher != "srun" or (c.rank in variables and in_step)]
+    conventions = [
+        c for c in conventions if c.launcher != "srun" or (c.rank in variables and in_step)
+    ]
     if not conventions:
         return None
     convention = conventions[0]

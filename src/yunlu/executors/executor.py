@@ -88,31 +88,31 @@ class RunStatus:
     @property
     def is_alive(self) -> bool:
         """Whether anything of it runs, or waits to."""
-        return any(each.state is not LeaseState.GONE for each in self.leases)
+        return any(lease.state is not LeaseState.GONE for lease in self.leases)
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing of it has started yet."""
-        states = {each.state for each in self.leases} - {LeaseState.GONE}
+        states = {lease.state for lease in self.leases} - {LeaseState.GONE}
         return states == {LeaseState.WAITING}
 
     @property
     def held(self) -> Placement:
         """Devices that are taken, those of leases that are on their way out included."""
         held: dict[str, int] = {}
-        for each in self.leases:
-            if each.state in {LeaseState.RUNNING, LeaseState.LEAVING}:
-                node = each.node or each.lease.node
-                held[node] = held.get(node, 0) + each.lease.devices
+        for lease in self.leases:
+            if lease.state in {LeaseState.RUNNING, LeaseState.LEAVING}:
+                node = lease.node or lease.lease.node
+                held[node] = held.get(node, 0) + lease.lease.devices
         return Placement(tuple(held.items()))
 
     @property
     def reason(self) -> str:
         """Why the run waits or is gone: the lead's reason, else the first."""
-        told = sorted(
-            (each for each in self.leases if each.reason), key=lambda e: not e.lease.is_lead
+        result = sorted(
+            (lease for lease in self.leases if lease.reason), key=lambda e: not e.lease.is_lead
         )
-        return told[0].reason if told else ""
+        return result[0].reason if result else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,8 +102,8 @@ class LeasedExecutor(ABC):
                 directory=str(directory) if directory else None,
             )
             granted: list[Lease] = []
-            for place, (node, devices) in enumerate(placement.shares):
-                record, lease = record.grant(node, devices, is_lead=place == 0)
+            for index, (node, devices) in enumerate(placement.shares):
+                record, lease = record.grant(node, devices, is_lead=index == 0)
                 granted.append(lease)
             write_record(run, record)
             try:
@@ -116,17 +116,19 @@ class LeasedExecutor(ABC):
         """As ``Executor.resize``."""
         with record_lock(run):
             record, statuses, seen = self._look_again(run)
-            is_alive = any(each.state is not LeaseState.GONE for each in statuses)
+            is_alive = any(status.state is not LeaseState.GONE for status in statuses)
             if record.is_ending or not is_alive or _is_headless(run, statuses):
                 return ResizeResult(how="later", text=f"{run.id} is stopped, or just being")
             lead = next((lease for lease in record.wanted if lease.is_lead), None)
             wanted = dict(placement.shares)
             if lead is not None and wanted.get(lead.node, 0) < lead.devices:
-                words = f"it is led from {lead.node}, by a lease of {lead.devices}"
-                return ResizeResult(how="restart", text=f"{words}, which cannot be taken from it live")
-            kept, ended = _match(record, wanted)
+                parts = f"it is led from {lead.node}, by a lease of {lead.devices}"
+                return ResizeResult(
+                    how="restart", text=f"{parts}, which cannot be taken from it live"
+                )
+            retained, ended = _match(record, wanted)
             held: dict[str, int] = {}
-            for lease in kept:
+            for lease in retained:
                 held[lease.node] = held.get(lease.node, 0) + lease.devices
             for lease in ended:
                 record = record.change(lease.name, is_wanted=False, unwanted_at=time.time())
@@ -152,7 +154,9 @@ class LeasedExecutor(ABC):
                 self._end_all(run, record)
                 return
             seen = self.look(run, record)
-            waiting = [found.handle for found in seen.values() if found.state is LeaseState.WAITING]
+            waiting = [
+                result.handle for result in seen.values() if result.state is LeaseState.WAITING
+            ]
             if waiting:
                 self.cancel(waiting)
             # The lead saves, ends the run and dismisses the others.
@@ -164,7 +168,7 @@ class LeasedExecutor(ABC):
             record, statuses, _ = self._look_again(run)
         crew = read_crew(run)
         workers = count_workers(crew) if crew else 0
-        is_alive = any(each.state is not LeaseState.GONE for each in statuses)
+        is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
         return RunStatus(
             leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
         )
@@ -182,31 +186,35 @@ class LeasedExecutor(ABC):
     def _ask(self, run: RunStore, record: LeaseRecord, leases: Sequence[Lease]) -> None:
         """Ask for leases that stand in the record already; write down what they are called."""
         directory = Path(record.directory or run.address)
-        for place, lease in enumerate(leases):
-            lead = next((each.handle for each in record.leases if each.is_lead), None)
+        for index, lease in enumerate(leases):
+            lead = next(
+                (one_lease.handle for one_lease in record.leases if one_lease.is_lead), None
+            )
             try:
                 handle = self.submit(run, lease, directory=directory, lead=lead or None)
             except BaseException:
-                write_record(run, record.without({each.name for each in leases[place:]}))
+                write_record(run, record.without({one_lease.name for one_lease in leases[index:]}))
                 raise
             record = record.change(lease.name, handle=handle)
             write_record(run, record)
             append_lease_event(run, lease, "asked", reason=handle)
 
-    def _look_again(self, run: RunStore) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
+    def _look_again(
+        self, run: RunStore
+    ) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
         """The record brought up to date with the cluster; who is in neither's plans is ended."""
         record = known_record(run)
         seen = self.look(run, record)
         strangers = [
-            found.handle
-            for name, found in seen.items()
-            if record.find(name) is None and found.state is not LeaseState.GONE
+            result.handle
+            for name, result in seen.items()
+            if record.find(name) is None and result.state is not LeaseState.GONE
         ]
         # Strangers are of an earlier life, or were asked for by somebody who was killed.
         statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
         ended = strangers + _find_laggards(record, seen)
         if _is_headless(run, statuses):
-            left = (seen.get(each.lease.name) for each in statuses)
+            left = (seen.get(status.lease.name) for status in statuses)
             ended += [s.handle for s in left if s is not None and s.state is not LeaseState.GONE]
         if ended:
             self.cancel([*dict.fromkeys(ended)])
@@ -214,15 +222,15 @@ class LeasedExecutor(ABC):
 
     def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, ObservedLeases]) -> None:
         """Those that wait are ended, those that run are told."""
-        found = [seen[lease.name] for lease in leases if lease.name in seen]
-        if waiting := [each.handle for each in found if each.state is LeaseState.WAITING]:
+        result = [seen[lease.name] for lease in leases if lease.name in seen]
+        if waiting := [item.handle for item in result if item.state is LeaseState.WAITING]:
             self.cancel(waiting)
-        if running := [each.handle for each in found if each.state is LeaseState.RUNNING]:
+        if running := [item.handle for item in result if item.state is LeaseState.RUNNING]:
             self.notify(running)
 
     def _end_all(self, run: RunStore, record: LeaseRecord) -> None:
         seen = self.look(run, record)
-        left = [found.handle for found in seen.values() if found.state is not LeaseState.GONE]
+        left = [result.handle for result in seen.values() if result.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
 
@@ -245,20 +253,25 @@ class LeasedExecutor(ABC):
 
     @staticmethod
     def _note(
-        run: RunStore, record: LeaseRecord, statuses: Sequence[LeaseStatus], seen: Mapping[str, ObservedLeases]
+        run: RunStore,
+        record: LeaseRecord,
+        statuses: Sequence[LeaseStatus],
+        seen: Mapping[str, ObservedLeases],
     ) -> LeaseRecord:
         """Write down what changed since the last look; forget what left as it should."""
         after = record
-        for each in statuses:
-            lease = each.lease
-            if lease.state != each.state:
-                append_lease_event(run, lease, each.state, each.reason)
+        for status in statuses:
+            lease = status.lease
+            if lease.state != status.state:
+                append_lease_event(run, lease, status.state, status.reason)
             handle = seen[lease.name].handle if lease.name in seen else lease.handle
-            after = after.change(lease.name, state=each.state, reason=each.reason, handle=handle)
+            after = after.change(
+                lease.name, state=status.state, reason=status.reason, handle=handle
+            )
         done = {
-            each.lease.name
-            for each in statuses
-            if each.state is LeaseState.GONE and not each.lease.is_wanted
+            status.lease.name
+            for status in statuses
+            if status.state is LeaseState.GONE and not status.lease.is_wanted
         }
         after = after.without(done)
         if after != record:
@@ -268,8 +281,8 @@ class LeasedExecutor(ABC):
 
 def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
     """Whether those who are left can only wait: servers of asynchronous workers have no heir."""
-    alive = [each for each in statuses if each.state is not LeaseState.GONE]
-    if not alive or any(each.lease.is_lead for each in alive):
+    alive = [status for status in statuses if status.state is not LeaseState.GONE]
+    if not alive or any(item.lease.is_lead for item in alive):
         return False
     job = read_raw_job(run) or {}
     return is_asynchronous(run, (job.get("communication") or {}).get("method"))
@@ -281,26 +294,26 @@ def _find_laggards(record: LeaseRecord, seen: Mapping[str, ObservedLeases]) -> l
     Who was sent away and waits need not be waited for: its node was lost, and the cluster queued it again.
     """
     now = time.time()
-    found: list[str] = []
+    matches: list[str] = []
     for lease in record.leases:
-        each = seen.get(lease.name)
+        item = seen.get(lease.name)
         is_late = now - (lease.unwanted_at or now) > _LEAVE_S
         is_over = record.is_ending or not lease.is_wanted
-        is_idle = each is not None and each.state is LeaseState.WAITING and is_over
-        if each is not None and each.state is not LeaseState.GONE and (is_late or is_idle):
-            found.append(each.handle)
-    return found
+        is_idle = item is not None and item.state is LeaseState.WAITING and is_over
+        if item is not None and item.state is not LeaseState.GONE and (is_late or is_idle):
+            matches.append(item.handle)
+    return matches
 
 
 def _match(record: LeaseRecord, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:
     """Which leases stay, and which go, so that no node has more than is wanted there."""
     room = dict(wanted)
-    kept: list[Lease] = []
+    retained: list[Lease] = []
     ended: list[Lease] = []
     order = sorted(record.wanted, key=lambda lease: (not lease.is_lead, -lease.devices))
     for lease in order:
         fits = lease.devices <= room.get(lease.node, 0) and lease.state != LeaseState.GONE
         if fits:
             room[lease.node] -= lease.devices
-        (kept if fits else ended).append(lease)
-    return kept, ended
+        (retained if fits else ended).append(lease)
+    return retained, ended

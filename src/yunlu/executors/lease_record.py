@@ -62,8 +62,8 @@ class LeaseRecord(Value):
     @property
     def wanted(self) -> tuple[Lease, ...]:
         """Leases that are to last, the lead first."""
-        found = [lease for lease in self.leases if lease.is_wanted]
-        return tuple(sorted(found, key=lambda lease: not lease.is_lead))
+        matching_leases = [lease for lease in self.leases if lease.is_wanted]
+        return tuple(sorted(matching_leases, key=lambda lease: not lease.is_lead))
 
     @property
     def placement(self) -> Placement:
@@ -136,14 +136,14 @@ def write_record(run: RunStore, record: LeaseRecord) -> None:
 
 def append_lease_event(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
     """Add one happening."""
-    told = LeaseEvent(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
-    run.append(Log.LEASE_EVENTS, [told.model_dump()])
+    result = LeaseEvent(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
+    run.append(Log.LEASE_EVENTS, [result.model_dump()])
 
 
 def read_lease_events(run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
     """What happened, from a byte offset on, each with the offset after it."""
-    for found, after in run.read_log(Log.LEASE_EVENTS, offset=offset):
-        yield LeaseEvent.model_validate(found), after
+    for result, after in run.read_log(Log.LEASE_EVENTS, offset=offset):
+        yield LeaseEvent.model_validate(result), after
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def main() -> int:
     parser.add_argument(
         "--with-parent", action="store_true", help="end everything once the parent is gone"
     )
-    asked = parser.parse_args()
-    return LeaseRunner(open_run(asked.run), asked.lease, with_parent=asked.with_parent).hold()
+    args = parser.parse_args()
+    return LeaseRunner(open_run(args.run), args.lease, with_parent=args.with_parent).hold()
 
 
 def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
@@ -116,11 +116,11 @@ class LeaseRunner:
         if lease is None:
             sys.stderr.write(f"lease {self.name} is not wanted any more\n")
             return 0
-        words, environment = self.find_part(lease)
-        if not words:
+        text, environment = self.find_part(lease)
+        if not text:
             return AGAIN if self._is_noticed and self._is_needed() else 0
         append_lease_event(self.run, lease, "began", reason=socket.gethostname())
-        self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (our own interpreter and module)
+        self._child = subprocess.Popen(text, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (our own interpreter and module)
         return self._see_through(lease)
 
     def _wanted_lease(self) -> Lease | None:
@@ -211,9 +211,9 @@ class LeaseRunner:
         """Bury the dead; whether anybody is left."""
         assert self._child is not None
         try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] == self._child.pid:
-                    self._child.returncode = os.waitstatus_to_exitcode(found[1])
+            while (result := os.waitpid(-1, os.WNOHANG))[0]:
+                if result[0] == self._child.pid:
+                    self._child.returncode = os.waitstatus_to_exitcode(result[1])
         except ChildProcessError:
             return False
         return True

@@ -121,7 +121,9 @@ class LocalExecutor:
             if record.is_ending or worker is None:
                 return ResizeResult(how="later", text=f"{run.id} is just being stopped")
             if self._gpus and devices != lease.devices:
-                return ResizeResult(how="restart", text="a process keeps the GPUs it was started with")
+                return ResizeResult(
+                    how="restart", text="a process keeps the GPUs it was started with"
+                )
             if devices > lease.devices:
                 self._limit_anew(run, worker, devices)
             text = self._ask_for(run, devices)
@@ -186,9 +188,9 @@ class LocalExecutor:
     def _check(self, run: RunStore, placement: Placement) -> int:
         strange = [node for node, _ in placement.shares if node != self._node]
         if strange or not placement:
-            asked = ", ".join(strange) or "nothing"
+            requested = ", ".join(strange) or "nothing"
             raise ExecutorError(
-                f"{run.id} was given {asked}, and {self.address} has only {self._node}"
+                f"{run.id} was given {requested}, and {self.address} has only {self._node}"
             )
         return placement.devices
 
@@ -261,8 +263,8 @@ def _end(run: RunStore, worker: WorkerProcess | None) -> None:
 def _declared_gb(run: RunStore) -> float | None:
     """What the job says that training takes on each device."""
     with suppress(OSError, ValueError, AttributeError):
-        told = (read_raw_job(run) or {}).get("train", {}).get("memory_gb")
-        return float(told) if isinstance(told, int | float) else None
+        result = (read_raw_job(run) or {}).get("train", {}).get("memory_gb")
+        return float(result) if isinstance(result, int | float) else None
     return None
 
 

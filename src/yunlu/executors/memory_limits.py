@@ -84,8 +84,8 @@ def report_exceeded(run_id: str) -> str | None:
     if group is None or not has_exceeded(group):
         return None
     most = _read(group, "memory.max", "memory.limit_in_bytes")
-    words = "" if most is None else f" of {show_bytes(most)}"
-    return f"it took more memory than its limit{words}, and was ended for that"
+    text = "" if most is None else f" of {show_bytes(most)}"
+    return f"it took more memory than its limit{text}, and was ended for that"
 
 
 def forget(run_id: str) -> None:
@@ -174,8 +174,8 @@ def _write(group: Path, most_bytes: int) -> None:
 def _count_kills(group: Path) -> int:
     for name in ("memory.events", "memory.oom_control"):
         with suppress(OSError):
-            words = (group / name).read_text().split()
-            return int(dict(zip(words[::2], words[1::2], strict=False)).get("oom_kill", 0))
+            parts = (group / name).read_text().split()
+            return int(dict(zip(parts[::2], parts[1::2], strict=False)).get("oom_kill", 0))
     return 0
 
 

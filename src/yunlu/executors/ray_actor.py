@@ -40,10 +40,10 @@ class LeaseActor:
     """Starts the program of a lease and gives its devices back when it is over."""
 
     def __init__(self, order: str) -> None:
-        asked = LeaseOrder.model_validate_json(order)
+        requested = LeaseOrder.model_validate_json(order)
         ray: Any = import_module("ray")
         self._group: Any = ray.util.get_current_placement_group()
-        self._keeper = _start_keeper(asked, address=ray.util.get_node_ip_address())
+        self._keeper = _start_keeper(requested, address=ray.util.get_node_ip_address())
         self._last_words: dict[str, Any] = {}
         threading.Thread(target=self._see_through, name="lease", daemon=True).start()
 
@@ -82,9 +82,9 @@ def _start_keeper(asked: LeaseOrder, *, address: str) -> subprocess.Popen[bytes]
         if not name.startswith(_RAYS_OWN)
     }
     environment |= asked.environment | {"YUNLU_BIND": address}
-    words = ["--raylet", str(os.getppid()), "--log", asked.log, "--directory", asked.directory]
+    parts = ["--raylet", str(os.getppid()), "--log", asked.log, "--directory", asked.directory]
     keeper = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*_KEEPER, asked.run, asked.lease, *words],
+        [*_KEEPER, asked.run, asked.lease, *parts],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

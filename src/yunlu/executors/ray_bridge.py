@@ -36,14 +36,14 @@ def main() -> int:
         return 1
     _say(answers, answer="connected")
     for line in sys.stdin:
-        asked = json.loads(line)
+        requested = json.loads(line)
         try:
-            found = getattr(cluster, asked["call"])(**asked["with"])
+            result = getattr(cluster, requested["call"])(**requested["with"])
         except Exception as error:  # noqa: BLE001 (as above)
             traceback.print_exc()
             _say(answers, error=_words(error))
         else:
-            _say(answers, answer=found)
+            _say(answers, answer=result)
     return 0
 
 
@@ -72,7 +72,7 @@ class Cluster:
         inside = self._look_inside()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         named = self._ray.util.list_named_actors(all_namespaces=True)
-        actors = {each["name"] for each in named if each["namespace"] == OURS}
+        actors = {item["name"] for item in named if item["namespace"] == OURS}
         groups = self._groups()
         self._reclaim({group["name"] for group in groups} - actors)
         return {
@@ -172,12 +172,12 @@ class Cluster:
 def look_inside() -> dict[str, Any]:
     """What only a process inside the cluster is told; where it is not, nodes are taken as free."""
     state: Any = import_module("ray._private.state").state
-    told: dict[str, Any] = {"available": {}, "draining": []}
+    result: dict[str, Any] = {"available": {}, "draining": []}
     with suppress(AttributeError):  # not promised by Ray
-        told["available"] = state.available_resources_per_node()
+        result["available"] = state.available_resources_per_node()
     with suppress(AttributeError):
-        told["draining"] = [*state.get_draining_nodes()]
-    return told
+        result["draining"] = [*state.get_draining_nodes()]
+    return result
 
 
 def request_room(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:

@@ -46,13 +46,13 @@ class RayExecutor(LeasedExecutor):
     name = "ray"
 
     def __init__(self, address: str = "ray") -> None:
-        place, options = read_address(address, ("head", "device", "env", "grow"))
+        index, options = read_address(address, ("head", "device", "env", "grow"))
         self.address = address
         self._device = options.get("device", "auto")
         if self._device not in {"auto", "cpu", "gpu"}:
             raise ExecutorError(f"{address}: device is {self._device!r}, neither cpu nor gpu")
         self._sent = tuple(name for name in options.get("env", "").split(",") if name)
-        self._link = find_link(f"ray://{place}" if place else options.get("head", "auto"))
+        self._link = find_link(f"ray://{index}" if index else options.get("head", "auto"))
         self._growth = read_growth(options.get("grow", ""))
         self._wanted_nodes: dict[str, int] = {}
 
@@ -78,7 +78,7 @@ class RayExecutor(LeasedExecutor):
 
     def scale(self, kind: str, nodes: int) -> None:
         """Have the autoscaler keep so many nodes of a type; those in use it keeps in any case."""
-        if kind not in {each.kind for each in self._growth}:
+        if kind not in {item.kind for item in self._growth}:
             raise ExecutorError(
                 f"{self.address} does not say that nodes of {kind} can be started",
                 hint=f"add it to the address: grow={kind}:DEVICESxNODES",
@@ -97,7 +97,9 @@ class RayExecutor(LeasedExecutor):
         del lead  # who joins waits for it by itself
         survey = self.survey()
         ids = {name: node for node, name in name_nodes(survey).items()}
-        node = next((each for each in survey.nodes if each.id == ids.get(lease.node)), None)
+        node = next(
+            (one_node for one_node in survey.nodes if one_node.id == ids.get(lease.node)), None
+        )
         if node is None:
             raise ExecutorError(
                 f"{self.address} has no node {lease.node}",
@@ -122,7 +124,9 @@ class RayExecutor(LeasedExecutor):
     def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.look``."""
         ended = {
-            told.lease: told.reason for told, _ in read_lease_events(run) if told.what == "ended"
+            result.lease: result.reason
+            for result, _ in read_lease_events(run)
+            if result.what == "ended"
         }
         return read_leases(self.survey(), run=run.id, record=record, ended=ended)
 

@@ -54,10 +54,10 @@ class RayLink:
             try:
                 return self._bridge.ask({"call": name, "with": arguments}, _ANSWER_S)
             except _SilentError as error:
-                words = self._bridge.last_words()
+                text = self._bridge.last_words()
                 self._hang_up()
                 raise ExecutorError(
-                    f"the Ray cluster at {self.address} {error}{words}",
+                    f"the Ray cluster at {self.address} {error}{text}",
                     hint="what runs there goes on; ask again in a moment",
                 ) from error
 
@@ -74,9 +74,9 @@ class RayLink:
         try:
             bridge.read(_CONNECT_S)
         except (_SilentError, ExecutorError) as error:
-            said = f"it {error}{bridge.last_words()}" if isinstance(error, _SilentError) else error
+            given = f"it {error}{bridge.last_words()}" if isinstance(error, _SilentError) else error
             bridge.end()
-            raise self._no_connection(str(said)) from error
+            raise self._no_connection(str(given)) from error
         return bridge
 
     def _knock(self) -> None:

@@ -86,7 +86,7 @@ def resource_of(resources: Mapping[str, float], wanted: str = "auto") -> str:
 def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ...]:
     """Nodes, each with the devices that nobody else holds."""
     names = name_nodes(survey)
-    found = [
+    result = [
         Node(
             name=names[node.id],
             devices=_devices_for_us(survey, node, resource_of(node.resources, device)),
@@ -98,7 +98,7 @@ def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ..
         for node in survey.nodes
         if node.resources.get(resource_of(node.resources, device), 0) >= 1
     ]
-    return tuple(sorted(found, key=lambda node: node.name))
+    return tuple(sorted(result, key=lambda node: node.name))
 
 
 def read_growth(text: str) -> tuple[Reserve, ...]:
@@ -107,7 +107,7 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
     That is up to 4 nodes of 8 A100, and up to 2 nodes of 16 processors, those that are always there
     included; ``A100-spot:8x4`` are nodes with the label of spot machines. Ray itself tells nobody.
     """
-    found: list[Reserve] = []
+    matches: list[Reserve] = []
     for word in filter(None, text.split(",")):
         match = re.fullmatch(r"(.+):([1-9]\d*)x([1-9]\d*)", word)
         if match is None:
@@ -117,7 +117,7 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
             )
         kind, devices, most = match.groups()
         type_ = kind.removesuffix(SPOT)
-        found.append(
+        matches.append(
             Reserve(
                 type=type_,
                 devices=int(devices),
@@ -126,17 +126,17 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
                 is_spot=type_ != kind,
             )
         )
-    return tuple(found)
+    return tuple(matches)
 
 
 def count_awake(survey: ClusterSurvey, growth: Iterable[Reserve]) -> tuple[Reserve, ...]:
     """What may be started, with what of it is there."""
     names = name_nodes(survey)
-    found: list[Reserve] = []
+    matches: list[Reserve] = []
     for kind in growth:
         awake = tuple(names[node.id] for node in survey.nodes if _is_of(node, kind))
-        found.append(replace(kind, awake=len(awake), nodes=awake))
-    return tuple(found)
+        matches.append(replace(kind, awake=len(awake), nodes=awake))
+    return tuple(matches)
 
 
 def size_bundles(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, float]]:
@@ -166,17 +166,17 @@ def read_leases(
     """
     names = name_nodes(survey)
     beginning = lease_name(run, "")
-    found: dict[str, ObservedLeases] = {}
+    result: dict[str, ObservedLeases] = {}
     for group in survey.groups:
         if group.name.startswith(beginning):
             lease = group.name.removeprefix(beginning)
-            asked = record.find(lease)
-            state, reason = _state_of(group, survey, names, asked.node if asked else "")
+            requested = record.find(lease)
+            state, reason = _state_of(group, survey, names, requested.node if requested else "")
             if lease in ended:
                 state, reason = LeaseState.GONE, ended[lease]
-            node = names.get(group.node, asked.node if asked else "")
+            node = names.get(group.node, requested.node if requested else "")
             is_lost = reason == RAYLET_GONE or node not in names.values()
-            found[lease] = ObservedLeases(
+            result[lease] = ObservedLeases(
                 handle=group.name,
                 state=state,
                 reason=reason,
@@ -186,15 +186,15 @@ def read_leases(
     for lease in record.leases:
         name = lease_name(run, lease.name)
         reason = ended.get(lease.name) or survey.errors.get(name)
-        if reason and lease.name not in found:  # its devices are given back already
-            found[lease.name] = ObservedLeases(
+        if reason and lease.name not in result:  # its devices are given back already
+            result[lease.name] = ObservedLeases(
                 handle=name,
                 state=LeaseState.GONE,
                 reason=reason,
                 node=lease.node,
                 has_lost_node=reason == RAYLET_GONE,
             )
-    return found
+    return result
 
 
 def _state_of(
@@ -202,8 +202,8 @@ def _state_of(
 ) -> tuple[LeaseState, str]:
     if group.name not in survey.actors:
         gone = bool(group.node) and group.node not in names
-        words = f"Ray has given up node {wanted}" if gone else "its actor has ended"
-        return LeaseState.GONE, survey.errors.get(group.name, words)
+        text = f"Ray has given up node {wanted}" if gone else "its actor has ended"
+        return LeaseState.GONE, survey.errors.get(group.name, text)
     if group.state == "CREATED":
         return LeaseState.RUNNING, ""
     if wanted and wanted not in names.values():

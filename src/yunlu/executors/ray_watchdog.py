@@ -46,15 +46,15 @@ def main() -> int:
     parser.add_argument("--raylet", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--directory", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     # Not a child of the actor: Ray would end it with the actor, before it can do its work.
     if os.fork():
         os._exit(0)
     os.setsid()
-    words = [*_LEASE, str(asked.run), asked.lease, "--with-parent"]
-    reason = RayWatchdog(words, raylet=asked.raylet).keep(log=asked.log, directory=asked.directory)
+    parts = [*_LEASE, str(args.run), args.lease, "--with-parent"]
+    reason = RayWatchdog(parts, raylet=args.raylet).keep(log=args.log, directory=args.directory)
     if reason:
-        _tell_run(open_run(asked.run), asked.lease, reason)
+        _tell_run(open_run(args.run), args.lease, reason)
     return 0
 
 
@@ -112,9 +112,9 @@ class RayWatchdog:
                 if {signal.SIGTERM, signal.SIGINT} & set(self._woken.recv(4096)):
                     self._pass_on()
         if sys.stdin.fileno() in readable:
-            words = os.read(sys.stdin.fileno(), 4096)
-            self._has_actor = bool(words)
-            if STOP.encode() in words:
+            text = os.read(sys.stdin.fileno(), 4096)
+            self._has_actor = bool(text)
+            if STOP.encode() in text:
                 self._pass_on()
 
     def _pass_on(self) -> None:

@@ -60,9 +60,9 @@ def last_reason(run: RunStore) -> str:
     record = read_record(run)
     if record is None:
         return "it is with no executor any more"
-    told = sorted(record.leases, key=lambda lease: not lease.is_lead)
-    where = f" on {told[0].node}" if told else ""
-    reason = told[0].reason if told else ""
+    result = sorted(record.leases, key=lambda lease: not lease.is_lead)
+    where = f" on {result[0].node}" if result else ""
+    reason = result[0].reason if result else ""
     return f"its lease{where} is gone: {reason or 'nobody knows why'} ({record.address})"
 
 
@@ -73,11 +73,11 @@ def scheme_of(address: str) -> str:
 
 def read_address(address: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
     """What stands after ``://``, and the options after ``?``; unknown ones are refused."""
-    place, _, asked = address.partition("?")
-    options = dict(parse_qsl(asked, keep_blank_values=True))
+    index, _, requested = address.partition("?")
+    options = dict(parse_qsl(requested, keep_blank_values=True))
     for name in options:
         if name not in set(known):
             raise ExecutorError(
                 f"{address}: there is no option {name!r}", hint=did_you_mean(name, known)
             )
-    return place.partition("://")[2].strip("/"), options
+    return index.partition("://")[2].strip("/"), options

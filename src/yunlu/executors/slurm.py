@@ -102,12 +102,14 @@ class SlurmExecutor(LeasedExecutor):
     def nodes(self) -> tuple[Node, ...]:
         """Nodes that are up, each with the devices that nobody else's jobs hold."""
         before = _count_ours(self._queue())
-        found = [node for node in self._slurm_nodes() if not node.is_absent and not node.is_asleep]
+        matching_nodes = [
+            node for node in self._slurm_nodes() if not node.is_absent and not node.is_asleep
+        ]
         # Asked again: what came or went in between is not somebody else's.
         after = _count_ours(self._queue())
         return tuple(
             self._node(node, max(before.get(node.name, 0), after.get(node.name, 0)))
-            for node in found
+            for node in matching_nodes
         )
 
     def reserves(self) -> tuple[Reserve, ...]:
@@ -153,7 +155,7 @@ class SlurmExecutor(LeasedExecutor):
         require_local(run).directory(Area.LOGS).mkdir(exist_ok=True)
         log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
         cpus = lease.devices * int(self.options.cpus)
-        words = [
+        parts = [
             "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append",
             f"--nodelist={lease.node}", f"--cpus-per-task={cpus}",
             f"--job-name={_job_name(run, lease.name)}", f"--comment={_OURS} devices={lease.devices}",
@@ -162,7 +164,7 @@ class SlurmExecutor(LeasedExecutor):
             *self._options(lease),
         ]  # fmt: skip
         if lead is not None and not lease.is_lead:
-            words.append(f"--dependency=after:{lead}")
+            parts.append(f"--dependency=after:{lead}")
         program = [
             sys.executable,
             "-m",
@@ -172,11 +174,11 @@ class SlurmExecutor(LeasedExecutor):
         ]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={cpus}", *program]
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
-        return _slurm(*words, script=script).partition(";")[0]
+        return _slurm(*parts, script=script).partition(";")[0]
 
     def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.look``."""
-        found: dict[str, ObservedLeases] = {}
+        result: dict[str, ObservedLeases] = {}
         beginning = _job_name(run, "")
         needed = {
             _job_name(run, lease.name) for lease in record.leases if lease.state != LeaseState.GONE
@@ -186,14 +188,14 @@ class SlurmExecutor(LeasedExecutor):
             jobs, key=lambda job: (job.lease_state is not LeaseState.GONE, int(job.id))
         ):
             if job.name.startswith(beginning):
-                found[job.name.removeprefix(beginning)] = ObservedLeases(
+                result[job.name.removeprefix(beginning)] = ObservedLeases(
                     handle=job.id,
                     state=job.lease_state,
                     reason=job.words,
                     node=job.node,
                     has_lost_node=job.has_lost_node,
                 )
-        return found
+        return result
 
     def cancel(self, handles: Sequence[str]) -> None:
         """As ``LeasedExecutor.cancel``."""
@@ -210,25 +212,28 @@ class SlurmExecutor(LeasedExecutor):
         """Refuse what Slurm, or we, would stumble over later."""
         options = self.options
         for name in ("cpus", "notice_s", "minutes", "memory_mb"):
-            told: str = getattr(options, name)
+            result: str = getattr(options, name)
             may_lack = name in {"minutes", "memory_mb"}
-            if not (told.isdigit() and int(told) > 0) and (told or not may_lack):
+            if not (result.isdigit() and int(result) > 0) and (result or not may_lack):
                 raise ExecutorError(f"{self.address}: {name} is not a whole number above 0")
         for name, known in (("device", ("auto", "gpu", "cpu")), ("spot", ("", "yes", "no"))):
-            told = getattr(options, name)
-            if told not in known:
-                words = ", ".join(filter(None, known))
-                raise ExecutorError(f"{self.address}: {name} is {told!r}", hint=f"say {words}")
+            result = getattr(options, name)
+            if result not in known:
+                text = ", ".join(filter(None, known))
+                raise ExecutorError(f"{self.address}: {name} is {result!r}", hint=f"say {text}")
 
     def _options(self, lease: Lease) -> list[str]:
         options = self.options
-        words = [f"--{name}={value}" for name in ("partition", "account", "qos")
+        parts = [f"--{name}={value}" for name in ("partition", "account", "qos")
                  if (value := getattr(options, name))]  # fmt: skip
         if options.minutes:
-            words.append(f"--time={options.minutes}")
+            parts.append(f"--time={options.minutes}")
         if options.memory_mb:
-            words.append(f"--mem={int(options.memory_mb) * lease.devices}M")
-        node = next((found for found in self._slurm_nodes() if found.name == lease.node), None)
+            parts.append(f"--mem={int(options.memory_mb) * lease.devices}M")
+        node = next(
+            (slurm_node for slurm_node in self._slurm_nodes() if slurm_node.name == lease.node),
+            None,
+        )
         if node is None:
             where = f"partition {options.partition}" if options.partition else "Slurm"
             raise ExecutorError(
@@ -236,10 +241,10 @@ class SlurmExecutor(LeasedExecutor):
                 hint="Slurm shows a cloud node that sleeps only with PrivateData=cloud",
             )
         if self._has_gpus(node):
-            words.append(
+            parts.append(
                 f"--gres=gpu:{f'{node.gpu_type}:' if node.gpu_type else ''}{lease.devices}"
             )
-        return words
+        return parts
 
     def _node(self, node: SlurmNode, ours: int) -> Node:
         total, used = self._count(node), node.used_gpus
@@ -271,12 +276,12 @@ class SlurmExecutor(LeasedExecutor):
     def _slurm_nodes(self) -> list[SlurmNode]:
         every = read_nodes(_slurm("scontrol", "--details", "--oneliner", "show", "node"))
         partition = self.options.partition or self._default_partition()
-        found = [node for node in every if partition in node.partitions]
-        if not found and partition not in (known := [name for name, _ in _partitions()]):
+        matching_nodes = [node for node in every if partition in node.partitions]
+        if not matching_nodes and partition not in (known := [name for name, _ in _partitions()]):
             raise ExecutorError(
                 f"this Slurm has no partition {partition!r}", hint=did_you_mean(partition, known)
             )
-        return found
+        return matching_nodes
 
     def _default_partition(self) -> str:
         marked = [name for name, is_default in _partitions() if is_default]
@@ -287,11 +292,11 @@ class SlurmExecutor(LeasedExecutor):
         return marked[0]
 
     def _queue(self) -> list[QueuedJob]:
-        words = ("squeue", "--noheader", "--me", "--states=all", f"--format={QUEUE_FORMAT}")
+        parts = ("squeue", "--noheader", "--me", "--states=all", f"--format={QUEUE_FORMAT}")
         at = time.monotonic()
-        found = [job for job in read_queue(_slurm(*words)) if job.comment.startswith(_OURS)]
-        _heard[:] = [(at, found)]
-        return found
+        matching_jobs = [job for job in read_queue(_slurm(*parts)) if job.comment.startswith(_OURS)]
+        _heard[:] = [(at, matching_jobs)]
+        return matching_jobs
 
     def _recent_queue(self, needed: set[str]) -> list[QueuedJob]:
         """As it was heard a moment ago, if none of these is missing there: somebody may just have asked."""
@@ -329,15 +334,15 @@ def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> 
     except subprocess.TimeoutExpired as error:
         raise ExecutorError(f"Slurm has not answered {words[0]} for {_ANSWER_S:.0f} s") from error
     if done.returncode and not is_lenient:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ExecutorError(f"Slurm refused {words[0]}: {said}")
+        given = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ExecutorError(f"Slurm refused {words[0]}: {given}")
     return done.stdout.strip()
 
 
 def _partitions() -> list[tuple[str, bool]]:
     """Names, and whether it is the one that is meant where none is named."""
-    words = _slurm("sinfo", "--noheader", "--format=%P").split()
-    return [(word.rstrip("*"), word.endswith("*")) for word in words]
+    parts = _slurm("sinfo", "--noheader", "--format=%P").split()
+    return [(word.rstrip("*"), word.endswith("*")) for word in parts]
 
 
 def _job_name(run: RunStore, lease: str) -> str:
@@ -354,5 +359,5 @@ def _count_ours(jobs: Iterable[QueuedJob]) -> dict[str, int]:
 
 
 def _devices_of(job: QueuedJob) -> int:
-    told = job.comment.partition("devices=")[2]
-    return int(told) if told.isdigit() else 0
+    result = job.comment.partition("devices=")[2]
+    return int(result) if result.isdigit() else 0

@@ -87,8 +87,10 @@ class QueuedJob:
                 why = self.reason.partition(",")[0].strip("()")
                 return f"{_WAITS.get(why, 'Slurm holds it back')} (Slurm: {self.reason})"
             case LeaseState.GONE:
-                told = self.state if self.reason in {"", "None"} else f"{self.state}, {self.reason}"
-                return f"{_ENDED.get(self.state, 'it ended')} (Slurm: {told})"
+                result = (
+                    self.state if self.reason in {"", "None"} else f"{self.state}, {self.reason}"
+                )
+                return f"{_ENDED.get(self.state, 'it ended')} (Slurm: {result})"
             case _:
                 return ""
 
@@ -176,6 +178,6 @@ def read_nodes(text: str) -> Iterator[SlurmNode]:
 
 def _count_gpus(gres: str) -> tuple[int, str]:
     """How many, and of which type: of ``gpu:a100:4(S:0-1),shard:8`` 4 and ``a100``."""
-    found = re.findall(r"(?:^|,)gpu(?::([A-Za-z_][\w.-]*|\(null\)))?:(\d+)", gres)
-    kinds = [kind for kind, _ in found if kind and kind != "(null)"]
-    return sum(int(count) for _, count in found), kinds[0] if kinds else ""
+    result = re.findall(r"(?:^|,)gpu(?::([A-Za-z_][\w.-]*|\(null\)))?:(\d+)", gres)
+    kinds = [kind for kind, _ in result if kind and kind != "(null)"]
+    return sum(int(count) for _, count in result), kinds[0] if kinds else ""

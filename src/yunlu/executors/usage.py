@@ -78,8 +78,8 @@ def read_gpus() -> tuple[tuple[float, float], ...]:
     if program is None:
         return ()
     try:
-        words = [program, _QUERY, "--format=csv,noheader,nounits"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)  # noqa: S603 (the driver's own program)
+        parts = [program, _QUERY, "--format=csv,noheader,nounits"]
+        done = subprocess.run(parts, capture_output=True, text=True, timeout=_ANSWER_S, check=False)  # noqa: S603 (the driver's own program)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(_read_line(line) for line in done.stdout.splitlines() if line.count(",") == 2)

@@ -126,8 +126,8 @@ def program_for(
     that asynchronous ones expect to be, those elsewhere among them.
     """
     if is_asynchronous:
-        words = (*ASYNCHRONOUS, "--devices", str(devices))
-        return words if shares is None else (*words, "--shares", str(max(shares, devices)))
+        parts = (*ASYNCHRONOUS, "--devices", str(devices))
+        return parts if shares is None else (*parts, "--shares", str(max(shares, devices)))
     if devices == 1 and not is_elastic:
         return WORKER
     return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
@@ -167,8 +167,8 @@ def start_worker(
         own_session: Not where a launcher is to find and end it with this process.
         environment: Variables that it is to have besides ours.
     """
-    words = list(command or WORKER)
-    words += [run.address] + ["--plan-only"] * plan_only
+    text = list(command or WORKER)
+    text += [run.address] + ["--plan-only"] * plan_only
     if directory is not None and not directory.is_dir():
         raise StoreError(
             f"the run was submitted from {directory}, which is no longer there",
@@ -176,7 +176,7 @@ def start_worker(
         )
     with require_local(run).open_text_log(WORKER_LOG) as log:
         child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-            words,
+            text,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -86,15 +86,15 @@ def join_run() -> tuple[RunStore | None, int]:
     return run, 0 if result.code == 0 else 1
 
 
-def train_to_end(job: Job | RunStore, launch: LaunchInfo, *, source: Path | None = None) -> RunStore:
+def train_to_end(
+    job: Job | RunStore, launch: LaunchInfo, *, source: Path | None = None
+) -> RunStore:
     """On any rank: train a job, or resume a run, to its end; every rank returns the same run."""
     if launch.rank:
         return _join_or_raise(launch)
     run = start_run(job, launch, source=source) if isinstance(job, Job) else resume_run(job)
 
-    def stop() -> (
-        None
-    ):  # not in the handler: the interrupted code may hold the lock
+    def stop() -> None:  # not in the handler: the interrupted code may hold the lock
         threading.Thread(target=lifecycle.request_stop, args=(run,), daemon=True).start()
 
     with forward_signals(stop):
@@ -111,7 +111,9 @@ def _join_or_raise(launch: LaunchInfo) -> RunStore:
         error = error_of(event for event, _ in run.read_events())
         if error is not None:
             raise error
-    raise TrainingError(f"worker {launch.rank} of {launch.size} failed", hint="its output tells more")
+    raise TrainingError(
+        f"worker {launch.rank} of {launch.size} failed", hint="its output tells more"
+    )
 
 
 def find_previous_run(job: Job, launch: LaunchInfo) -> RunStore | None:
@@ -125,13 +127,19 @@ def find_previous_run(job: Job, launch: LaunchInfo) -> RunStore | None:
         except (OSError, ValueError, StoreError):  # not an externally launched run
             continue
         with_name = {"name": saved.name}  # a run has a name even if its job has none
-        if (job if job.name else job.model_copy(update=with_name)) == saved and _is_restart(ours, theirs):
+        if (job if job.name else job.model_copy(update=with_name)) == saved and _is_restart(
+            ours, theirs
+        ):
             return run
     return None
 
 
 def _is_restart(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    if ours["launcher"] != theirs.get("launcher") or ours["id"] != theirs.get("id") or not ours["id"]:
+    if (
+        ours["launcher"] != theirs.get("launcher")
+        or ours["id"] != theirs.get("id")
+        or not ours["id"]
+    ):
         return False
     if ours["asker"] == theirs.get("asker"):
         return False  # one program trains the same job twice

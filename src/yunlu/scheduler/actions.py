@@ -51,7 +51,9 @@ class ActionRunner:
                     self.control.start(scheduled.run, move.placement)
                 case "resize":
                     if not self.control.resize(scheduled.run, move.placement):
-                        self._intend(scheduled, PendingAction(kind="stop", reason="moved", by=self.name))
+                        self._intend(
+                            scheduled, PendingAction(kind="stop", reason="moved", by=self.name)
+                        )
                         self._ask_to_stop(scheduled)
                 case "stop":
                     self._ask_to_stop(scheduled)
@@ -65,7 +67,9 @@ class ActionRunner:
                 # What has become of it is seen at the next look. If nothing has, that is not the
                 # run's fault: somebody else was just busy with it.
                 nobodys = pending.model_copy(update={"by": ""})
-                self.registry.put(scheduled, scheduled.allocation.model_copy(update={"intention": nobodys}))
+                self.registry.put(
+                    scheduled, scheduled.allocation.model_copy(update={"intention": nobodys})
+                )
             return f"{move.kind}: {error}"
         return None
 
@@ -77,7 +81,9 @@ class ActionRunner:
         first, last = self._asked.get(scheduled.id, (now, -math.inf))
         is_stalled = pending is not None and pending.reason == STALLED
         is_saving = scheduled.observation.state is RunState.STOPPING and last > -math.inf
-        is_saving = is_saving and not scheduled.observation.waits_for  # nothing of it runs that could save
+        is_saving = (
+            is_saving and not scheduled.observation.waits_for
+        )  # nothing of it runs that could save
         if now - last < _AGAIN_S or (is_saving and not is_stalled):
             return
         self._asked[scheduled.id] = (first, now)
@@ -114,7 +120,7 @@ class ActionRunner:
         """Let a run that failed too often rest as failed, with the reason; what was said, if anything."""
         if scheduled.observation.is_alive or scheduled.observation.state is RunState.FAILED:
             return None
-        words = scheduled.allocation.given_up
+        text = scheduled.allocation.given_up
         try:
             with launch_lock(scheduled.run, wait=False):
                 record = read_record(scheduled.run)
@@ -124,10 +130,10 @@ class ActionRunner:
                         scheduled.run, record, RunState.PENDING, reason="looked at by the pool"
                     )
                 if record.state is RunState.PENDING:
-                    move_state(scheduled.run, record, RunState.FAILED, reason=words)
+                    move_state(scheduled.run, record, RunState.FAILED, reason=text)
         except (YunluError, OSError):
             return None  # tried again at the next look
-        return words
+        return text
 
     def _ask_to_stop(self, scheduled: ScheduledRun) -> None:
         now = time.monotonic()

@@ -104,12 +104,16 @@ def read_allocation(run: RunStore) -> AllocationRecord:
     """The notes; empty ones where there are none, or none that can be read: they can be rebuilt."""
     try:
         content = run.read(Document.ALLOCATION)
-        return AllocationRecord() if content is None else AllocationRecord.model_validate_json(content)
+        return (
+            AllocationRecord() if content is None else AllocationRecord.model_validate_json(content)
+        )
     except (OSError, ValidationError):
         return AllocationRecord()
 
 
-def write_allocation(run: RunStore, allocation: AllocationRecord, *, is_pending: bool = False) -> None:
+def write_allocation(
+    run: RunStore, allocation: AllocationRecord, *, is_pending: bool = False
+) -> None:
     """Publish the notes; an intention is on the disk before anything is done about it."""
     run.write(Document.ALLOCATION, allocation.model_dump_json(), durable=is_pending)
 
@@ -140,7 +144,9 @@ def reconcile(
         return _resolve_alive(allocation, observation, now, service)
     if not allocation.shares and allocation.pending is None:
         return allocation
-    if observation.state.is_active and (observation.has_begun or observation.state is not RunState.PENDING):
+    if observation.state.is_active and (
+        observation.has_begun or observation.state is not RunState.PENDING
+    ):
         return allocation  # its end has not been written down yet
     freed = allocation.model_copy(update={"shares": (), "intention": None, "held_since": None})
     if _is_nobodys_fault(entry, allocation, observation, nodes, service):
@@ -149,7 +155,9 @@ def reconcile(
     return _count_failure(freed, observation, now)
 
 
-def _resolve_alive(allocation: AllocationRecord, observation: RunObservation, now: float, service: str) -> AllocationRecord:
+def _resolve_alive(
+    allocation: AllocationRecord, observation: RunObservation, now: float, service: str
+) -> AllocationRecord:
     shares, pending, since = allocation.shares, allocation.pending, allocation.held_since
     kind = pending.kind if pending is not None else None
     wanted = pending.shares if pending is not None else ()
@@ -161,10 +169,15 @@ def _resolve_alive(allocation: AllocationRecord, observation: RunObservation, no
         pending = None  # it was cut short, or came out otherwise
     if pending is None and observation.devices and not _takes(observation, shares):
         # Somebody else started or resized it: what it takes, it has.
-        shares, since = observation.shares or _with_devices(shares, observation.devices, observation.node), now
+        shares, since = (
+            observation.shares or _with_devices(shares, observation.devices, observation.node),
+            now,
+        )
     elif pending is None and observation.shares:
         shares = observation.shares  # the same; where it is led from, first
-    restarts = allocation.restarts + (since != allocation.held_since and allocation.held_since is not None)
+    restarts = allocation.restarts + (
+        since != allocation.held_since and allocation.held_since is not None
+    )
     changes = {
         "shares": shares,
         "intention": pending,
@@ -175,7 +188,11 @@ def _resolve_alive(allocation: AllocationRecord, observation: RunObservation, no
 
 
 def _is_nobodys_fault(
-    entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, nodes: AbstractSet[str], service: str
+    entry: QueueEntry,
+    allocation: AllocationRecord,
+    observation: RunObservation,
+    nodes: AbstractSet[str],
+    service: str,
 ) -> bool:
     """Whether a run that has ended need not answer for it."""
     if observation.state is RunState.FINISHED or entry.wish != "run":
@@ -194,7 +211,9 @@ def _is_nobodys_fault(
     return is_cut_short and _is_of_another(pending, service)
 
 
-def _count_failure(allocation: AllocationRecord, observation: RunObservation, now: float) -> AllocationRecord:
+def _count_failure(
+    allocation: AllocationRecord, observation: RunObservation, now: float
+) -> AllocationRecord:
     has_moved = observation.step > allocation.failed_step
     failures = 1 if has_moved else allocation.failures + 1
     why = observation.error or f"it ended as {observation.state}"

@@ -54,10 +54,10 @@ def is_queued_again(run: RunStore) -> bool:
 
 def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     """Start the service of this home, and wait until it works. Runs that go on are adopted."""
-    found = find_service(home)
-    if found is not None:
+    service = find_service(home)
+    if service is not None:
         raise StoreError(
-            f"the pool of {home} is up already (process {found.pid})",
+            f"the pool of {home} is up already (process {service.pid})",
             hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
         )
     pool_store = PoolStore(home)
@@ -80,8 +80,8 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
-        if pool_store.view.exists() and (found := find_service(home)) is not None:
-            return found
+        if pool_store.view.exists() and (service := find_service(home)) is not None:
+            return service
         if child.returncode is not None:
             break
         time.sleep(_POLL_S)
@@ -91,20 +91,20 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
 
 
 def _last_words(pool_store: PoolStore, told_before: int) -> str:
-    said = pool_store.log.read_bytes()[told_before:].decode(errors="replace").strip()
-    words = "\n".join(said.splitlines()[-_TAIL:])
-    return f"the pool did not come up: {words or 'nobody says why'}"
+    given = pool_store.log.read_bytes()[told_before:].decode(errors="replace").strip()
+    text = "\n".join(given.splitlines()[-_TAIL:])
+    return f"the pool did not come up: {text or 'nobody says why'}"
 
 
 def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
     """End the service, and wait until it is gone; its runs go on, unless they are to stop, too."""
-    found = find_service(home)
-    if found is not None:
-        _end(found)
+    service = find_service(home)
+    if service is not None:
+        _end(service)
         deadline = time.monotonic() + _DOWN_S
         while find_service(home) is not None:
             if time.monotonic() > deadline:
-                raise StoreError(f"the pool's service (process {found.pid}) does not end")
+                raise StoreError(f"the pool's service (process {service.pid}) does not end")
             time.sleep(_POLL_S)
     if stop_jobs:
         # They keep their place in the queue: the next service goes on with them.
@@ -115,7 +115,7 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
                 allocation = allocation.model_copy(update={"intention": leaving})
                 write_allocation(run, allocation, is_pending=True)
                 lifecycle.request_stop(run)
-    return found is not None
+    return service is not None
 
 
 def _end(found: ServiceRecord) -> None:

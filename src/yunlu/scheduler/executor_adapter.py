@@ -86,11 +86,11 @@ class ExecutorAdapter:
 
     def nodes(self) -> tuple[Node, ...]:
         """Of the executor; what was lost a moment ago is not trusted, even if it is listed."""
-        found = self.executor.nodes()
-        self._node = found[0].name if found else ""
+        result = self.executor.nodes()
+        self._node = result[0].name if result else ""
         now = time.monotonic()
         lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
-        return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in found)
+        return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in result)
 
     def look(self, run: RunStore) -> RunObservation:
         """How a run stands, by its own log and what its executor sees of it."""
@@ -99,7 +99,7 @@ class ExecutorAdapter:
             raise not_a_run(run)
         record = settle(run, before)
         self._records[run.id] = record
-        life = self._find_life(run)
+        life = self._find_liveness(run)
         is_alive = life.is_alive
         recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
@@ -153,13 +153,13 @@ class ExecutorAdapter:
             return
         for process in psutil.process_iter():
             try:
-                found = wanted.keys() & {*process.cmdline()}
-                if not found or os.getsid(process.pid) != process.pid:
+                result = wanted.keys() & {*process.cmdline()}
+                if not result or os.getsid(process.pid) != process.pid:
                     continue
                 started_at = process.create_time()
             except (psutil.Error, OSError):
                 continue
-            for path in found:
+            for path in result:
                 record_worker(
                     wanted[path],
                     WorkerProcess(
@@ -170,7 +170,7 @@ class ExecutorAdapter:
                     ),
                 )
 
-    def _find_life(self, run: RunStore) -> _Liveness:
+    def _find_liveness(self, run: RunStore) -> _Liveness:
         if read_leases(run) is None:  # never with an executor, or started by hand
             worker = recorded_worker(run)
             by_hand = worker is not None and worker.detached and worker.is_alive()
@@ -202,9 +202,9 @@ class ExecutorAdapter:
     def _note_losses(self, run: RunStore, status: RunStatus) -> tuple[str, ...]:
         """Machines that were lost under the run a moment ago."""
         lost = {
-            each.lease.name: each.node or each.lease.node
-            for each in status.leases
-            if each.has_lost_node
+            one_lease.lease.name: one_lease.node or one_lease.lease.node
+            for one_lease in status.leases
+            if one_lease.has_lost_node
         }
         now, recent = time.monotonic(), list[str]()
         for lease, node in lost.items():
@@ -238,9 +238,9 @@ class _Liveness:
 def _taken(status: RunStatus) -> Shares:
     """Devices of each machine that a run has, or is to have; where it is led from, first."""
     taken: dict[str, int] = {}
-    for each in sorted(status.leases, key=lambda each: not each.lease.is_lead):
-        if each.lease.is_wanted and each.state is not LeaseState.GONE:
-            taken[each.lease.node] = taken.get(each.lease.node, 0) + each.lease.devices
+    for lease in sorted(status.leases, key=lambda item: not item.lease.is_lead):
+        if lease.lease.is_wanted and lease.state is not LeaseState.GONE:
+            taken[lease.lease.node] = taken.get(lease.lease.node, 0) + lease.lease.devices
     for name, count in status.held.shares:
         taken[name] = max(count, taken.get(name, 0))
     return tuple(taken.items())
@@ -248,7 +248,7 @@ def _taken(status: RunStatus) -> Shares:
 
 def _is_settled(status: RunStatus) -> bool:
     steady = {LeaseState.RUNNING, LeaseState.GONE}
-    return all(each.state in steady for each in status.leases)
+    return all(lease.state in steady for lease in status.leases)
 
 
 def _crew_of(run: RunStore) -> tuple[int | None, bool]:

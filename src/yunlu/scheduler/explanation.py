@@ -64,9 +64,11 @@ def explain(home: Path, run: RunStore) -> Explanation:
     view = pool_store.read_view() or {}
     is_up = find_service(home) is not None
     runs: list[dict[str, Any]] = view.get("runs") or []
-    own = next((each for each in runs if each.get("id") == run.id), None)
-    holders = {str(each["id"]): int(each["devices"]) for each in runs if each.get("devices")}
-    history = [told for line in pool_store.read_decisions(run.id) if (told := _told(line))]
+    own = next((one_run for one_run in runs if one_run.get("id") == run.id), None)
+    holders = {
+        str(one_run["id"]): int(one_run["devices"]) for one_run in runs if one_run.get("devices")
+    }
+    history = [result for line in pool_store.read_decisions(run.id) if (result := _told(line))]
     return Explanation(
         run=run.id,
         standing=_standing(run, entry, read_allocation(run), own, is_up=is_up),
@@ -76,7 +78,12 @@ def explain(home: Path, run: RunStore) -> Explanation:
 
 
 def _standing(
-    run: RunStore, entry: QueueEntry, allocation: AllocationRecord, own: dict[str, Any] | None, *, is_up: bool
+    run: RunStore,
+    entry: QueueEntry,
+    allocation: AllocationRecord,
+    own: dict[str, Any] | None,
+    *,
+    is_up: bool,
 ) -> str:
     state = read_record(run).state
     again = f"yunlu resume {run.id} queues it again"
@@ -94,20 +101,20 @@ def _standing(
         ),
         (own is None, f"{state}; the pool has not looked at it yet"),
     )
-    return next((words for holds, words in cases if holds), "") or _words(own or {})
+    return next((text for holds, text in cases if holds), "") or _words(own or {})
 
 
 def _words(own: dict[str, Any]) -> str:
     devices, phase = int(own.get("devices") or 0), str(own.get("phase"))
-    words = f"{phase} on {devices} device{'s' * (devices != 1)}" if devices else phase
+    text = f"{phase} on {devices} device{'s' * (devices != 1)}" if devices else phase
     if own.get("wanted") and own["wanted"] != devices:
-        words += f", and to have {own['wanted']}"
+        text += f", and to have {own['wanted']}"
     start_at, end_at = own.get("start_at"), own.get("end_at")
     if not devices and start_at is not None:
-        words += f"; starts in about {show_duration(max(0.0, start_at - time.time()))}"
+        text += f"; starts in about {show_duration(max(0.0, start_at - time.time()))}"
     if end_at is not None:
-        words += f"; ends in about {show_duration(max(0.0, end_at - time.time()))}"
-    return words
+        text += f"; ends in about {show_duration(max(0.0, end_at - time.time()))}"
+    return text
 
 
 def _told(line: dict[str, Any]) -> Told | None:

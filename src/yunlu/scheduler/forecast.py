@@ -44,12 +44,16 @@ def forecast(
         arrivals: Machines that are on their way.
     """
     types = {node.name: node.type for node in state.nodes}
-    late = {each.node: each.at for each in pending_nodes if each.node in types}
+    late = {
+        pending_node.node: pending_node.at
+        for pending_node in pending_nodes
+        if pending_node.node in types
+    }
     spans_s = [_span_s(job, _pace(job, job.held, types)) for job in state.jobs
                if job.held and job.id not in unknown]  # fmt: skip
     usual_s = median(spans_s) if spans_s else math.inf
     supply = _Supply.of(state, pending_nodes)
-    found: dict[str, QueueForecast] = {}
+    result: dict[str, QueueForecast] = {}
     for job in state.jobs:
         placement = decision.placements.get(job.id) or job.held
         if not placement:
@@ -59,27 +63,27 @@ def forecast(
         end_at = decision.predicted_end_at.get(job.id, state.now + _span_s(job, pace))
         end_at = (state.now + usual_s if job.id in unknown else end_at) + wait_s
         has_started = bool(job.held) and not wait_s
-        found[job.id] = QueueForecast(
+        result[job.id] = QueueForecast(
             start_at=None if has_started else state.now + wait_s,
             end_at=end_at,
             samples_per_s=pace,
         )
         supply.take(placement.shares)
         supply.give_back(end_at, placement.devices)
-    type_ = next((each.type for each in (*state.nodes, *pending_nodes)), "")
-    waiting = [job for job in state.jobs if job.id not in found]
+    type_ = next((item.type for item in (*state.nodes, *pending_nodes)), "")
+    waiting = [job for job in state.jobs if job.id not in result]
     for job in sorted(waiting, key=lambda job: -job.priority):
         at = supply.wait_for(job.min_devices)
         if math.isinf(at):  # more than there is, or nobody knows when
-            found[job.id] = QueueForecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
+            result[job.id] = QueueForecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
             continue
         devices = max(job.min_devices, min(job.asked_devices, supply.free))
         pace = _goodput(job, type_, 1, devices)
         end_at = at + (usual_s if job.id in unknown else _span_s(job, pace))
-        found[job.id] = QueueForecast(start_at=at, end_at=end_at, samples_per_s=pace)
+        result[job.id] = QueueForecast(start_at=at, end_at=end_at, samples_per_s=pace)
         supply.free -= devices
         supply.give_back(end_at, devices)
-    return found
+    return result
 
 
 def with_start(figures: Mapping[str, object], told: QueueForecast | None) -> dict[str, object]:
@@ -104,10 +108,16 @@ class _Supply:
     @classmethod
     def of(cls, state: PoolState, pending_nodes: Sequence[PendingNode]) -> _Supply:
         devices = {node.name: node.devices for node in state.nodes}
-        late = {each.node: devices[each.node] for each in pending_nodes if each.node in devices}
+        late = {
+            pending_node.node: devices[pending_node.node]
+            for pending_node in pending_nodes
+            if pending_node.node in devices
+        }
         later = [
-            (each.at, each.node, 0) if each.node in late else (each.at, "", each.devices)
-            for each in pending_nodes
+            (pending_node.at, pending_node.node, 0)
+            if pending_node.node in late
+            else (pending_node.at, "", pending_node.devices)
+            for pending_node in pending_nodes
         ]
         heapq.heapify(later)
         free = sum(count for name, count in devices.items() if name not in late)
@@ -146,8 +156,8 @@ def _pace(job: Demand, placement: Placement, types: dict[str, str]) -> float:
 
 
 def _goodput(job: Demand, type_: str, nodes: int, devices: int) -> float:
-    found = job.speed.goodput(type_, np.array([nodes]), np.array([devices]))
-    return float(found[0])
+    result = job.speed.goodput(type_, np.array([nodes]), np.array([devices]))
+    return float(result[0])
 
 
 def _span_s(job: Demand, pace: float) -> float:

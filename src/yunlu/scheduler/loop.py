@@ -88,7 +88,7 @@ class Scheduler:
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
         """Since when a run waits in the queue of its cluster, on the monotonic clock."""
-        self._markets = spot_policy.SpotPolicy(
+        self._spot_policy = spot_policy.SpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
         self._teams = pool_store.read_teams()
@@ -118,7 +118,9 @@ class Scheduler:
             self._trouble("nodes", f"the machines cannot be listed: {error}")
         types = {node.name: node.type for node in self.nodes}
         self.registry.refresh(types)
-        lost = {name for s in self.registry.scheduled_runs.values() for name in s.observation.lost_nodes}
+        lost = {
+            name for s in self.registry.scheduled_runs.values() for name in s.observation.lost_nodes
+        }
         if lost:  # its cluster will notice, too; until then nothing is put there
             self.nodes = tuple(
                 replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
@@ -161,10 +163,10 @@ class Scheduler:
 
     def _measure(self) -> None:
         alive = {s.id: s for s in self.registry.scheduled_runs.values() if s.observation.is_alive}
-        for run_id, words in self._usage_monitor.look(alive, self.nodes).items():
-            self._tell(run_id, "lies", words)
+        for run_id, text in self._usage_monitor.look(alive, self.nodes).items():
+            self._tell(run_id, "lies", text)
             with suppress(OSError):
-                alive[run_id].run.warn(f"the pool: {words}")
+                alive[run_id].run.warn(f"the pool: {text}")
 
     # Decide.
 
@@ -209,19 +211,23 @@ class Scheduler:
         """Whether what was decided last is still being done."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
-        return is_under_way(scheduled_runs, hold_still(scheduled_runs, self.decision.placements, self._fixed))
+        return is_under_way(
+            scheduled_runs, hold_still(scheduled_runs, self.decision.placements, self._fixed)
+        )
 
     def _find_unknown(self, scheduled_runs: list[ScheduledRun]) -> set[str]:
         return {s.id for s in scheduled_runs if not self.knowledge.is_known(s)}
 
-    def _choose_markets(self, state: PoolState, scheduled_runs: list[ScheduledRun]) -> dict[str, Mode]:
+    def _choose_markets(
+        self, state: PoolState, scheduled_runs: list[ScheduledRun]
+    ) -> dict[str, Mode]:
         """Whether each run with a deadline may be on spot now, where there is also on-demand."""
         if all(job.deadline_at is None for job in state.jobs):
             return {}
         reserves: tuple[Reserve, ...] = ()
         with suppress(YunluError, OSError):  # whoever asks for machines tells of it
             reserves = self._scaler.reserves() if self._scaler is not None else ()
-        return self._markets.choose(
+        return self._spot_policy.choose(
             state,
             reserves,
             spent_dollars={s.id: s.allocation.spent_dollars for s in scheduled_runs},
@@ -236,18 +242,20 @@ class Scheduler:
             for name, count in scheduled.allocation.claims.items():
                 claims[name] = claims.get(name, 0) + count
         try:
-            for kind, words in self._scaler.follow(state, claims, modes=modes).items():
-                self._tell("", "machines", f"{kind}: {words}")
+            for kind, text in self._scaler.follow(state, claims, modes=modes).items():
+                self._tell("", "machines", f"{kind}: {text}")
             self._troubles.pop("machines", None)
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
-    def _foresee(self, state: PoolState, decision: Decision, scheduled_runs: list[ScheduledRun]) -> None:
+    def _foresee(
+        self, state: PoolState, decision: Decision, scheduled_runs: list[ScheduledRun]
+    ) -> None:
         unknown = self._find_unknown(scheduled_runs)
-        self.forecast = forecast(state, decision, unknown, self._arrivals)
+        self.forecast = forecast(state, decision, unknown, self._pending_nodes)
 
     @property
-    def _arrivals(self) -> tuple[PendingNode, ...]:
+    def _pending_nodes(self) -> tuple[PendingNode, ...]:
         return self._scaler.pending_nodes if self._scaler is not None else ()
 
     def _describe(self, scheduled_runs: list[ScheduledRun]) -> PoolState:
@@ -267,13 +275,17 @@ class Scheduler:
     def _explain(self, scheduled_runs: list[ScheduledRun], decision: Decision) -> None:
         for scheduled in scheduled_runs:
             if scheduled.phase is Phase.BACKING_OFF:
-                words = f"It failed: {scheduled.allocation.failure.rstrip('.')}"
-                self._tell(scheduled.id, "failed", f"{words}. It waits {scheduled.allocation.wait_s():.0f} s.")
+                text = f"It failed: {scheduled.allocation.failure.rstrip('.')}"
+                self._tell(
+                    scheduled.id,
+                    "failed",
+                    f"{text}. It waits {scheduled.allocation.wait_s():.0f} s.",
+                )
             if scheduled.rests:
                 continue
             wanted = decision.placements.get(scheduled.id)
-            told = decision.reasons.get(scheduled.id) if scheduled.may_move else None
-            reason = told or _plain_reason(scheduled, wanted)
+            result = decision.reasons.get(scheduled.id) if scheduled.may_move else None
+            reason = result or _plain_reason(scheduled, wanted)
             shares = list(wanted.shares) if wanted else []
             self._tell(
                 scheduled.id,
@@ -296,8 +308,8 @@ class Scheduler:
         wanted = hold_still(scheduled_runs, self.decision.placements, self._fixed)
         for move in plan_moves(scheduled_runs, wanted, self.nodes):
             scheduled = self.registry.scheduled_runs[move.run_id]
-            if words := self.actions.do(scheduled, move):
-                self._tell(move.run_id, "put off", words)
+            if text := self.actions.do(scheduled, move):
+                self._tell(move.run_id, "put off", text)
 
     # Reclaim.
 
@@ -306,22 +318,22 @@ class Scheduler:
         for scheduled in self.registry.ordered():
             budget = scheduled.entry.budget_dollars
             if scheduled.allocation.given_up:
-                if words := self.actions.give_up(scheduled):
-                    self._tell(scheduled.id, "given up", words)
+                if text := self.actions.give_up(scheduled):
+                    self._tell(scheduled.id, "given up", text)
             elif (vain := self._find_vain_wait(scheduled, now)) and not scheduled.is_sent_away:
                 self.actions.call_off(scheduled, vain)
                 self._tell(scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}")
             elif scheduled.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
             elif budget is not None and scheduled.allocation.spent_dollars >= budget:
-                words = f"its budget of ${budget:g} is spent"
-                self.actions.dismiss(scheduled, words)
-                self._tell(scheduled.id, "over budget", words)
+                text = f"its budget of ${budget:g} is spent"
+                self.actions.dismiss(scheduled, text)
+                self._tell(scheduled.id, "over budget", text)
             elif self._is_stalled(scheduled, now):
                 idle_s = now - scheduled.progress.moved_at
-                words = f"it has written nothing and computed nothing for {idle_s:.0f} s"
+                text = f"it has written nothing and computed nothing for {idle_s:.0f} s"
                 self.actions.end_stalled(scheduled)
-                self._tell(scheduled.id, "stalled", words)
+                self._tell(scheduled.id, "stalled", text)
         for run_id in self.registry.drop_over():
             self.knowledge.forget(run_id)
             self._told.pop(run_id, None)
@@ -361,7 +373,7 @@ class Scheduler:
                 self.nodes,
                 self.decision or Decision(placements={}),
                 self.forecast,
-                pending_nodes=self._arrivals,
+                pending_nodes=self._pending_nodes,
                 now=self.clock.now(),
                 usage_monitor=self._usage_monitor,
                 settings=self.settings,

@@ -37,7 +37,9 @@ def free_devices(scheduled_runs: Sequence[ScheduledRun], nodes: Sequence[Node]) 
 
 
 def plan_moves(
-    scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement], nodes: Sequence[Node]
+    scheduled_runs: Sequence[ScheduledRun],
+    placements: Mapping[str, Placement],
+    nodes: Sequence[Node],
 ) -> list[AllocationMove]:
     """What can be done now: first what frees devices, then what fits into the free ones.
 
@@ -66,13 +68,17 @@ def plan_moves(
 
 
 def hold_still(
-    scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement], fixed: AbstractSet[str]
+    scheduled_runs: Sequence[ScheduledRun],
+    placements: Mapping[str, Placement],
+    fixed: AbstractSet[str],
 ) -> Mapping[str, Placement]:
     """What was decided; who could not be moved then keeps what it has come to since."""
     return {**placements, **{s.id: s.allocation.placement for s in scheduled_runs if s.id in fixed}}
 
 
-def is_under_way(scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement]) -> bool:
+def is_under_way(
+    scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement]
+) -> bool:
     """Whether what was decided is still being done: those who make room, others wait for.
 
     Decided in the middle of that, devices that are about to be free would look taken, and others
@@ -91,7 +97,9 @@ def find_move(scheduled: ScheduledRun, wanted: Placement) -> AllocationMove | No
     if not scheduled.may_move:
         return None
     if scheduled.is_free:
-        return AllocationMove(run_id=scheduled.id, kind="start", placement=wanted) if wanted else None
+        return (
+            AllocationMove(run_id=scheduled.id, kind="start", placement=wanted) if wanted else None
+        )
     if not wanted:
         return AllocationMove(run_id=scheduled.id, kind="stop", reason="preempted")
     if dict(wanted.shares) == dict(scheduled.allocation.shares):

@@ -65,18 +65,18 @@ class PendingNodes:
             there: By kind, how many of them can be used now.
             now: On the pool's clock.
         """
-        found: list[PendingNode] = []
+        matches: list[PendingNode] = []
         for reserve in reserves:
             kind, ready = reserve.kind, there.get(reserve.kind, 0)
             wanted = min(max(asked.get(kind, 0), reserve.awake), reserve.most)
             since = self._count(kind, ready, max(wanted - ready, 0), now)
             names = [*reserve.waking, *[""] * len(since)]
-            found += [
+            matches += [
                 PendingNode(kind=kind, type=reserve.type, devices=reserve.devices, at=at, node=name)
                 for began, name in zip(since, names, strict=False)
                 if (at := self._expect(kind, began, now)) is not None
             ]
-        return tuple(found)
+        return tuple(matches)
 
     def _count(self, kind: str, ready: int, coming: int, now: float) -> list[float]:
         """Since when each that is to come is on its way; who has come tells how long it took."""

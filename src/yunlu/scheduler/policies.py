@@ -40,8 +40,8 @@ def open_policy(name: str) -> Policy:
         return policy
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
-        words = did_you_mean(name, {**known, **points})
-        raise PolicyError(f"there is no policy {name!r}", hint=f"{words}; or your module:Class")
+        text = did_you_mean(name, {**known, **points})
+        raise PolicyError(f"there is no policy {name!r}", hint=f"{text}; or your module:Class")
     return points[name].load()()
 
 

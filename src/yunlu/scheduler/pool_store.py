@@ -118,16 +118,16 @@ class PoolStore:
     def read_view(self) -> dict[str, Any] | None:
         """What it looked like at the last look; none where there was none."""
         try:
-            found = json.loads(self.view.read_bytes())
+            result = json.loads(self.view.read_bytes())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return result if isinstance(result, dict) else None
 
     def read_teams(self) -> dict[str, float]:
         """Device-seconds that each team has used lately."""
         try:
-            found = json.loads(self.teams.read_bytes())
-            return {str(team): float(used) for team, used in found.items()}
+            result = json.loads(self.teams.read_bytes())
+            return {str(team): float(used) for team, used in result.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
 

@@ -147,10 +147,10 @@ class QueuedRun(Value):
 
 def view_pool(home: Path) -> PoolView:
     """What the service last saw; without one, the queue as stored."""
-    found, view = find_service(home), PoolStore(home).read_view()
-    if found is not None and view is not None:
+    result, view = find_service(home), PoolStore(home).read_view()
+    if result is not None and view is not None:
         try:
-            return PoolView.model_validate({"is_up": True, "pid": found.pid, **view})
+            return PoolView.model_validate({"is_up": True, "pid": result.pid, **view})
         except ValidationError as error:
             raise StoreError(
                 f"{PoolStore(home).view} cannot be read: {error.errors()[0]['msg']}",
@@ -177,9 +177,9 @@ def start_pool(home: Path, wanted: PoolSettings) -> PoolUp:
     before = _find_settings(home, wanted)
     settings = before or wanted
     open_policy(settings.policy)  # refused here rather than in the log of the service
-    found = bring_up(home, settings)
+    result = bring_up(home, settings)
     return PoolUp(
-        pid=found.pid,
+        pid=result.pid,
         home=str(home),
         view=view_pool(home),
         settings=settings,

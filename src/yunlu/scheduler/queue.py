@@ -92,7 +92,9 @@ def read_options(*, deadline: str | None = None, **told: Any) -> SubmitOptions:
     return SubmitOptions(deadline_s=deadline_s, **told)
 
 
-def enqueue(job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None) -> RunStore:
+def enqueue(
+    job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None
+) -> RunStore:
     """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
     asked = asked or SubmitOptions()
     request = make_request(job, least=asked.min_devices, most=asked.max_devices)

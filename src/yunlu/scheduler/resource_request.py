@@ -58,10 +58,10 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
             + (f" and is a multiple of {multiple}" if multiple > 1 else ""),
             hint="lower --min-devices or raise --max-devices",
         )
-    asked = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
+    requested = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
-        low, asked = 2, max(asked, 2)  # one worker alone has nobody to exchange with
-    return ResourceRequest(least=low, most=high, asked=asked, multiple=multiple)
+        low, requested = 2, max(requested, 2)  # one worker alone has nobody to exchange with
+    return ResourceRequest(least=low, most=high, asked=requested, multiple=multiple)
 
 
 def _rigid(devices: int, multiple: int) -> ResourceRequest:

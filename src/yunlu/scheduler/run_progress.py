@@ -78,7 +78,7 @@ class RunProgress:
 
     def seen(self, device_type: str) -> tuple[StepTiming, ...]:
         """How long steps took, for each number of workers."""
-        found: list[StepTiming] = []
+        matches: list[StepTiming] = []
         for (nodes, devices), group in sorted(self._groups.items()):
             if len(group.steps_s) < 2 or self.batch is None:
                 continue
@@ -87,7 +87,7 @@ class RunProgress:
             local = min(self.micro_batch or share, share)
             passes = -(-share // local)
             pass_s = max(whole_s - wait_s, 1e-9) / passes
-            found.append(
+            matches.append(
                 StepTiming(
                     device_type=device_type,
                     nodes=nodes,
@@ -97,17 +97,17 @@ class RunProgress:
                     step_s=max(whole_s - (passes - 1) * pass_s, 1e-9),
                 )
             )
-        return tuple(found)
+        return tuple(matches)
 
     def pace_s(self, devices: int) -> float | None:
         """A usual step on so many devices."""
-        found = [g.steps_s for (_, count), g in self._groups.items() if count == devices]
-        return median(steps_s) if found and (steps_s := found[-1]) else None
+        result = [g.steps_s for (_, count), g in self._groups.items() if count == devices]
+        return median(steps_s) if result and (steps_s := result[-1]) else None
 
     @property
     def usual_step_s(self) -> float:
         """A usual step, on whatever it ran on; 0 before the first."""
-        steps_s = [each for group in self._groups.values() for each in group.steps_s]
+        steps_s = [item for group in self._groups.values() for item in group.steps_s]
         return median(steps_s) if steps_s else 0.0
 
     def _take_event(self, event: Event) -> None:

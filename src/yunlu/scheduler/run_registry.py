@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class RunRegistry:
     """Stands of all runs that are not over."""
 
-    def __init__(self, home: Path, control: RunControl, clock: SteadyClock, *, name: str = "") -> None:
+    def __init__(
+        self, home: Path, control: RunControl, clock: SteadyClock, *, name: str = ""
+    ) -> None:
         self.home, self.control, self.clock, self.name = home, control, clock, name
         self.scheduled_runs: dict[str, ScheduledRun] = {}
         self.troubles: dict[str, str] = {}
@@ -43,12 +45,12 @@ class RunRegistry:
         Args:
             types: Machines that are there, and the type of their devices.
         """
-        found = {run.id: run for run in scan(self.home)}
-        for run_id in [run_id for run_id in self.scheduled_runs if run_id not in found]:
+        result = {run.id: run for run in scan(self.home)}
+        for run_id in [run_id for run_id in self.scheduled_runs if run_id not in result]:
             # Its directory is gone. What still runs of it we cannot know; nothing is given away.
             if not self.scheduled_runs[run_id].allocation.claims:
                 del self.scheduled_runs[run_id]
-        fresh = [d for d in found.values() if self._over.get(d.id) != _age(d)]
+        fresh = [d for d in result.values() if self._over.get(d.id) != _age(d)]
         if not self._has_looked:
             self._has_looked = True
             starting = [d for d in fresh if _was_starting(read_allocation(d))]
@@ -59,10 +61,13 @@ class RunRegistry:
     def ordered(self) -> list[ScheduledRun]:
         """In the order in which they are served: by priority, then as they came."""
         return sorted(
-            self.scheduled_runs.values(), key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id)
+            self.scheduled_runs.values(),
+            key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id),
         )
 
-    def put(self, scheduled: ScheduledRun, allocation: AllocationRecord, *, is_pending: bool = False) -> None:
+    def put(
+        self, scheduled: ScheduledRun, allocation: AllocationRecord, *, is_pending: bool = False
+    ) -> None:
         """Change the notes on a run; an intention that cannot be written must not be acted on."""
         if is_pending:
             write_allocation(scheduled.run, allocation, is_pending=True)
@@ -70,7 +75,9 @@ class RunRegistry:
         else:
             self._keep(scheduled, allocation)
         scheduled.allocation = allocation
-        scheduled.phase = find_phase(scheduled.entry, allocation, scheduled.observation, now=self.clock.now())
+        scheduled.phase = find_phase(
+            scheduled.entry, allocation, scheduled.observation, now=self.clock.now()
+        )
 
     def charge(self, scheduled: ScheduledRun, *, device_s: float, dollars: float) -> None:
         """Count what a run has had; written down with the next change, or now and then."""
@@ -94,10 +101,14 @@ class RunRegistry:
     def drop_over(self) -> list[str]:
         """Stop looking at runs that are over, until somebody changes them. Paused ones are shown."""
         ends = {phase for phase in Phase if phase.is_over} - {Phase.PAUSED}
-        over = [s for s in self.scheduled_runs.values() if s.phase in ends and not s.allocation.claims]
+        over = [
+            s for s in self.scheduled_runs.values() if s.phase in ends and not s.allocation.claims
+        ]
         over = [s for s in over if not s.problem and s.id not in self._unkept]
         # One that is given up is told so first.
-        over = [s for s in over if not s.allocation.given_up or s.observation.state is RunState.FAILED]
+        over = [
+            s for s in over if not s.allocation.given_up or s.observation.state is RunState.FAILED
+        ]
         for scheduled in over:
             self._over[scheduled.id] = scheduled.age
             del self.scheduled_runs[scheduled.id]
@@ -118,7 +129,9 @@ class RunRegistry:
         except (YunluError, OSError, ValueError) as error:
             self._hold(run, allocation, progress, before, str(error))
             return
-        after = reconcile(entry, allocation, observation, now=now, nodes=types.keys(), service=self.name)
+        after = reconcile(
+            entry, allocation, observation, now=now, nodes=types.keys(), service=self.name
+        )
         if observation.is_alive and (seen := progress.seen(_type_of(after, types))):
             after = after.model_copy(update={"seen": seen})
         phase = find_phase(entry, after, observation, now=now)
@@ -141,7 +154,12 @@ class RunRegistry:
             self._keep(scheduled, after)
 
     def _hold(
-        self, run: RunStore, allocation: AllocationRecord, progress: RunProgress, before: ScheduledRun | None, problem: str
+        self,
+        run: RunStore,
+        allocation: AllocationRecord,
+        progress: RunProgress,
+        before: ScheduledRun | None,
+        problem: str,
     ) -> None:
         """What cannot be read keeps what it has, and gets nothing."""
         self.troubles[run.id] = problem

@@ -94,10 +94,12 @@ class ScheduledRun:
         return self.is_free or self.phase is Phase.RUNNING
 
 
-def find_phase(entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, *, now: float) -> Phase:
+def find_phase(
+    entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, *, now: float
+) -> Phase:
     """Where a run stands."""
     if observation.is_alive or allocation.shares:
-        return _phase_of_life(entry, allocation, observation)
+        return _phase_while_alive(entry, allocation, observation)
     if observation.state is RunState.FINISHED:
         return Phase.FINISHED
     if entry.wish != "run":
@@ -107,7 +109,9 @@ def find_phase(entry: QueueEntry, allocation: AllocationRecord, observation: Run
     return Phase.BACKING_OFF if allocation.is_backing_off(now) else Phase.WAITING
 
 
-def _phase_of_life(entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation) -> Phase:
+def _phase_while_alive(
+    entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation
+) -> Phase:
     kind = allocation.pending.kind if allocation.pending is not None else None
     is_ending = not observation.state.is_active or observation.state is RunState.STOPPING
     if kind == "stop" or entry.wish != "run" or (is_ending and kind != "start"):
@@ -129,7 +133,9 @@ def find_held(scheduled: ScheduledRun, nodes: AbstractSet[str]) -> Placement:
     return Placement(tuple(claims.items())) if claims else NOTHING
 
 
-def make_demand(scheduled: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]) -> Demand:
+def make_demand(
+    scheduled: ScheduledRun, speed: Speed, clock: SteadyClock, nodes: AbstractSet[str]
+) -> Demand:
     """The run as the allocator sees it.
 
     Args:
@@ -189,7 +195,11 @@ def make_teams(
 def count_samples(scheduled: ScheduledRun) -> tuple[float, float | None]:
     """Samples trained, and still to be trained where that is known."""
     progress, samples = scheduled.progress, scheduled.entry.samples
-    step = max(scheduled.observation.step, progress.step) if scheduled.observation.is_alive else scheduled.observation.step
+    step = (
+        max(scheduled.observation.step, progress.step)
+        if scheduled.observation.is_alive
+        else scheduled.observation.step
+    )
     steps = progress.steps or scheduled.observation.steps
     if progress.batch is None or steps is None:
         return 0.0, samples

@@ -73,7 +73,7 @@ class Scaler:
             return {}
         leases = self._find_leases(state, reserves, claims)
         offers = [*_standing(reserves, state.nodes), *self._offers(reserves, state.nodes)]
-        told = decide_nodes(
+        result = decide_nodes(
             state,
             offers=offers,
             leases=leases,
@@ -82,15 +82,15 @@ class Scaler:
             allocation=self._notes,
             modes=modes,
         )
-        self._notes = told.allocation
+        self._notes = result.allocation
         changed: dict[str, str] = {}
         for reserve in reserves:
             kind = reserve.kind
-            wanted = told.wanted.get(kind, 0)
+            wanted = result.wanted.get(kind, 0)
             if wanted != reserve.awake:
                 self._executor.scale(kind, wanted)
                 if wanted != self._asked.get(kind):  # some are asked for until they are there
-                    reason = told.reasons.get(kind)
+                    reason = result.reasons.get(kind)
                     changed[kind] = reason.text if reason else f"{wanted} wanted"
             self._asked[kind] = wanted
         self._expect(reserves, state)
@@ -180,19 +180,19 @@ def _offers_by_node(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> dict[
     """Of which reserve each machine is; those that are always there are of none."""
     named = {name: reserve.kind for reserve in reserves for name in reserve.nodes}
     unnamed = {reserve.kind for reserve in reserves if reserve.awake and not reserve.nodes}
-    found = {node.name: named.get(node.name, "") for node in nodes}
-    found |= {n.name: _kind(n) for n in nodes if not found[n.name] and _kind(n) in unnamed}
-    return {name: offer for name, offer in found.items() if offer}
+    result = {node.name: named.get(node.name, "") for node in nodes}
+    result |= {n.name: _kind(n) for n in nodes if not result[n.name] and _kind(n) in unnamed}
+    return {name: offer for name, offer in result.items() if offer}
 
 
 def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
     reserved = _offers_by_node(reserves, nodes)
-    found: dict[str, Offer] = {}
+    result: dict[str, Offer] = {}
     for node in nodes:
         if node.name in reserved or node.is_leaving or not node.devices:
             continue
-        before = found.get(_kind(node))
-        found[_kind(node)] = Offer(
+        before = result.get(_kind(node))
+        result[_kind(node)] = Offer(
             key=_ALWAYS + _kind(node),
             devices=max(node.devices, before.devices if before else 0),
             type=node.type,
@@ -201,4 +201,4 @@ def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]
             most=(before.most if before else 0) + 1,
             boot_s=0.0,
         )
-    return list(found.values())
+    return list(result.values())

@@ -78,17 +78,17 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
         limits=able.limits,
         name=secrets.token_hex(4),
     )
-    told = ""
+    result = ""
     while not ended.is_set():
         began, busy_then_s = time.monotonic(), time.process_time()
         pause_s = settings.look_s
         try:
             steward.step()
-            told = ""
+            result = ""
         except Exception as error:  # noqa: BLE001 (the last border: the pool outlives its faults)
-            words = repr(error)
-            if words != told:  # said once, not every second
-                told = words
+            text = repr(error)
+            if text != result:  # said once, not every second
+                result = text
                 with suppress(OSError):
                     traceback.print_exc()
             pause_s = _AFTER_FAULT_S

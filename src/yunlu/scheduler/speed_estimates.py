@@ -95,7 +95,7 @@ def _peak_flops(device_type: str) -> float | None:
     if not catalog.has_device(device_type):
         return None
     peaks = catalog.device(device_type).peak_flops
-    return next((peaks[each] for each in _TRAINED_IN if each in peaks), None)
+    return next((peaks[item] for item in _TRAINED_IN if item in peaks), None)
 
 
 def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:

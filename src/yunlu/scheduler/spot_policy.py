@@ -106,7 +106,7 @@ class SpotPolicy:
             if watched is not None:
                 spent = max(0.0, spent - watched.spent_then) / watched.shape[2]
                 modes[demand.id] = self._ask(demand, watched, stalls, state, spent)
-        self._watched = {run: each for run, each in self._watched.items() if run in modes}
+        self._watched = {run: item for run, item in self._watched.items() if run in modes}
         return modes
 
     def _set_up(self, nodes: Sequence[Node], reserves: Sequence[Reserve]) -> list[_Stall]:
@@ -117,11 +117,14 @@ class SpotPolicy:
             for node in nodes if not node.is_leaving and node.devices
         ]  # fmt: skip
         # Those on their way are on offer too: else they would be sent back before they are there.
-        away = {each.kind: each.most - min(each.awake, there[each.kind]) for each in reserves}
+        away = {
+            reserve.kind: reserve.most - min(reserve.awake, there[reserve.kind])
+            for reserve in reserves
+        }
         return stalls + [
-            _Stall(devices=each.devices * away[each.kind], type=each.type, is_spot=each.is_spot,
-                   device_dollars=self._prices.get(each.kind, 0.0) / each.devices)
-            for each in reserves if away[each.kind] > 0
+            _Stall(devices=reserve.devices * away[reserve.kind], type=reserve.type, is_spot=reserve.is_spot,
+                   device_dollars=self._prices.get(reserve.kind, 0.0) / reserve.devices)
+            for reserve in reserves if away[reserve.kind] > 0
         ]  # fmt: skip
 
     def _find(
@@ -144,9 +147,9 @@ class SpotPolicy:
             step_s=self._step_s,
             levels=_LEVELS,
         )
-        found = _SpotRun(watch, demand.deadline_at, shape, spent)
-        self._watched[demand.id] = found
-        return found
+        result = _SpotRun(watch, demand.deadline_at, shape, spent)
+        self._watched[demand.id] = result
+        return result
 
     def _ask(
         self,
@@ -207,8 +210,8 @@ def explain(modes: Mapping[str, Mode], decision: Decision) -> Decision:
     """The decision with what its deadline means for each run that has one."""
     reasons = dict(decision.reasons)
     for run, mode in modes.items():
-        before, words = reasons.get(run), _WORDS[mode]
-        text = f"{before.text.rstrip('.')}; {words}" if before is not None else words
+        before, parts = reasons.get(run), _WORDS[mode]
+        text = f"{before.text.rstrip('.')}; {parts}" if before is not None else parts
         figures = {**(before.figures if before is not None else {}), "market": mode.name.lower()}
         reasons[run] = Reason(code=before.code if before else "market", text=text, figures=figures)
     return replace(decision, reasons=reasons)
@@ -264,13 +267,13 @@ def _on_both(speed: Speed) -> Speed:
     if isinstance(speed, FittedSpeed):
         return _fitted_on_both(speed)
     if isinstance(speed, MixedSpeed):
-        more = {f"{name}{SPOT}": _fitted_on_both(told) for name, told in speed.by_type.items()}
+        more = {f"{name}{SPOT}": _fitted_on_both(result) for name, result in speed.by_type.items()}
         return replace(speed, by_type={**speed.by_type, **more})
     return _OnBoth(speed)
 
 
 def _fitted_on_both(speed: FittedSpeed) -> FittedSpeed:
-    more = {f"{name}{SPOT}": told for name, told in speed.throughputs.items()}
+    more = {f"{name}{SPOT}": result for name, result in speed.throughputs.items()}
     return replace(speed, throughputs={**speed.throughputs, **more})
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOOK_S = 5.0
 _OLD_S = 30.0
 """What a machine has not said again for so long is not true any more."""
-_LIES = 3
+_MAX_OVERUSE = 3
 """Looks in a row at which a run takes more than it holds."""
 
 
@@ -54,7 +54,7 @@ class UsageMonitor:
         self.usage: dict[str, Usage] = {}
         self._meter = UsageMeter()
         self._looked_at = -math.inf
-        self._lies: dict[str, int] = {}
+        self._overuse: dict[str, int] = {}
         self._heard: dict[tuple[str, str], tuple[float, float]] = {}
         """Of each lease: what it said its time was, and when we first heard that, on our clock."""
 
@@ -72,22 +72,22 @@ class UsageMonitor:
         }
         self.nodes = {node.name: here for node in nodes} if self._is_local else {}
         self.usage = self._measure(alive)
-        return self._find_lies(alive, nodes)
+        return self._find_overuse(alive, nodes)
 
     def _measure(self, alive: Mapping[str, ScheduledRun]) -> dict[str, Usage]:
         sessions = _processes_by_session()
-        found: dict[str, Usage] = {}
+        result: dict[str, Usage] = {}
         for run_id, scheduled in alive.items():
             run = scheduled.run
             if is_elsewhere(run):  # numbers of processes mean nothing on another machine
-                found[run_id] = self._hear(run)
+                result[run_id] = self._hear(run)
                 continue
             pids = {pid for session in _sessions_of(run) for pid in sessions.get(session, ())}
             cores, memory_bytes = self._meter.measure(run_id, pids)
-            found[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
+            result[run_id] = Usage(cores=cores, memory_bytes=memory_bytes)
         self._meter.keep(alive)
         self._heard = {key: seen for key, seen in self._heard.items() if key[0] in alive}
-        return found
+        return result
 
     def _hear(self, run: RunStore) -> Usage:
         """What its leases say of themselves; each on its own machine, by its own clock."""
@@ -107,15 +107,19 @@ class UsageMonitor:
                 self.nodes[use.node] = use.machine
         return Usage(cores=cores, memory_bytes=memory_bytes)
 
-    def _find_lies(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def _find_overuse(
+        self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]
+    ) -> dict[str, str]:
+        result: dict[str, str] = {}
         for run_id, scheduled in alive.items():
-            words = find_overuse(scheduled, self.usage[run_id], self.machine, nodes)
-            self._lies[run_id] = self._lies.get(run_id, 0) + 1 if words else 0
-            if words and self._lies[run_id] == _LIES:
-                found[run_id] = words
-        self._lies = {run_id: count for run_id, count in self._lies.items() if run_id in alive}
-        return found
+            text = find_overuse(scheduled, self.usage[run_id], self.machine, nodes)
+            self._overuse[run_id] = self._overuse.get(run_id, 0) + 1 if text else 0
+            if text and self._overuse[run_id] == _MAX_OVERUSE:
+                result[run_id] = text
+        self._overuse = {
+            run_id: count for run_id, count in self._overuse.items() if run_id in alive
+        }
+        return result
 
 
 def find_overuse(

@@ -44,10 +44,17 @@ def make_view(
         "policy": settings.policy,
         "executor": settings.executor,
         "limits": limits,
-        "nodes": [_node(node, held[node.name], usage_monitor.nodes.get(node.name)) for node in nodes],
+        "nodes": [
+            _node(node, held[node.name], usage_monitor.nodes.get(node.name)) for node in nodes
+        ],
         "arrivals": [
-            {"kind": each.kind, "devices": each.devices, "node": each.node, "at": each.at}
-            for each in pending_nodes
+            {
+                "kind": pending_node.kind,
+                "devices": pending_node.devices,
+                "node": pending_node.node,
+                "at": pending_node.at,
+            }
+            for pending_node in pending_nodes
         ],
         "devices": sum(node.devices for node in nodes),
         "held": sum(held.values()),
@@ -55,9 +62,16 @@ def make_view(
         "machine": dict(usage_monitor.machine),
         "decided_ms": round(decided_ms, 3),
         "runs": [
-            _run(scheduled, decision, forecasts.get(scheduled.id), usage_monitor.usage.get(scheduled.id))
+            _run(
+                scheduled,
+                decision,
+                forecasts.get(scheduled.id),
+                usage_monitor.usage.get(scheduled.id),
+            )
             for scheduled in scheduled_runs
-            if scheduled.allocation.claims or scheduled.phase is Phase.PAUSED or not scheduled.phase.is_over
+            if scheduled.allocation.claims
+            or scheduled.phase is Phase.PAUSED
+            or not scheduled.phase.is_over
         ],
         "troubles": dict(troubles),
     }
@@ -111,7 +125,10 @@ def _run(
         "dollars": allocation.spent_dollars,
         "start_at": _finite(foreseen.start_at) if foreseen else None,
         "end_at": _finite(foreseen.end_at) if foreseen else None,
-        "reason": allocation.given_up or waits or (reason.text if reason else "") or allocation.failure,
+        "reason": allocation.given_up
+        or waits
+        or (reason.text if reason else "")
+        or allocation.failure,
         "problem": scheduled.problem,
     }
 

@@ -79,7 +79,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="yunlu.training.external_launcher")
     parser.add_argument("run", help="the run's directory; - on all ranks but 0")
     parser.add_argument("--parent", type=int, help="end when this process ends")
-    parser.add_argument("--run-index", type=int, default=0, help="runs trained before by this launch")
+    parser.add_argument(
+        "--run-index", type=int, default=0, help="runs trained before by this launch"
+    )
     options = parser.parse_args()
     if options.parent is not None:
         _die_with(options.parent)
@@ -181,10 +183,14 @@ def _run_attempt(
     host = rendezvous.address or "127.0.0.1"
     world = form_world(layout, rendezvous.launch.rank, store, device=device, host=host)
     world.async_obstacle = find_async_obstacle(run, job, workers=layout.world)
-    world.can_exclude_workers = not layout.zero1  # otherwise each holds a shard of the optimizer state
+    world.can_exclude_workers = (
+        not layout.zero1
+    )  # otherwise each holds a shard of the optimizer state
     try:
         engine = _build(run, job, plan, parts, world)
-        return _train(run, engine, rendezvous, stop, attempt=attempt, machine=machine, pattern=pattern)
+        return _train(
+            run, engine, rendezvous, stop, attempt=attempt, machine=machine, pattern=pattern
+        )
     finally:
         with suppress(Exception):  # a broken group need not close cleanly
             world.close()
@@ -325,7 +331,9 @@ def _run(group: ExternalWorkerGroup, machine: Machine) -> str:
     return request
 
 
-def _wait_excluded(group: ExternalWorkerGroup, trackers: TrackerThread, stop: StopRequest) -> RunState:
+def _wait_excluded(
+    group: ExternalWorkerGroup, trackers: TrackerThread, stop: StopRequest
+) -> RunState:
     """Excluded as a straggler: wait for the final state of the run, or for a stop signal."""
     group.callbacks.checkpoints.wait()
     trackers.close()

@@ -166,7 +166,9 @@ class Rendezvous:
                 while not store.check(["failure"]):
                     if self._is_leaving.wait(_FAILURE_POLL_S):
                         return
-                if not self._is_leaving.wait(_LEAVE_S) and self._report_lock.acquire(blocking=False):
+                if not self._is_leaving.wait(_LEAVE_S) and self._report_lock.acquire(
+                    blocking=False
+                ):
                     report(json.loads(store.get("failure")))
                     os._exit(1)
 
@@ -237,7 +239,11 @@ def _open(launch: LaunchInfo, run_index: int) -> Store:
             stores: Any = next(iter(rendezvous("env://", timeout=span)))
             return stores[0]
         return TCPStore(
-            launch.host, launch.port + run_index, launch.size, is_master=launch.rank == 0, timeout=span
+            launch.host,
+            launch.port + run_index,
+            launch.size,
+            is_master=launch.rank == 0,
+            timeout=span,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]

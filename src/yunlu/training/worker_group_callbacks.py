@@ -185,7 +185,13 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         ``forget_after`` is called when the run went back to a step.
         """
         super().__init__(
-            engine, run, trackers=trackers, stop=StopRequest(), attempt=attempt, group=save_group, log=log
+            engine,
+            run,
+            trackers=trackers,
+            stop=StopRequest(),
+            attempt=attempt,
+            group=save_group,
+            log=log,
         )
         self._agent, self._replicate, self._forget_after = agent, replicate, forget_after
         self._phase = "first step"

@@ -34,7 +34,7 @@ def test_torchrun() -> None:
     found = detect_launch(TORCHRUN)
     assert found is not None
     assert (found.rank, found.size, found.local_rank) == (3, 4, 1)
-    assert (found.host, found.port, found.by) == ("head", 29500, "torchrun")
+    assert (found.host, found.port, found.launcher) == ("head", 29500, "torchrun")
 
 
 def test_srun_meets_at_the_first_node_on_a_port_all_derive_alike() -> None:
@@ -60,7 +60,7 @@ def test_mpiexec_with_an_address() -> None:
 def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
     found = detect_launch({**SRUN, **TORCHRUN})
     assert found is not None
-    assert found.by == "torchrun"
+    assert found.launcher == "torchrun"
 
 
 @pytest.mark.parametrize(

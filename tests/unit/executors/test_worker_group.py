@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from yunlu.core.errors import StoreError
-from yunlu.executors.worker_group import end_workers, living_workers
+from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
 from yunlu.jobs.run import new_record, settle, worker_of
@@ -83,9 +83,9 @@ def test_a_run_whose_workers_live_is_not_lost(running: RunStore, sleeper: psutil
     assert record is not None
     write_journal(running, sleeper)
     assert settle(running, record).state is RunState.RUNNING
-    end_workers(running)
+    kill_workers(running)
     sleeper.wait()
-    assert not list(living_workers(running))
+    assert not list(running_workers(running))
     assert settle(running, record).state is RunState.LOST
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from yunlu.client.api import finetuning_job
+from yunlu.client.finetuning import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
 from yunlu.jobs.base_model import find_base_model
 from yunlu.runs.events import StateChanged

@@ -36,13 +36,17 @@ def intent(kind, count=0, *, by="me", reason=""):
 
 def test_start_comes_true_when_somebody_works():
     allocation = AllocationRecord(ticket=1, shares=(("here", 2),), pending=intent("start", 2))
-    after = settle(allocation, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True))
+    after = settle(
+        allocation, RunObservation(state=RunState.PENDING, is_alive=True, has_begun=True)
+    )
     assert (after.shares, after.pending, after.held_since) == ((("here", 2),), None, 100.0)
     assert after.restarts == 0
 
 
 def test_start_that_another_service_had_no_time_for_is_undone_and_nobodys_fault():
-    allocation = AllocationRecord(ticket=1, shares=(("here", 2),), pending=intent("start", 2, by="dead"))
+    allocation = AllocationRecord(
+        ticket=1, shares=(("here", 2),), pending=intent("start", 2, by="dead")
+    )
     for state in (RunState.PENDING, RunState.LOST, RunState.STOPPED):
         after = settle(allocation, RunObservation(state=state, is_alive=False, has_begun=False))
         assert (after.shares, after.pending, after.failures) == ((), None, 0)
@@ -72,14 +76,18 @@ def test_resize_that_another_service_had_no_time_for_is_undone():
     observation = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2)
     after = settle(allocation, observation)
     assert (after.claims, after.pending, after.restarts) == ({"here": 2}, None, 0)
-    assert settle(held(2, pending=intent("resize", 4)), observation).claims == {"here": 4}  # our own
+    assert settle(held(2, pending=intent("resize", 4)), observation).claims == {
+        "here": 4
+    }  # our own
 
 
 def test_move_keeps_the_devices_of_each_machine_until_they_are_left():
     was, wanted = (("a", 1), ("b", 1)), (("a", 1), ("c", 1))
     allocation = AllocationRecord(ticket=1, shares=was, held_since=50.0,
                   pending=PendingAction(kind="resize", shares=wanted, by="me"))  # fmt: skip
-    moving = RunObservation(state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1)))
+    moving = RunObservation(
+        state=RunState.RUNNING, is_alive=True, devices=3, shares=(*was, ("c", 1))
+    )
     before = settle(allocation, moving, nodes={"a", "b", "c"})
     assert before.claims == {"a": 1, "b": 1, "c": 1}
     there = RunObservation(state=RunState.RUNNING, is_alive=True, devices=2, shares=wanted)
@@ -96,17 +104,23 @@ def test_what_came_out_otherwise_is_what_the_run_has():
 
 def test_stop_of_ours_puts_the_run_back_without_blame():
     allocation = held(4, pending=intent("stop", reason="preempted"))
-    leaving = settle(allocation, RunObservation(state=RunState.STOPPED, is_alive=True, has_begun=True))
+    leaving = settle(
+        allocation, RunObservation(state=RunState.STOPPED, is_alive=True, has_begun=True)
+    )
     assert leaving.claims == {"here": 4}  # it has said its last word, but is still there
     after = settle(leaving, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
     assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
-    phase = find_phase(ENTRY, after, RunObservation(state=RunState.STOPPED, is_alive=False), now=100.0)
+    phase = find_phase(
+        ENTRY, after, RunObservation(state=RunState.STOPPED, is_alive=False), now=100.0
+    )
     assert phase is Phase.WAITING
 
 
 def test_stalled_run_is_to_blame():
     allocation = held(4, pending=intent("stop", reason=STALLED))
-    after = settle(allocation, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True))
+    after = settle(
+        allocation, RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True)
+    )
     assert after.failures == 1
 
 
@@ -114,16 +128,22 @@ def test_faults_count_in_a_row_and_a_new_step_begins_anew():
     allocation = AllocationRecord(ticket=1)
     for attempt in range(1, MOST_FAILURES + 1):
         allocation = allocation.model_copy(update={"shares": (("here", 1),), "held_since": 1.0})
-        allocation = settle(allocation, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5))
+        allocation = settle(
+            allocation, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=5)
+        )
         assert allocation.failures == attempt
     assert allocation.given_up
     fresh = allocation.model_copy(update={"shares": (("here", 1),), "given_up": ""})
-    fresh = settle(fresh, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=6))
+    fresh = settle(
+        fresh, RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, step=6)
+    )
     assert (fresh.failures, fresh.given_up) == (1, "")
 
 
 def test_lost_machine_is_nobodys_fault():
-    after = settle(held(2), RunObservation(state=RunState.LOST, is_alive=False, has_begun=True), nodes=set())
+    after = settle(
+        held(2), RunObservation(state=RunState.LOST, is_alive=False, has_begun=True), nodes=set()
+    )
     assert (after.failures, after.restarts, after.shares) == (0, 1, ())
     told = RunObservation(state=RunState.LOST, is_alive=False, has_begun=True, lost_nodes=("here",))
     assert settle(held(2), told).failures == 0  # though its cluster still lists the machine
@@ -194,8 +214,12 @@ def test_run_that_is_not_wanted_is_not_blamed(wish):
 
 
 def test_run_that_was_paused_and_resumed_before_it_had_stopped_is_not_to_blame():
-    after = settle(held(2), RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True, step=3))
+    after = settle(
+        held(2), RunObservation(state=RunState.STOPPED, is_alive=False, has_begun=True, step=3)
+    )
     assert (after.shares, after.failures, after.restarts) == ((), 0, 1)
     for state, step in ((RunState.LOST, 3), (RunState.STOPPED, 0)):  # the latter never got anywhere
-        blamed = settle(held(2), RunObservation(state=state, is_alive=False, has_begun=True, step=step))
+        blamed = settle(
+            held(2), RunObservation(state=state, is_alive=False, has_begun=True, step=step)
+        )
         assert blamed.failures == 1

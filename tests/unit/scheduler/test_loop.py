@@ -79,7 +79,9 @@ def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, mak
     assert allocation.pending.kind == "resize"
     assert world.process_of(second) is None  # the first has not yet made room
     turn(world, steward, 3)
-    assert read_allocation(first).placement.devices == read_allocation(second).placement.devices == 2
+    assert (
+        read_allocation(first).placement.devices == read_allocation(second).placement.devices == 2
+    )
 
 
 def test_rigid_run_that_does_not_fit_waits_and_is_explained(make_world, make_steward):

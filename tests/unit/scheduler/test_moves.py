@@ -24,7 +24,9 @@ def scheduled(name, shares=(), *, phase=None, pending=None):
         run=SimpleNamespace(id=name),
         entry=QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, asked=1)),
         allocation=allocation,
-        observation=RunObservation(state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)),
+        observation=RunObservation(
+            state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)
+        ),
         progress=None,
         phase=phase,
     )
@@ -101,6 +103,8 @@ def test_no_device_is_ever_promised_twice(held, wanted, growing):
         found = next(each for each in scheduled_runs if each.id == move.run_id)
         pending = PendingAction(kind=move.kind, shares=move.placement.shares)
         shares = found.allocation.shares or pending.shares
-        found.allocation = found.allocation.model_copy(update={"intention": pending, "shares": shares})
+        found.allocation = found.allocation.model_copy(
+            update={"intention": pending, "shares": shares}
+        )
     assert all(count >= 0 for count in free_devices(scheduled_runs, NODES).values())
     assert NOTHING.devices == 0

@@ -27,7 +27,9 @@ def make_job(**parts):
 
 
 def test_queued_run_waits_although_whoever_submitted_it_is_gone(own_home):
-    run = enqueue(make_job(train={"steps": 10, "batch": 4}), SubmitOptions(priority=3, team="vision"))
+    run = enqueue(
+        make_job(train={"steps": 10, "batch": 4}), SubmitOptions(priority=3, team="vision")
+    )
     worker = lifecycle.recorded_worker(run)
     assert worker is not None
     assert not worker.detached
@@ -102,7 +104,9 @@ def test_entry_of_another_version_is_refused_with_a_hint():
 def test_jobs_that_are_equally_fast_have_one_signature():
     one, other = make_job(train={"steps": 10}), make_job(name="x", train={"steps": 99})
     assert queue.job_signature(one) == queue.job_signature(other)
-    assert queue.job_signature(one) != queue.job_signature(make_job(model={"name": "mlp", "args": {"hidden": [9]}}))
+    assert queue.job_signature(one) != queue.job_signature(
+        make_job(model={"name": "mlp", "args": {"hidden": [9]}})
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_spot_that_is_taken_away_costs_no_deadline(gone_at):
 
 
 def test_spot_that_stays_is_all_that_is_used():
-    _, modes = live(SpotPolicy(step_s=STEP_S), work=1000.0, deadline_at=3000.0, is_up=lambda now: True)
+    _, modes = live(
+        SpotPolicy(step_s=STEP_S), work=1000.0, deadline_at=3000.0, is_up=lambda now: True
+    )
     assert {*modes} == {Mode.SPOT}
 
 
@@ -105,7 +107,9 @@ def test_run_whose_deadline_has_passed_may_be_anywhere():
     spot_policy = SpotPolicy(step_s=STEP_S)
     assert spot_policy.choose(pool(0.0, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={})
     for now in (600.0, 90_000.0):
-        assert spot_policy.choose(pool(now, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={}) == {}
+        assert (
+            spot_policy.choose(pool(now, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={}) == {}
+        )
 
 
 def test_machines_that_sleep_are_on_offer_too():

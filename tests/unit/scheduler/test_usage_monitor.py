@@ -69,6 +69,8 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
     assert usage_monitor.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)
     assert usage_monitor.nodes == {"n1": machine, "n2": machine}
     monkeypatch.setattr(gauge_module, "_OLD_S", 0.0)
-    usage_monitor.look(scheduled_runs, nodes)  # the same words as before: nobody knows whether they are still true
+    usage_monitor.look(
+        scheduled_runs, nodes
+    )  # the same words as before: nobody knows whether they are still true
     assert usage_monitor.usage["run"].cores is None
     assert usage_monitor.nodes == {}

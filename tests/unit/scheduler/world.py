@@ -186,7 +186,11 @@ class World:
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
         bounds = {"least": 1, "most": 4, "asked": 1, **request}
-        entry = QueueEntry(submitted_at=self.wall, request=ResourceRequest(**bounds), samples=float(self.steps * 32))
+        entry = QueueEntry(
+            submitted_at=self.wall,
+            request=ResourceRequest(**bounds),
+            samples=float(self.steps * 32),
+        )
         (run.path / Document.QUEUE_ENTRY).write_text(entry.model_dump_json())
         return run
 

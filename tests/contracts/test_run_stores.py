@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.contracts.memory_store import MemoryRunStore
+from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
 from yunlu.jobs.follow import follow
 from yunlu.jobs.report_builder import build_report
@@ -94,7 +95,7 @@ def test_a_claim_is_passed_on_to_the_program_that_replaces_a_process(tmp_path: P
     )
     (tmp_path / "program.py").write_text(script)
     words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
-    subprocess.run(words, check=True, timeout=120)
+    subprocess.run(words, check=True, timeout=LIMIT_S)
 
 
 def test_a_forked_child_does_not_keep_a_claim(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import signal
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.waiting import LIMIT_S
 
@@ -31,7 +32,11 @@ _context.set_forkserver_preload(
 
 
 def run_world(
-    function: Callable[..., Any], layout: Layout, *args: Any, timeout_s: float = LIMIT_S
+    function: Callable[..., Any],
+    layout: Layout,
+    *args: Any,
+    timeout_s: float = LIMIT_S,
+    in_order: bool = True,
 ) -> list[Any]:
     """``function(world, *args)`` on every rank of a layout; what each returned, by rank.
 
@@ -40,14 +45,28 @@ def run_world(
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         return run_ranks(
-            _in_world, layout.world, function, layout, store, args, timeout_s=timeout_s
+            _in_world,
+            layout.world,
+            function,
+            layout,
+            store,
+            args,
+            timeout_s=timeout_s,
+            in_order=in_order,
         )
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = LIMIT_S
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = LIMIT_S,
+    in_order: bool = True,
 ) -> list[Any]:
-    """``function(rank, *args)`` in ``size`` processes; the first failure is raised here."""
+    """``function(rank, *args)`` in ``size`` processes; the first failure is raised here.
+
+    ``in_order`` waits for the lower ranks first; otherwise whoever fails first ends them all.
+    """
     readers: list[Connection] = []
     processes: list[Any] = []
     deadline = time.monotonic() + timeout_s
@@ -59,7 +78,15 @@ def run_ranks(
             writer.close()
             readers.append(reader)
             processes.append(process)
-        return [_answer(reader, rank, deadline) for rank, reader in enumerate(readers)]
+        if in_order:
+            return [_answer(reader, rank, deadline) for rank, reader in enumerate(readers)]
+        answers: dict[int, Any] = {}
+        while len(answers) < size:
+            left = [readers[rank] for rank in range(size) if rank not in answers]
+            for reader in wait(left, max(0.0, deadline - time.monotonic())) or left:
+                rank = readers.index(cast("Connection", reader))
+                answers[rank] = _answer(readers[rank], rank, deadline)
+        return [answers[rank] for rank in range(size)]
     finally:
         for process in processes:
             if process.is_alive():

@@ -313,7 +313,7 @@ def test_damage_in_any_file_is_found_by_all_and_the_one_before_is_used(
 
 def _save_until_killed(world: World, root: Path, who: int, after: int) -> None:
     tensor_files.BLOCK_BYTES = 1 << 12
-    kept = store(root, world, keep_last=2, patience_s=2)
+    kept = store(root, world, keep_last=2)
     calls = 0
 
     def count() -> None:
@@ -336,7 +336,7 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(
     tmp_path: Path, who: int, after: int
 ) -> None:
     with pytest.raises(RuntimeError, match=r"died without a word|failed"):
-        run_world(_save_until_killed, Layout(dp=2), tmp_path, who, after)
+        run_world(_save_until_killed, Layout(dp=2), tmp_path, who, after, in_order=False)
     kept = CheckpointStore(
         tmp_path, keep_last=1, keep_best=1, metric="loss", lower_is_better=True,
         saved=lambda entry, seconds: None,

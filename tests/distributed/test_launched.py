@@ -90,7 +90,7 @@ class Slow(LanguageModeling):
 class OneIsSlow(LanguageModeling):
     def build(self, job):
         from yunlu.planning.communication import step_forecast
-        forecast.ASYNCHRONOUS_S = 0.01
+        step_forecast.ASYNCHRONOUS_S = 0.01
         if os.environ["SLURM_PROCID"] == "1":
             product = torch.mm
             torch.mm = lambda *given, **more: (time.sleep(0.02), product(*given, **more))[1]

@@ -53,7 +53,9 @@ class Drill:
         source = self.place / f"{name}.yaml"
         job = JOB.replace("STEPS", str(steps)).replace("every: 1000", "every: 50")
         source.write_text(f"name: {name}\ncommunication: {exchange}\n{job}")
-        self.runs.append(enqueue(load_job(source), SubmitOptions.model_validate(asked), source=source))
+        self.runs.append(
+            enqueue(load_job(source), SubmitOptions.model_validate(asked), source=source)
+        )
         return self.runs[-1]
 
     def wait(self, until: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -108,9 +108,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     _kill(chief)
     wait_for_step(run, 50)
     lost = {1, "server-0", "server-1", "chief"}
-    wait_until(
-        run, lambda: {each["member"] for each in told(run, WorkerLost)} == lost, "faults"
-    )
+    wait_until(run, lambda: {each["member"] for each in told(run, WorkerLost)} == lost, "faults")
 
     assert lifecycle.stop(run).state == "stopped"  # here: a command might start too late
     kept = max(losses(run))

@@ -58,9 +58,7 @@ def the_run(home: Path, name: str) -> RunStore:
 
 def told(run: RunStore) -> list[str]:
     return [
-        str(event.phase)
-        for event, _ in run.read_events()
-        if isinstance(event, ProgressReported)
+        str(event.phase) for event, _ in run.read_events() if isinstance(event, ProgressReported)
     ]
 
 

@@ -150,7 +150,9 @@ def test_nodes_are_resumed_for_a_queue_and_suspended_when_idle(make_drill: MakeD
     pool.wait(lambda: pool.view()["devices"] == 2, "the pool knows")
     assert rig.power_log().count("resume c1") == 1  # once: nobody changed his mind
     told = [
-        line["text"] for line in PoolStore(pool.home).read_decisions("") if line["code"] == "machines"
+        line["text"]
+        for line in PoolStore(pool.home).read_decisions("")
+        if line["code"] == "machines"
     ]
     assert any(re.search(r"more of gpu", text) for text in told), told
     assert any("idle" in text for text in told), told

@@ -53,7 +53,9 @@ def test_devices_are_gpus_where_there_are_any_and_a_bare_head_has_none() -> None
 
 def test_what_other_programs_hold_is_not_ours_to_give() -> None:
     busy = CPUS.model_copy(update={"available": {"CPU": 1.0}})
-    ours = PlacementGroupInfo(name="yunlu/r/n.0", state="CREATED", node=CPUS.id, resources={"CPU": 2.0})
+    ours = PlacementGroupInfo(
+        name="yunlu/r/n.0", state="CREATED", node=CPUS.id, resources={"CPU": 2.0}
+    )
     assert read_nodes(ClusterSurvey(nodes=(busy,)))[0].devices == 1
     assert read_nodes(ClusterSurvey(nodes=(busy,), groups=(ours,)))[0].devices == 3
 
@@ -77,7 +79,9 @@ def test_leases_run_wait_or_are_gone() -> None:
         PlacementGroupInfo(name=names[1], state="PENDING"),
         PlacementGroupInfo(name=names[2], state="PENDING"),  # its node has died meanwhile
         PlacementGroupInfo(name=names[3], state="CREATED", node=CPUS.id),  # its actor has died
-        PlacementGroupInfo(name=names[4], state="CREATED", node=CPUS.id),  # has said itself that it is over
+        PlacementGroupInfo(
+            name=names[4], state="CREATED", node=CPUS.id
+        ),  # has said itself that it is over
         PlacementGroupInfo(name=lease_name("other", "10.0.0.1.0"), state="CREATED", node=CPUS.id),
         PlacementGroupInfo(name=lease_name("run", "10.0.0.1.77"), state="CREATED", node=CPUS.id),
     )

@@ -95,7 +95,9 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
 def _save_half(world: Any, options: dict[str, Any]) -> None:
     crew = SaveGroup(rank=world.rank, size=2, token="g1")
     kept = open_store(options, crew)
-    half = TensorShard("w", (10,), TensorSlice((5 * world.rank,), (5,)), torch.full((5,), float(world.rank)))
+    half = TensorShard(
+        "w", (10,), TensorSlice((5 * world.rank,), (5,)), torch.full((5,), float(world.rank))
+    )
     kept.save(Snapshot(step=1, pieces={"model": {"w": half}}, state={}))
     kept.close()
 

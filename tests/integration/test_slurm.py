@@ -87,7 +87,9 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
         lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell
     )
     assert not executor.status(run).held
-    assert lifecycle.read_record(run).state == "pending"  # not lost, though no process answers for it
+    assert (
+        lifecycle.read_record(run).state == "pending"
+    )  # not lost, though no process answers for it
     assert lifecycle.stop(run).state == "stopped"
     assert not executor.status(run).is_alive
     assert rig.call("squeue", "--noheader", "--format=%i") == blocker
@@ -137,7 +139,9 @@ def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
     executor = SlurmExecutor()
     lifecycle.start(run, on=executor, placement=N1)
     await_step(run, 5)
-    assert lifecycle.change_placement(run, Placement((("n1", 1), ("c1", 1), ("c2", 1)))).how == "live"
+    assert (
+        lifecycle.change_placement(run, Placement((("n1", 1), ("c1", 1), ("c2", 1)))).how == "live"
+    )
     await_workers(run, 3)
     assert executor.reserves()[0].awake == 2
     assert lifecycle.change_placement(run, N1).how == "live"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests.waiting import LIMIT_S
 from yunlu.core.settings import worker_environment
 
 if TYPE_CHECKING:
@@ -83,5 +84,5 @@ def _live(
         stderr=terminal if terminal is not None else None,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )

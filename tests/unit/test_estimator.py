@@ -71,7 +71,7 @@ def test_a_regressor_is_cross_validated() -> None:
 def test_a_fit_is_a_run_of_the_store_unless_told_otherwise(own_home: Path) -> None:
     x, y = digits(60)
     kept = Classifier(**{**QUICK, "keep_run": True, "job": {"train.clip": 0.5}}).fit(x, y)
-    [run] = yunlu.runs()
+    [run] = yunlu.list_runs()
     assert kept.run_dir_ is not None
     assert run.id == kept.run_dir_.name
     asked = Job.model_validate_json((kept.run_dir_ / "job.json").read_bytes())
@@ -82,7 +82,7 @@ def test_a_fit_is_a_run_of_the_store_unless_told_otherwise(own_home: Path) -> No
     again: Any = clone(kept)
     passing = again.set_params(keep_run=False).fit(x, y)
     assert passing.run_dir_ is None
-    assert len(yunlu.runs()) == 1
+    assert len(yunlu.list_runs()) == 1
     # The same seed and the same job train the same network.
     np.testing.assert_allclose(kept.predict_proba(x), passing.predict_proba(x), atol=1e-4)
 
@@ -93,7 +93,7 @@ def test_held_out_samples_choose_the_weights() -> None:
         **{**QUICK, "keep_run": True}, validation=0.2, job={"train.early_stopping": 2}
     ).fit(x, y)
     assert model.run_dir_ is not None
-    [run] = yunlu.runs()
+    [run] = yunlu.list_runs()
     assert {event.split for event in run.events() if event.kind == "evaluation"} == {
         "validation"
     }

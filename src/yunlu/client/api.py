@@ -251,7 +251,7 @@ def validate(job: str | Path | Job, *, overrides: Sequence[str] = ()) -> Job:
     return build_job(job, overrides, {})
 
 
-def runs() -> list[Run]:
+def list_runs() -> list[Run]:
     """All runs, newest first."""
     return [Run(Path(run.dir)) for run in default_client().ps().runs]
 

@@ -1,1 +1,1 @@
-"""The life of a job: store, service, reports."""
+"""Jobs: lifecycle, index of runs, plan options, calibration, report model."""

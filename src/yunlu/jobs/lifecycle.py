@@ -1,4 +1,4 @@
-"""The life of a job: submit, start, stop, resume, find. Each move is one event of the run."""
+"""Lifecycle of a run: submit, start, stop, resume, find. Each state change is one event of the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.core.settings import read_settings
-from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
 from yunlu.executors.lease_record import read_record as read_leases
+from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
 from yunlu.executors.worker_group import kill_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -52,29 +52,30 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 IN_PROCESS = "python:objects"
-"""The task of a run made of live Python objects: only their own process can train it."""
+"""Task of a run made of Python objects: only the process that holds them can train it."""
 
 _POLL_S = 0.1
-_LEAVE_S = 10
+_WORKER_EXIT_S = 10
+"""How long a worker that reported its end may take to exit."""
 
 
 def home() -> Path:
-    """Where runs live."""
+    """Directory of all runs."""
     return read_settings().home
 
 
 def submit(job: Job, *, source: Path | None = None) -> RunStore:
-    """Make the directory of a new run, pending; a half-made one never shows."""
+    """Create a pending run and index it."""
     from yunlu.jobs.run_index import RunIndex  # noqa: PLC0415 (the database is slow to import)
 
     require_training()
-    with RunIndex(home()) as store:  # opened first: a store that cannot be used takes no run
-        remove_stale(store.home)
+    with RunIndex(home()) as index:  # opened first: no run is created in a home that cannot be used
+        remove_stale(index.home)
         try:
-            run = create_run(job, source, store.home)
+            run = create_run(job, source, index.home)
         except OSError as error:
-            raise StoreError(f"the run cannot be written to {store.home}: {error}") from error
-        store.refresh(run)
+            raise StoreError(f"the run cannot be written to {index.home}: {error}") from error
+        index.refresh(run)
     return run
 
 
@@ -86,16 +87,16 @@ def start(
     on: Executor | None = None,
     placement: Placement | None = None,
 ) -> WorkerProcess:
-    """Start the worker of a pending run, or have an executor give it devices.
+    """Start the worker of a pending run, here or on the devices of an executor.
 
     Args:
         run: The run.
-        command: Another program instead of the worker.
+        command: Program to start instead of the worker.
         own_session: As with ``start_worker``.
-        on: Who gives it its devices; without a word, it takes those of this machine.
-        placement: Which devices of the executor.
+        on: Executor that provides the devices. Default: processes of this machine.
+        placement: Devices of the executor.
     """
-    with _launching(run):
+    with _launch_claim(run):
         record, worker = read_record(run), recorded_worker(run)
         is_started = worker is not None and worker.detached
         if not is_started and is_elsewhere(run):
@@ -104,9 +105,10 @@ def start(
             raise StoreError(f"{run.id} was started before: it is {record.state}")
         if on is not None and record.task == IN_PROCESS:
             raise StoreError(
-                f"{run.id} is made of live Python objects, which only their own process can train"
+                f"{run.id} is made of Python objects, which only their own process can train",
+                hint="leave out the executor",
             )
-        return _begin(run, command, own_session=own_session, on=on, placement=placement)
+        return _launch(run, command, own_session=own_session, on=on, placement=placement)
 
 
 def resume(
@@ -117,42 +119,42 @@ def resume(
     on: Executor | None = None,
     placement: Placement | None = None,
 ) -> RunStore:
-    """Give a resting run another life, from its newest good checkpoint.
+    """Start another attempt at a run that ended, from its newest good checkpoint.
 
-    A run that an executor gave its devices gets them from there again, if nothing else is said.
+    Default devices: those that its executor gave it last.
     """
     store = find(run) if isinstance(run, str) else run
-    with _launching(store):
-        _refuse_live(store)
+    with _launch_claim(store):
+        _refuse_python_objects(store)
         if on is None and command is None:
-            on, placement = _last_place(store)
+            on, placement = _last_placement(store)
         _reopen(store)
-        _begin(store, command, own_session=own_session, on=on, placement=placement)
+        _launch(store, command, own_session=own_session, on=on, placement=placement)
     return store
 
 
 def change_placement(run: RunStore, placement: Placement) -> ResizeResult:
-    """Give a run that an executor started other devices, live where that can be.
+    """Move a run to other devices of its executor, without a restart where possible.
 
-    Where the answer is ``restart`` nothing has happened: stop it, and resume it with the placement.
+    If the result is ``restart``, nothing was changed: stop the run, then resume it with the placement.
     """
     executor = executor_of(run)
     if executor is None:
         raise StoreError(
-            f"{run.id} was not started by an executor: nobody can give it other devices",
+            f"{run.id} was not started by an executor, so its devices cannot be changed",
             hint=f"yunlu resize {run.id} --devices N",
         )
     return executor.resize(run, placement)
 
 
 def reopen(run: RunStore) -> None:
-    """Make a resting run pending again, to be trained by the process that asks."""
-    with _launching(run):
+    """Make a run that ended pending again, to be trained by this process."""
+    with _launch_claim(run):
         _reopen(run)
 
 
 def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
-    """Ask the worker to save and stop, or end it at once; does not wait for it."""
+    """Ask the worker to save and stop, or kill it; does not wait."""
     with launch_lock(run, wait=True):
         record = read_record(run)
         if not record.state.is_active:
@@ -166,8 +168,8 @@ def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
                 f"{run.id} is trained inside the Python process {worker.pid}",
                 hint="interrupt it there (Ctrl-C): it saves and stops",
             )
-        # A worker that trains says itself that it is stopping; one that only starts may not yet
-        # listen, and one that is killed says nothing.
+        # A training worker emits this state itself; a starting worker may not handle signals yet, and
+        # a killed worker emits nothing.
         if record.state is not RunState.STOPPING and (now or record.state is not RunState.RUNNING):
             record = move(run, record, RunState.STOPPING, reason="asked to stop")
     if executor is not None:
@@ -181,7 +183,7 @@ def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
 
 
 def stop(run: str | RunStore, *, now: bool = False) -> RunRecord:
-    """Stop a run and wait until it rests. A run that rests already is left alone."""
+    """Stop a run and wait until it is no longer active; nothing to do where it is not."""
     store = find(run) if isinstance(run, str) else run
     record = settle(store, request_stop(store, now=now))
     while record.state.is_active:
@@ -190,42 +192,42 @@ def stop(run: str | RunStore, *, now: bool = False) -> RunRecord:
     return record
 
 
-def find(text: str) -> RunStore:
-    """The run with this id, a unique beginning of it, or the ``last`` one."""
+def find(name: str) -> RunStore:
+    """Find a run by its id, a unique prefix of it, or ``last``."""
     records = list_runs()
     if not records:
         raise StoreError(f"there are no runs in {home()}", hint="start one: yunlu train JOB")
     ids = [record.id for record in records]
-    if text in {"last", "latest"}:
+    if name in {"last", "latest"}:
         return _open(ids[0])
-    matches = [text] if text in ids else [run_id for run_id in ids if run_id.startswith(text)]
+    matches = [name] if name in ids else [run_id for run_id in ids if run_id.startswith(name)]
     if len(matches) == 1:
         return _open(matches[0])
     if matches:
         raise StoreError(
-            f"{text!r} could be any of {len(matches)} runs: {_listing(matches)}",
+            f"{name!r} is the prefix of {len(matches)} runs: {_join_ids(matches)}",
             hint="give more letters of the id",
         )
-    raise StoreError(f"there is no run {text!r}", hint=f"the newest are {_listing(ids)}")
+    raise StoreError(f"there is no run {name!r}", hint=f"the newest are {_join_ids(ids)}")
 
 
 def list_runs() -> list[RunRecord]:
-    """All runs, newest first, as they stand now."""
+    """Current records of all runs, newest first."""
     if not home().is_dir():
         return []
     from yunlu.jobs.run_index import FullDiskError, RunIndex  # noqa: PLC0415 (slow to import: a database)
 
     try:
-        with RunIndex(home()) as store:
-            return store.reconcile()
+        with RunIndex(home()) as index:
+            return index.reconcile()
     except FullDiskError:
-        # The index is a shortcut: on a full disk the runs still tell about themselves.
-        every = [read_record(run) for run in find_runs(home(), having=Document.JOB)]
-        return sorted(every, key=lambda record: record.created_at, reverse=True)
+        # The index is derived from the runs: on a full disk they are read one by one.
+        records = [read_record(run) for run in find_runs(home(), having=Document.JOB)]
+        return sorted(records, key=lambda record: record.created_at, reverse=True)
 
 
 def read_record(run: RunStore) -> RunRecord:
-    """Where one run stands now, read from its own events."""
+    """Current record of a run, read from its events."""
     record = new_record(run)
     if record is None:
         raise not_a_run(run)
@@ -238,7 +240,7 @@ def make_plan(
     command: Sequence[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Plan:
-    """Let a worker plan the job without training it; leaves no run behind."""
+    """Plan a job in a worker without training it; leaves no run behind."""
     require_training()
     with temporary_run("yunlu-plan-") as run:
         write_job(run, job)
@@ -247,7 +249,9 @@ def make_plan(
         try:
             alive = True
             while alive:
-                alive = worker.is_alive()  # looked at before reading: the last words are read
+                alive = (
+                    worker.is_alive()
+                )  # checked before reading, so that its last events are read
                 for event, after in run.read_events(offset=offset):
                     offset = after
                     if on_event is not None:
@@ -255,44 +259,44 @@ def make_plan(
                 time.sleep(_POLL_S if alive else 0)
         finally:
             worker.kill()
-        return _read_plan(run, worker)
+        return _collect_plan(run, worker)
 
 
-def _refuse_live(run: RunStore) -> None:
+def _refuse_python_objects(run: RunStore) -> None:
     if read_record(run).task == IN_PROCESS:
         raise StoreError(
-            f"{run.id} was trained from live Python objects, which only Python can bring back",
+            f"{run.id} was trained from Python objects, which only Python can provide again",
             hint=f"yunlu.resume({run.id!r}, model=..., data=..., loss=...)",
         )
 
 
 def _reopen(run: RunStore) -> None:
-    """Make a resting run pending again; refuse what cannot or must not live again."""
+    """Make a run that ended pending again; refuse one that is finished or has a worker."""
     record = read_record(run)
     if record.state is RunState.FINISHED:
         raise StoreError(
             f"{run.id} is finished: there is nothing to resume",
             hint=f"its model is in {run.location(Area.MODEL)}",
         )
-    if record.state.is_active or not _worker_left(run):
+    if record.state.is_active or not _await_worker_exit(run):
         raise StoreError(
             f"{run.id} has a worker: it is {record.state}",
             hint=f"yunlu logs -f {run.id} watches it, yunlu stop {run.id} stops it",
         )
-    # Until the worker exists, whoever starts it answers for the run.
+    # Until the worker exists, this process is answerable for the run.
     record_worker(run, this_process())
     move(run, record, RunState.PENDING, reason="resumed")
 
 
-def _last_place(run: RunStore) -> tuple[Executor | None, Placement | None]:
-    """With whom the run was last, and which devices it had there."""
+def _last_placement(run: RunStore) -> tuple[Executor | None, Placement | None]:
+    """The last executor of the run, and its devices there."""
     record = read_leases(run)
     if record is None or not record.placement:
         return None, None
     return open_executor(record.address), record.placement
 
 
-def _begin(
+def _launch(
     run: RunStore,
     command: Sequence[str] | None,
     *,
@@ -301,50 +305,53 @@ def _begin(
     placement: Placement | None = None,
 ) -> WorkerProcess:
     try:
-        directory = _directory_of(run)
+        directory = _working_directory(run)
         if on is not None and placement is not None:
-            _leave_executor(run, but=on.address)
+            _release_executor(run, unless=on.address)
             on.start(run, placement, directory=directory)
             return recorded_worker(run) or this_process()
-        _leave_executor(run)
-        words = command or _program_of(run)
-        return start_worker(run, words, directory=directory, own_session=own_session)
+        _release_executor(run)
+        program = command or _choose_program(run)
+        return start_worker(run, program, directory=directory, own_session=own_session)
     except BaseException as error:
         reason = f"its worker could not be started: {error}"
         move(run, read_record(run), RunState.FAILED, reason=reason)
         raise
 
 
-def _leave_executor(run: RunStore, *, but: str | None = None) -> None:
-    """Give back what another executor still holds for a run that goes on without it."""
+def _release_executor(run: RunStore, *, unless: str | None = None) -> None:
+    """Release what another executor still holds for a run that continues without it."""
     executor = executor_of(run)
-    if executor is not None and executor.address != but:
+    if executor is not None and executor.address != unless:
         executor.stop(run, now=True)
         run.remove(Document.LEASES)
 
 
-def _program_of(run: RunStore) -> tuple[str, ...]:
-    # Who only asks after a run, stops or resizes it, need not wait for these.
+def _choose_program(run: RunStore) -> tuple[str, ...]:
+    # Slow to import: only a start needs it.
     from yunlu.planning.layouts import count_devices  # noqa: PLC0415
 
     job = read_job(run)
     devices = count_devices(job, gpus=count_gpus())
-    is_served = is_asynchronous(run, job.communication.method)
-    return program_for(devices, spares=job.spares, is_asynchronous=is_served)
+    is_async = is_asynchronous(run, job.communication.method)
+    return program_for(devices, spares=job.spares, is_asynchronous=is_async)
 
 
 @contextmanager
-def _launching(run: RunStore) -> Generator[None]:
+def _launch_claim(run: RunStore) -> Generator[None]:
     try:
         with launch_lock(run, wait=False):
             yield
     except BlockingIOError as error:
-        raise StoreError(f"{run.id} is just being started or stopped elsewhere") from error
+        raise StoreError(
+            f"{run.id} is just being started or stopped by another process",
+            hint="try again in a moment",
+        ) from error
 
 
-def _worker_left(run: RunStore) -> bool:
-    """Whether no worker holds the run; one that has just said its last word gets time to leave."""
-    deadline = time.monotonic() + _LEAVE_S
+def _await_worker_exit(run: RunStore) -> bool:
+    """Whether no worker holds the run, once a worker that reported its end had time to exit."""
+    deadline = time.monotonic() + _WORKER_EXIT_S
     while not worker_lock_is_free(run):
         if time.monotonic() > deadline:
             return False
@@ -352,8 +359,8 @@ def _worker_left(run: RunStore) -> bool:
     return True
 
 
-def _directory_of(run: RunStore) -> Path | None:
-    """Where the run was submitted: relative paths in its job start there."""
+def _working_directory(run: RunStore) -> Path | None:
+    """Directory from which the run was submitted: the base of relative paths in its job."""
     directory = read_view(run).directory
     return Path(directory) if directory else None
 
@@ -365,25 +372,28 @@ def _signal(worker: WorkerProcess, *, now: bool) -> None:
         else:
             worker.stop()
     except PermissionError as error:
-        raise StoreError(f"the worker (process {worker.pid}) belongs to another user") from error
+        raise StoreError(
+            f"the worker (process {worker.pid}) belongs to another user",
+            hint="ask that user to stop the run",
+        ) from error
 
 
 def _open(run_id: str) -> RunStore:
     return open_run(home() / run_id)
 
 
-def _listing(ids: list[str]) -> str:
+def _join_ids(ids: list[str]) -> str:
     return ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
 
 
-def _read_plan(run: RunStore, worker: WorkerProcess) -> Plan:
+def _collect_plan(run: RunStore, worker: WorkerProcess) -> Plan:
     error = error_of(event for event, _ in run.read_events())
     if error is not None:
         raise error
     plan = read_plan(run)
     if plan is None:
-        words = "\n".join(log_tail(run)) or "it printed nothing"
+        output = "\n".join(log_tail(run)) or "it printed nothing"
         raise TrainingError(
-            f"the worker ended with exit code {worker.exit_code()} before it had a plan:\n{words}"
+            f"the worker ended with exit code {worker.exit_code()} before it had a plan:\n{output}"
         )
     return plan

@@ -1,4 +1,4 @@
-"""Another number of workers for a run that is training."""
+"""Change the number of workers of a running run."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
 
 
 class WorkerResize(Value):
-    """What a running run will change to."""
+    """Accepted change of the number of workers."""
 
     text: str
     layout: str
-    """How the work will be split."""
+    """Parallel layout for the new number."""
 
 
 def resize(run: RunStore, *, devices: int) -> WorkerResize:
-    """Ask the supervisor of a run to go on with so many workers."""
+    """Ask the supervisor of a run to continue with this number of workers."""
     if devices < 1:
         raise StoreError(
-            f"{devices} workers cannot train anything", hint="give one or more: --devices 2"
+            f"a run needs at least one worker, not {devices}", hint="for example: --devices 2"
         )
     record = read_record(run)
     if record.state not in {RunState.PLANNING, RunState.RUNNING}:
-        again = f"yunlu resume {run.id} goes on first" if record.state.can_resume else None
-        raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=again)
-    if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
+        hint = f"resume it first: yunlu resume {run.id}" if record.state.can_resume else None
+        raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=hint)
+    if run.has(Area.SERVERS):  # read by the supervisor of asynchronous workers
         run.write(Document.TARGET_WORKERS, str(devices))
         return WorkerResize(text=f"{devices} workers from now on", layout=f"dp{devices}")
     if is_elsewhere(run):
         raise StoreError(
-            f"{run.id} has its devices from a cluster",
-            hint=f"the pool gives and takes them: yunlu pool why {run.id}",
+            f"the devices of {run.id} belong to a cluster",
+            hint=f"the pool allocates them; see: yunlu pool why {run.id}",
         )
     crew = read_crew(run)
     if crew is None:
         raise StoreError(
-            f"{run.id} is trained by one plain worker, which cannot be joined by others",
-            hint="start it with --devices 2 or more; such a run can shrink and grow",
+            f"{run.id} is trained by one plain worker without a supervisor, which no worker can join",
+            hint="start it with --devices 2 or more: then it can shrink and grow",
         )
     answer = ask(crew, {"kind": "resize", "devices": devices})
     if not answer.get("is_accepted"):

@@ -33,8 +33,8 @@ def _fill(run: RunStore, job: Job, source: Path | None) -> None:
     if source is not None:
         run.write(Document.JOB_SOURCE, source.read_bytes())
     record_worker(run, this_process())
-    state, directory = RunState.PENDING.value, str(Path.cwd())
-    run.emit(StateChanged(state=state, reason="submitted", directory=directory))
+    submitted = StateChanged(state=RunState.PENDING, reason="submitted", directory=str(Path.cwd()))
+    run.emit(submitted)
 
 
 def _slug(name: str) -> str:

@@ -1,6 +1,6 @@
-"""The index of runs: SQLite beside the run directories, derived from their events.
+"""Index of runs: SQLite in the home of the runs, derived from their events.
 
-Deleting it loses nothing. Every transaction is one short write, so that many processes share it.
+Deleting it loses nothing. Each transaction is one short write, so that many processes share it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class FullDiskError(StoreError):
 
 
 class RunIndex:
-    """The index of the runs under one home."""
+    """Index of the runs of one home."""
 
     def __init__(self, home: Path) -> None:
-        """Open the index, making, migrating or rebuilding it where needed."""
+        """Open the index; create, migrate or rebuild it where needed."""
         self.home = home
         self.path = home / "index.sqlite"
         try:
@@ -70,32 +70,32 @@ class RunIndex:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database."""
         self._engine.dispose()
 
     def reconcile(self) -> list[RunRecord]:
-        """Bring every row up to date with the run directories; all runs, newest first.
+        """Update every row from the runs; returns all records, newest first.
 
-        Takes in new events, finds runs the index does not know, forgets those whose directory is
-        gone, and marks a run lost when its worker vanished.
+        Folds new events, adds unknown runs, drops runs that were removed, and marks a run lost when
+        its worker vanished.
         """
         known = {record.id: record for record in self.records()}
-        found = {run.id: run for run in find_runs(self.home)}
+        runs = {run.id: run for run in find_runs(self.home)}
         current: list[RunRecord] = []
-        for run_id, run in found.items():
+        for run_id, run in runs.items():
             before = known.get(run_id)
             start = before or new_record(run)
-            if start is None:  # a stranger's directory
+            if start is None:  # a directory that is no run
                 continue
             after = settle(run, start) if _may_change(run, before) else start
             current.append(after)
             if after != before:
                 self._put(after)
-        self._forget(known.keys() - found.keys())
+        self._forget(known.keys() - runs.keys())
         return sorted(current, key=lambda record: record.created_at, reverse=True)
 
     def refresh(self, run: RunStore) -> RunRecord:
-        """Bring one row up to date."""
+        """Update one row."""
         start = self.get(run.id) or new_record(run)
         if start is None:
             raise not_a_run(run)
@@ -104,12 +104,12 @@ class RunIndex:
         return record
 
     def records(self) -> list[RunRecord]:
-        """The rows as they stand."""
+        """All rows, without an update."""
         rows = self._do(lambda connection: connection.execute(sa.select(_RUNS)).mappings().all())
         return [record for row in rows if (record := _as_record(row)) is not None]
 
     def get(self, run_id: str) -> RunRecord | None:
-        """One row as it stands."""
+        """One row, without an update."""
         query = sa.select(_RUNS).where(_RUNS.c.id == run_id)
         row = self._do(lambda connection: connection.execute(query).mappings().one_or_none())
         return None if row is None else _as_record(row)
@@ -118,7 +118,7 @@ class RunIndex:
         values = record.model_dump(mode="json")
         values |= {"metric_value": record.metric_value}  # a float column, also when not finite
         statement = insert(_RUNS).values(values)
-        # Who has read further knows better: a slow reader never turns the index back.
+        # The record that has read further wins: a slow reader never turns the index back.
         statement = statement.on_conflict_do_update(
             index_elements=["id"],
             set_={name: statement.excluded[name] for name in _COLUMNS if name != "id"},
@@ -144,7 +144,7 @@ class RunIndex:
         return self._retry(act)
 
     def _retry(self, act: Callable[[], T]) -> T:
-        """Begin anew when the index was deleted, replaced or damaged under us: it is derived."""
+        """Try again when the index was deleted, replaced or damaged meanwhile: it is derived."""
         for pause_s in _PAUSES_S:
             try:
                 return act()
@@ -164,8 +164,8 @@ class RunIndex:
             ) from error
 
     def _put_aside(self) -> None:
-        """Make room for a fresh index, unless somebody else has."""
-        with _alone(self.home):
+        """Move a damaged index aside, unless another process has."""
+        with _index_lock(self.home):
             try:
                 with self._engine.connect() as connection:
                     connection.execute(sa.select(_RUNS)).all()
@@ -182,7 +182,7 @@ class RunIndex:
 
     def _ensure_schema(self) -> None:
         if not self._is_ready and not (self.path.exists() and _schema_of(self._engine) == SCHEMA):
-            with _alone(self.home):
+            with _index_lock(self.home):
                 if not self.path.exists():
                     self._remove_logs()
                 self._migrate()
@@ -216,7 +216,7 @@ def _connect(path: Path) -> sa.Engine:
         sa.URL.create("sqlite", database=str(path)), connect_args={"timeout": _BUSY_S}
     )
 
-    # The driver opens transactions at its own moments and not before DDL; we say BEGIN ourselves.
+    # The driver opens transactions late and not before DDL, so BEGIN is sent explicitly.
     @event.listens_for(engine, "connect")
     def configure(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:  # pyright: ignore[reportUnusedFunction]
         connection.isolation_level = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,7 +232,7 @@ def _connect(path: Path) -> sa.Engine:
 
 
 def _as_record(row: sa.RowMapping) -> RunRecord | None:
-    """None for a row that no Yunlu we know wrote: its run is read afresh."""
+    """None for a row of an unknown schema: its run is read again."""
     try:
         return RunRecord.model_validate(dict(row))
     except ValidationError:
@@ -244,7 +244,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _use_write_ahead_log(engine: sa.Engine) -> None:
-    """Readers no longer wait for writers. The file remembers it; no transaction may be open."""
+    """Readers do not wait for writers. The file keeps the mode; no transaction may be open."""
     connection = engine.raw_connection()
     try:
         connection.cursor().execute("PRAGMA journal_mode=WAL")
@@ -263,15 +263,15 @@ def _schema_of(engine: sa.Engine) -> str | None:
 
 
 @contextmanager
-def _alone(home: Path) -> Generator[None]:
-    """One process at a time makes, migrates or replaces the index."""
+def _index_lock(home: Path) -> Generator[None]:
+    """Lock: one process at a time creates, migrates or replaces the index."""
     with (home / ".index.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _may_change(run: RunStore, record: RunRecord | None) -> bool:
-    """Whether it is worth reading: a run at rest without new events is not."""
+    """Whether to read the run: not if it ended and has no new events."""
     if record is None or record.state.is_active:
         return True
     stat = run.stat(Log.EVENTS)

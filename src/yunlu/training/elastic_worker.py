@@ -368,7 +368,7 @@ class ElasticWorker:
                 attempt=self._attempt,
                 forward=lambda values, step: self._trackers.log(values, step=step),
             )
-        crew = SaveGroup(
+        save_group = SaveGroup(
             rank=world.rank,
             size=world.layout.world,
             token=f"{self._attempt}-{assignment.generation}",
@@ -377,7 +377,7 @@ class ElasticWorker:
             engine,
             self._run,
             agent=self._agent,
-            crew=crew,
+            save_group=save_group,
             log=self._log,
             trackers=self._trackers,
             attempt=self._attempt,

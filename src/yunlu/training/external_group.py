@@ -115,7 +115,7 @@ class ExternalWorkerGroup:
             self.engine,
             self.run,
             agent=Unsupervised(self._stop),
-            crew=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
+            save_group=SaveGroup(rank=world.rank, size=world.layout.world, token=token),
             log=self._log,
             trackers=self._trackers,
             attempt=self._attempt,

@@ -127,7 +127,7 @@ def _lead(run: RunStore, rendezvous: Rendezvous, stop: StopRequest) -> RunState:
             switch_to_async(run, rendezvous, lock, is_new=True)
         rendezvous.watch_for_failure(lambda failure: _report_failure(run, failure))
         attempt, began_at = begin_attempt(run)
-        rendezvous.share("life", attempt)
+        rendezvous.share("attempt", attempt)
         change_state(run, RunState.PLANNING)
         state = _run_attempt(run, rendezvous, stop, attempt=attempt, began_at=began_at)
         if state is RunState.RUNNING:
@@ -154,7 +154,7 @@ def _follow(rendezvous: Rendezvous, stop: StopRequest) -> RunState:
     if info["is_served"]:
         switch_to_async(run, rendezvous)
     rendezvous.watch_for_failure(lambda _: None)
-    state = _run_attempt(run, rendezvous, stop, attempt=rendezvous.share("life"), began_at=0.0)
+    state = _run_attempt(run, rendezvous, stop, attempt=rendezvous.share("attempt"), began_at=0.0)
     if state is RunState.RUNNING:
         switch_to_async(run, rendezvous)
     return state
@@ -221,8 +221,8 @@ def _plan_layout(
     device_type = machine.best_device
     if device_type.kind == "cuda":  # one per worker, on any machine
         machine = machine.model_copy(update={"devices": (device_type,) * size})
-    options = job.model_copy(update={"devices": size})
-    plan = load_or_make_plan(run, options, parts, machine, started_at=began_at)
+    sized_job = job.model_copy(update={"devices": size})
+    plan = load_or_make_plan(run, sized_job, parts, machine, started_at=began_at)
     if plan.layout.world == size:
         return plan.layout
     plan, reason = resplit(plan, job, devices=size, cores=cores, nodes=rendezvous.nodes)

@@ -63,7 +63,7 @@ def test_failed_run_raises_the_workers_own_error():
         yunlu.train(job("fail"))
     assert caught.value.hint == "Lower train.optimizer.lr."
     assert "deep inside" in str(caught.value.__cause__)
-    (run,) = yunlu.runs()
+    (run,) = yunlu.list_runs()
     assert run.state is RunState.FAILED
     assert run.resume().state is RunState.FINISHED
 
@@ -97,7 +97,7 @@ def test_unknown_option_is_refused_with_the_nearest():
 def test_bad_value_is_refused_before_a_run_is_made():
     with pytest.raises(JobError, match=r"train\.epochs"):
         yunlu.train(job(), epochs=-1)
-    assert yunlu.runs() == []
+    assert yunlu.list_runs() == []
 
 
 def test_missing_parts_are_named():

@@ -159,7 +159,7 @@ def test_running_run_is_not_resumed(make_job):
 
 
 def test_held_worker_lock_forbids_a_second_worker(make_job, monkeypatch):
-    monkeypatch.setattr(service, "_LEAVE_S", 0)
+    monkeypatch.setattr(lifecycle, "_WORKER_EXIT_S", 0)
     run = lifecycle.submit(make_job())
     run.emit(StateChanged(state="failed"))
     with (run.path / "worker.lock").open("w") as lock:

@@ -129,7 +129,7 @@ def test_objects_of_the_wrong_kind_are_refused_before_a_run_is_made(
 ) -> None:
     with pytest.raises(YunluError, match=words):
         yunlu.train(**{"model": net(), "data": classes(), **parts}, steps=1)
-    assert not yunlu.runs()
+    assert not yunlu.list_runs()
 
 
 def test_train_takes_live_objects_and_returns_the_run() -> None:

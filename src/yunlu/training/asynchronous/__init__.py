@@ -1,1 +1,1 @@
-"""Training in which workers wait for nobody: servers hold the weights, workers come and go."""
+"""Asynchronous training: servers hold the weights, workers come and go and do not wait for each other."""

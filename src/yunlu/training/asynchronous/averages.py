@@ -1,7 +1,7 @@
-"""Running averages of a model whose weights come from servers: computed anew from training data.
+"""Batch-norm running averages of a model whose weights come from servers, recomputed from training data.
 
-Workers keep theirs to themselves, each of its own past weights; those of the weights at hand are
-better anyway (Wu and Johnson 2021, "Rethinking Batch in BatchNorm").
+Each worker's own averages cover its past weights; those of the current weights are
+better (Wu and Johnson 2021, "Rethinking Batch in BatchNorm").
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from yunlu.training.engine import Engine
 
 _SAMPLES = 2048
-"""Averaged over, about."""
+"""Approximate number of samples to average over."""
 
 
-def settle_averages(engine: Engine) -> None:
-    """Set the running averages of batch norms to those of the weights as they are."""
-    norms = _find(engine.model)
+def recompute_averages(engine: Engine) -> None:
+    """Recompute the running averages of batch norms for the current weights."""
+    norms = _batch_norms(engine.model)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # every batch counts alike
+        norm.momentum = None  # cumulative average
     was_training = engine.model.training
     engine.model.train()
     steps = min(max(_SAMPLES // engine.order.batch, 1), engine.order.steps_per_epoch)
@@ -55,7 +55,7 @@ def settle_averages(engine: Engine) -> None:
         norm.momentum = momentum
 
 
-def _find(model: nn.Module) -> list[_BatchNorm]:
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [
         module
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""Where machines knock that lend workers to an asynchronous run: who they are, and what they say.
+"""Control server of an asynchronous run, which nodes join to provide workers.
 
-Their workers find the servers by the run's directory, take tickets like all others, and wait for nobody.
-What comes over this door is only who they are: a machine that is lost takes nothing with it.
+Their workers find the servers through the run's directory and take tickets like all others.
+The control connection only tells who is there: losing a node loses no state.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.control_server import ControlConnection
     from yunlu.training.elastic.messages import Message
 
-_TELL_S = 1.0
+_PING_S = 1.0
 _SILENCE_S = 10.0
-"""A machine speaks four times a second: one that says nothing for so long was cut off."""
+"""A node pings four times a second; one that is silent for this long was cut off."""
 _LOADING_S = 600.0
-"""But not while it loads its data."""
-_FAREWELL_S = 1.0
+"""Limit while it loads its data."""
+_FLUSH_S = 1.0
 
 
 @dataclass
 class JoinedNode:
-    """A machine that lends workers."""
+    """A node that provides workers."""
 
     name: str
     host: str
@@ -61,151 +61,151 @@ class JoinedNode:
     is_ready: bool = False
     is_leaving: bool = False
     pids: dict[int, int] = field(default_factory=dict[int, int])
-    """Of its workers, by number."""
+    """Pids of its workers, by number."""
 
 
 class JoinServer:
-    """Listens from the first moment of a life; ``worker_group.json`` says where."""
+    """Listens from the start of an attempt; ``worker_group.json`` has its address."""
 
     def __init__(self, directory: RunStore) -> None:
         self._directory = directory
         self._token = secrets.token_urlsafe(32)
-        self._links = ControlServer(bind_address(), self._token)
-        self._guests: dict[ControlConnection, JoinedNode] = {}
+        self._server = ControlServer(bind_address(), self._token)
+        self._nodes: dict[ControlConnection, JoinedNode] = {}
         self._patience = read_settings().patience
-        self._told_at = 0.0
+        self._pinged_at = 0.0
         self._written: Crew | None = None
 
     def publish(self, *, workers: int, is_open: bool, layout: Layout | None = None) -> None:
-        """Say where to knock; ``is_open``: there are servers to work for, ``layout``: by how many tickets."""
+        """Publish the address; ``is_open``: servers are running; ``layout``: number of tickets per step."""
         process = psutil.Process()
-        crew = Crew(
+        group = Crew(
             host=reachable(bind_address()),
-            port=self._links.port,
+            port=self._server.port,
             token=self._token,
             pid=os.getpid(),
             process_started_at=process.create_time(),
             node_module=ASYNC_NODE,
             generation=int(is_open),
-            target=workers + sum(guest.devices for guest in self._guests.values()),
+            target=workers + sum(node.devices for node in self._nodes.values()),
             layouts={} if layout is None else {layout.world: layout.model_dump()},
-            wanted={LOCAL: workers, **{each.name: each.devices for each in self._guests.values()}},
+            wanted={LOCAL: workers, **{node.name: node.devices for node in self._nodes.values()}},
         )
-        if crew != self._written:
-            write_crew(self._directory, crew)
-            self._written = crew
+        if group != self._written:
+            write_crew(self._directory, group)
+            self._written = group
 
-    def look(self, wait_s: float) -> None:
-        """Hear whoever speaks; does not wait longer than this."""
-        self._links.poll(wait_s, on_message=self._hear, on_lost=self._lose)
+    def poll(self, wait_s: float) -> None:
+        """Handle messages for at most this long."""
+        self._server.poll(wait_s, on_message=self._handle, on_lost=self._connection_lost)
         now = time.monotonic()
-        for link, guest in list(self._guests.items()):
+        for connection, node in list(self._nodes.items()):
             silence_s = _SILENCE_S * self._patience
-            if now - guest.heard_at > (silence_s if guest.is_ready else _LOADING_S):
-                self._links.close(link)
-        if now - self._told_at >= _TELL_S:
-            self._told_at = now
-            for link in self._guests:
-                self._links.send(link, Ping())
+            if now - node.heard_at > (silence_s if node.is_ready else _LOADING_S):
+                self._server.close(connection)
+        if now - self._pinged_at >= _PING_S:
+            self._pinged_at = now
+            for connection in self._nodes:
+                self._server.send(connection, Ping())
 
     def list_workers(self) -> list[dict[str, Any]]:
         """Workers on other machines, as a worker group event lists them."""
         return [
-            {"worker": f"{guest.name}.{number}", "host": guest.host, "pid": pid}
-            for guest in self._guests.values()
-            for number, pid in sorted(guest.pids.items())
+            {"worker": f"{node.name}.{number}", "host": node.host, "pid": pid}
+            for node in self._nodes.values()
+            for number, pid in sorted(node.pids.items())
         ]
 
     def abandon(self) -> None:
-        """In a process that was forked: let go of what is its parent's."""
-        self._links.abandon()
+        """In a forked child: close inherited descriptors."""
+        self._server.abandon()
 
-    def shut(self) -> None:
-        """Nobody is needed any more."""
-        for link, guest in self._guests.items():
-            guest.is_leaving = True
-            self._links.send(link, Leave())
-        self._links.flush(_FAREWELL_S)
-        self._links.close_all()
+    def close(self) -> None:
+        """Dismiss all nodes and close."""
+        for connection, node in self._nodes.items():
+            node.is_leaving = True
+            self._server.send(connection, Leave())
+        self._server.flush(_FLUSH_S)
+        self._server.close_all()
 
-    def _hear(self, link: ControlConnection, message: Message) -> None:
-        guest = self._guests.get(link)
-        if guest is not None:
-            guest.heard_at = time.monotonic()
+    def _handle(self, connection: ControlConnection, message: Message) -> None:
+        node = self._nodes.get(connection)
+        if node is not None:
+            node.heard_at = time.monotonic()
         match message:
             case NodeHello():
-                self._greet(link, message)
+                self._register(connection, message)
             case ClientHello() | Ping():
                 pass
             case LocateRun():
                 path = self._directory.address
-                self._links.send(link, Reply(is_accepted=True, text=path))
+                self._server.send(connection, Reply(is_accepted=True, text=path))
             case Resize():
-                self._links.send(link, self._resize(message.devices))
-            case _ if guest is not None:
-                self._note(guest, message)
+                self._server.send(connection, self._resize(message.devices))
+            case _ if node is not None:
+                self._handle_node(node, message)
             case _:
-                self._links.close(link)
+                self._server.close(connection)
 
-    def _greet(self, link: ControlConnection, hello: NodeHello) -> None:
-        if words := self._refuse(hello):
-            self._links.send(link, Reply(is_accepted=False, text=words))
+    def _register(self, connection: ControlConnection, hello: NodeHello) -> None:
+        if text := self._refusal(hello):
+            self._server.send(connection, Reply(is_accepted=False, text=text))
             return
-        for other, guest in list(self._guests.items()):
-            if guest.name == hello.node:  # it has come back before we saw it go
-                del self._guests[other]
-                self._links.close(other)
-        self._guests[link] = JoinedNode(
+        for other, node in list(self._nodes.items()):
+            if node.name == hello.node:  # reconnected before the loss was noticed
+                del self._nodes[other]
+                self._server.close(other)
+        self._nodes[connection] = JoinedNode(
             hello.node, hello.host, hello.pid, hello.devices, heard_at=time.monotonic()
         )
 
-    def _refuse(self, hello: NodeHello) -> str:
-        """Why a machine cannot be taken, if it cannot. One that comes back is the same process."""
+    def _refusal(self, hello: NodeHello) -> str:
+        """Why a node is rejected, if it is. One that reconnects is the same process."""
         if hello.node == LOCAL:
             return f"{LOCAL!r} is the name of the run's own node"
         if hello.devices < 1:
-            return f"{hello.devices} devices are none"
-        known = [guest for guest in self._guests.values() if guest.name == hello.node]
-        if any((guest.host, guest.pid) != (hello.host, hello.pid) for guest in known):
-            return f"the run has a node called {hello.node!r} already"
+            return f"devices must be at least 1, not {hello.devices}"
+        known = [node for node in self._nodes.values() if node.name == hello.node]
+        if any((node.host, node.pid) != (hello.host, hello.pid) for node in known):
+            return f"the run already has a node named {hello.node!r}"
         return ""
 
     def _resize(self, devices: int) -> Reply:
         if devices < 1 or not self._directory.has(Area.SERVERS):
-            return Reply(is_accepted=False, text="it is still planning, or that is no worker")
+            return Reply(is_accepted=False, text="the run is still planning, or fewer than one worker was requested")
         self._directory.write(Document.TARGET_WORKERS, str(devices))
         return Reply(is_accepted=True, text=f"{devices} workers from now on")
 
-    def _note(self, guest: JoinedNode, message: Message) -> None:
+    def _handle_node(self, node: JoinedNode, message: Message) -> None:
         match message:
             case Prepared():
-                guest.is_ready = True
+                node.is_ready = True
             case Forked():
-                guest.pids[message.member] = message.pid
+                node.pids[message.worker] = message.pid
             case Exited():
-                pid = guest.pids.pop(message.member, None)
-                if message.code and not guest.is_leaving:
+                pid = node.pids.pop(message.worker, None)
+                if message.code and not node.is_leaving:
                     what = "killed" if message.code < 0 else "failed"
-                    self._tell_fault(
-                        guest, f"{guest.name}.{message.member}", what, message.detail, pid
+                    self._report_fault(
+                        node, f"{node.name}.{message.worker}", what, message.detail, pid
                     )
             case Failed():
-                guest.is_leaving = True  # told here; what follows is no news
-                self._tell_fault(guest, guest.name, "failed", message.message, guest.pid)
+                node.is_leaving = True  # reported here; its exit is not a fault
+                self._report_fault(node, node.name, "failed", message.message, node.pid)
             case LeaveNotice():
-                guest.is_leaving = True
+                node.is_leaving = True
             case _:
                 pass
 
-    def _lose(self, link: ControlConnection) -> None:
-        guest = self._guests.pop(link, None)
-        if guest is not None and not guest.is_leaving:
-            words = "the machine was lost, with its workers; others do their tickets"
-            self._tell_fault(guest, guest.name, "lost", words, guest.pid)
+    def _connection_lost(self, connection: ControlConnection) -> None:
+        node = self._nodes.pop(connection, None)
+        if node is not None and not node.is_leaving:
+            text = "the node was lost with its workers; others take over their tickets"
+            self._report_fault(node, node.name, "lost", text, node.pid)
 
-    def _tell_fault(
-        self, guest: JoinedNode, member: str, what: str, detail: str, pid: int | None
+    def _report_fault(
+        self, node: JoinedNode, member: str, what: str, detail: str, pid: int | None
     ) -> None:
         self._directory.emit(
-            WorkerLost(cause=what, worker=member, host=guest.host, pid=pid, detail=detail)
+            WorkerLost(cause=what, worker=member, host=node.host, pid=pid, detail=detail)
         )

@@ -1,8 +1,8 @@
-"""Another machine of an asynchronous run: it loads everything once, and keeps workers alive.
+"""Node of an asynchronous run: loads everything once and keeps its workers running.
 
 ``python -m yunlu.training.asynchronous.node RUN_DIR --node NAME --devices N`` is what ``yunlu join``
 starts. The run's directory says where the servers are; the line to the run's program is only for
-telling who is here, and being told to go. While that is down, the workers go on.
+registering, and for being dismissed. While it is down, the workers continue.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
     ProcessGroupSupervisor,
-    describe,
+    describe_failure,
 )
-from yunlu.training.asynchronous.worker import fit, work
+from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import signals_as_stop
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.control_client import ControlClient, ControlLostError
@@ -61,138 +61,138 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.25
 _QUIET_S = 5.0
-"""The run's program speaks every second: who hears nothing was cut off, and looks for it again."""
+"""The supervisor pings every second; a node that receives none was cut off and reconnects."""
 _WAIT_S = 600.0
-"""How long it is looked for; it goes on where it was when the run is resumed."""
+"""Time to look for the supervisor; the node continues when the run is resumed."""
 
 
 def main() -> int:
-    """The command line that ``yunlu join`` uses."""
+    """Command line used by ``yunlu join``."""
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.node")
     parser.add_argument("run", type=Path)
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
-    asked = parser.parse_args()
-    # A fork copies no threads: none may have been started, by torch's kernels least of all.
+    parser.add_argument("--workers-here", type=int, help="workers on this machine; default: devices")
+    options = parser.parse_args()
+    # fork() does not copy threads: torch must not have started any.
     torch.set_num_threads(1)
     with signals_as_stop() as stop:
         unblock_stop_signals()
-        here = asked.here or asked.devices
-        return AsyncNodeAgent(open_run(asked.run), asked.node, asked.devices, stop, here=here).run()
+        workers_here = options.workers_here or options.devices
+        return AsyncNodeAgent(open_run(options.run), options.node, options.devices, stop, workers_here=workers_here).run()
 
 
 class AsyncNodeAgent:
-    """Single-threaded: whoever forks must not have threads."""
+    """Single-threaded, because it forks."""
 
     def __init__(
-        self, run: RunStore, name: str, devices: int, stop: StopRequest, *, here: int
+        self, run: RunStore, name: str, devices: int, stop: StopRequest, *, workers_here: int
     ) -> None:
-        run.is_quiet = True  # one machine writes the run's log
+        run.is_quiet = True  # events are written by the supervisor
         self._run, self._name, self._devices, self._stop = run, name, devices, stop
-        self._contact = ControlClient(run, quiet_s=_QUIET_S * read_settings().patience)
-        self._fleet = ProcessGroupSupervisor(
+        self._client = ControlClient(run, quiet_s=_QUIET_S * read_settings().patience)
+        self._supervisor = ProcessGroupSupervisor(
             run,
-            in_child=self._let_go,
-            tell_loss=self._tell_loss,
+            in_child=self._close_inherited,
+            report_loss=self._report_loss,
             is_ending=lambda: stop.is_set,
         )
-        self._here = here
-        self._places: list[ManagedProcess] = []
-        self._told: dict[str, int] = {}
-        """Workers that the run's program knows of, with their pids."""
+        self._workers_here = workers_here
+        self._processes: list[ManagedProcess] = []
+        self._reported_pids: dict[str, int] = {}
+        """Pids of workers reported to the supervisor."""
         self._is_prepared = False
         self._is_dismissed = False
         self._is_refused = False
 
     def run(self) -> int:
-        """Until nobody needs it; its exit code."""
+        """Run until dismissed; returns the exit code."""
         try:
-            self._lend()
-        except Exception as error:  # noqa: BLE001 (the last border: it becomes a message)
+            self._serve_workers()
+        except Exception as error:  # noqa: BLE001 (reported to the supervisor)
             traceback.print_exc()
-            self._tell(describe(error))
+            self._send(describe_failure(error))
             return 1
         finally:
-            self._fleet.end()
-            self._contact.drop()
+            self._supervisor.end()
+            self._client.drop()
         return 1 if self._is_refused else 0
 
-    def _lend(self) -> None:
-        self._turn()
+    def _serve_workers(self) -> None:
+        self._poll()
         if self._is_over():
             return
         job = read_job(self._run)
         set_deterministic(job.train.deterministic)
         parts = prepare(self._run, job)
         gc.collect()
-        gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
+        gc.freeze()  # loaded objects stay: collecting them would unshare their pages
         self._is_prepared = True
-        self._tell(Prepared())
+        self._send(Prepared())
         while not self._is_open():
             if self._is_over():
                 return
-            self._turn()
+            self._poll()
         plan = self._read_plan()
-        self._places = [self._make_place(n, job, plan, parts) for n in range(self._devices)]
+        self._processes = [self._make_worker(n, job, plan, parts) for n in range(self._devices)]
         while not self._is_over():
-            self._fleet.keep_alive(*self._places)
-            self._tell_started()
-            self._turn()
-            self._fleet.bury()
-        self._tell(LeaveNotice())
+            self._supervisor.keep_alive(*self._processes)
+            self._report_started()
+            self._poll()
+            self._supervisor.reap()
+        self._send(LeaveNotice())
 
     def _read_plan(self) -> Plan:
-        """The run's, with as many shares of a step as its tickets are."""
-        plan, crew = require_plan(self._run), read_crew(self._run)
-        layouts = [Layout.model_validate(each) for each in crew.layouts.values()] if crew else []
+        """The run's plan, with one share per ticket of a step."""
+        plan, group = require_plan(self._run), read_crew(self._run)
+        layouts = [Layout.model_validate(layout) for layout in group.layouts.values()] if group else []
         return plan.model_copy(update={"layout": layouts[0]}) if layouts else plan
 
     def _is_open(self) -> bool:
-        """Whether there are servers to work for."""
-        crew = read_crew(self._run)
-        return crew is not None and crew.generation > 0 and self._run.has(Area.SERVERS)
+        """Whether the servers are running."""
+        group = read_crew(self._run)
+        return group is not None and group.generation > 0 and self._run.has(Area.SERVERS)
 
     def _is_over(self) -> bool:
         if self._stop.is_set or self._is_dismissed:
             return True
-        if self._contact.is_up:
+        if self._client.is_up:
             return False
-        # Our workers may have heard the end from the servers before we hear it from anybody.
-        lost_s = time.monotonic() - self._contact.lost_at
-        return lost_s > _WAIT_S or (lost_s > 1 and self._contact.is_over())
+        # Workers may learn of the end from the servers before this node does.
+        lost_s = time.monotonic() - self._client.lost_at
+        return lost_s > _WAIT_S or (lost_s > 1 and self._client.is_over())
 
-    def _make_place(
+    def _make_worker(
         self, number: int, job: Job, plan: Plan, parts: TrainingInputs
     ) -> ManagedProcess:
         def body() -> None:
-            own = fit(plan, job, slot=number, here=self._here)
-            work(self._run, job, own, parts, name=f"{self._name}.{number}.{os.getpid()}")
+            worker_plan = fit_to_machine(plan, job, slot=number, workers_here=self._workers_here)
+            train_worker(self._run, job, worker_plan, parts, name=f"{self._name}.{number}.{os.getpid()}")
 
         return ManagedProcess(f"worker-{self._name}.{number}", body, number=number)
 
-    def _turn(self) -> None:
-        """Hear and say what there is, for a moment."""
-        if not self._contact.is_up:
-            if not self._contact.connect(self._hello()):
+    def _poll(self) -> None:
+        """Send and receive for a moment."""
+        if not self._client.is_up:
+            if not self._client.connect(self._hello()):
                 time.sleep(_TICK_S / 5)
                 return
             if self._is_prepared:
-                self._tell(Prepared())
-        connection = self._contact.connection
+                self._send(Prepared())
+        connection = self._client.connection
         if connection is None:
             return
         try:
             if select.select([connection], [], [], _TICK_S)[0]:
-                for message in self._contact.receive():
-                    self._hear(message)
-            self._contact.send(Ping())
-            self._contact.check_quiet()
+                for message in self._client.receive():
+                    self._handle(message)
+            self._client.send(Ping())
+            self._client.check_quiet()
         except ControlLostError:
-            self._lose()
+            self._disconnect()
 
     def _hello(self) -> NodeHello:
-        self._told.clear()  # a new program of the run knows nothing of us
+        self._reported_pids.clear()  # a new supervisor knows nothing of this node
         return NodeHello(
             token="",
             node=self._name,
@@ -202,48 +202,48 @@ class AsyncNodeAgent:
             devices=self._devices,
         )
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Leave():
                 self._is_dismissed = True
             case Reply() if not message.is_accepted and message.text != WRONG_TOKEN:
-                sys.stderr.write(f"not taken into the run: {message.text}\n")
+                sys.stderr.write(f"the run rejected this node: {message.text}\n")
                 self._is_refused = self._is_dismissed = True
             case _:
                 pass
 
-    def _tell_started(self) -> None:
-        for place in self._places:
-            if place.pid and self._told.get(place.name) != place.pid and self._contact.is_up:
-                self._told[place.name] = place.pid
-                assert place.number is not None
-                self._tell(
+    def _report_started(self) -> None:
+        for process in self._processes:
+            if process.pid and self._reported_pids.get(process.name) != process.pid and self._client.is_up:
+                self._reported_pids[process.name] = process.pid
+                assert process.number is not None
+                self._send(
                     Forked(
-                        member=place.number,
-                        pid=place.pid,
-                        process_started_at=psutil.Process(place.pid).create_time(),
+                        worker=process.number,
+                        pid=process.pid,
+                        process_started_at=psutil.Process(process.pid).create_time(),
                     )
                 )
 
-    def _tell_loss(self, place: ManagedProcess, _pid: int, code: int, words: str) -> None:
-        assert place.number is not None
-        self._tell(Exited(member=place.number, code=code, detail=words))
+    def _report_loss(self, process: ManagedProcess, _pid: int, code: int, cause: str) -> None:
+        assert process.number is not None
+        self._send(Exited(worker=process.number, code=code, detail=cause))
 
-    def _tell(self, message: Value) -> None:
+    def _send(self, message: Value) -> None:
         try:
-            self._contact.send(message)
+            self._client.send(message)
         except ControlLostError:
-            self._lose()
+            self._disconnect()
 
-    def _lose(self) -> None:
-        if self._contact.is_up:
-            self._contact.drop()
+    def _disconnect(self) -> None:
+        if self._client.is_up:
+            self._client.drop()
 
-    def _let_go(self) -> None:
-        """In a worker: the line is the node's."""
+    def _close_inherited(self) -> None:
+        """In a worker: close the node's connection."""
         with suppress(OSError):
-            if self._contact.connection is not None:
-                self._contact.connection.close()
+            if self._client.connection is not None:
+                self._client.connection.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that are forked again when they die, and of which none stays behind."""
+"""Supervisor of forked processes: restarts those that die, and ends all of them."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 STOPPED = 10
-"""Exit code of who was asked to stop, and did."""
-_HOPELESS = 11
-"""Of who failed in a way that another try would not mend."""
+"""Exit code of a process that was asked to stop."""
+_PERMANENT_FAILURE = 11
+"""Exit code after an error that a restart would not fix."""
 _PARENT_DEATH_SIGNAL = 1
-_LOOK_S = 0.05
-_QUICK_S = 20.0
-_QUICK_DEATHS = 5
-_REST_S = 0.25
+_POLL_S = 0.05
+_EARLY_EXIT_S = 20.0
+_MAX_EARLY_EXITS = 5
+_RESTART_S = 0.25
 _LEAVE_S = 10.0
 
 
 @dataclass
 class ManagedProcess:
-    """One process that there is to be, whoever fills it."""
+    """A process to be kept running; restarts have other pids."""
 
     name: str
     body: Callable[[], int | None]
     number: int | None = None
     """Of a worker."""
     is_server: bool = False
-    """Lives until it is told to end."""
+    """Runs until it is terminated."""
     is_stoppable: bool = False
-    """Listens to SIGTERM in its own time."""
+    """Handles SIGTERM itself."""
     pid: int = 0
     code: int | None = None
-    is_over: bool = False
-    """It did what it was for."""
+    is_done: bool = False
+    """It has completed."""
     started_at: float = 0.0
-    quick_deaths: int = 0
-    """In a row."""
+    early_exits: int = 0
+    """Consecutive exits shortly after a start."""
     due_at: float = 0.0
-    words: int = -1
-    """Where a failure is told."""
+    pipe: int = -1
+    """Descriptor of the pipe for its failure."""
     failure: Failed | None = None
-    """The first of those."""
+    """Its first failure."""
 
 
 class RestartLimitError(TrainingError):
-    """A process died again and again."""
+    """A process died repeatedly."""
 
 
 class ProcessGroupSupervisor:
-    """Forks processes, and forks them again when they die.
+    """Forks processes and restarts those that die.
 
     Args:
         directory: Of the run: logs go there.
-        in_child: Called in each of them first: what of the parent's it is to let go of.
-        tell_loss: Told of a death that is made good: who, its pid, exit code, and why in words; else
+        in_child: Called first in each child, to close what it inherits.
+        report_loss: Called on a death that leads to a restart, with process, pid, exit code and cause; by default
             it becomes an event.
         rest: What to do for so many seconds while somebody is waited for.
-        is_ending: Whether all are asked to go: a cluster asks everyone at once, and then deaths are no news.
+        is_ending: Whether all are asked to end: a cluster signals all at once, and exits are then expected.
     """
 
     def __init__(
@@ -85,137 +85,137 @@ class ProcessGroupSupervisor:
         directory: RunStore,
         *,
         in_child: Callable[[], None] = lambda: None,
-        tell_loss: Callable[[ManagedProcess, int, int, str], None] | None = None,
-        rest: Callable[[float], None] = time.sleep,
+        report_loss: Callable[[ManagedProcess, int, int, str], None] | None = None,
+        wait: Callable[[float], None] = time.sleep,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._directory, self._is_ending = directory, is_ending
-        self._in_child, self._rest = in_child, rest
-        self._tell_loss = tell_loss or self._emit_fault
-        self._logbook = EventReporter(directory)
-        self._living: dict[int, ManagedProcess] = {}
+        self._in_child, self._wait = in_child, wait
+        self._report_loss = report_loss or self._emit_fault
+        self._reporter = EventReporter(directory)
+        self._running: dict[int, ManagedProcess] = {}
 
-    def keep_alive(self, *places: ManagedProcess) -> None:
-        """Start those that are to live and do not."""
-        for place in places:
-            if not place.pid and not place.is_over and time.monotonic() >= place.due_at:
-                self._start(place)
+    def keep_alive(self, *processes: ManagedProcess) -> None:
+        """Start processes that should run and do not."""
+        for process in processes:
+            if not process.pid and not process.is_done and time.monotonic() >= process.due_at:
+                self._start(process)
 
-    def complete(self, place: ManagedProcess) -> None:
-        """Start a process, and wait until it has done what it is for."""
-        self._start(place)
-        while place.pid:
-            self._rest(_LOOK_S)
-            self.bury()
+    def run_to_end(self, process: ManagedProcess) -> None:
+        """Start a process and wait until it completes."""
+        self._start(process)
+        while process.pid:
+            self._wait(_POLL_S)
+            self.reap()
 
-    def bury(self) -> None:
-        """See who has died, and why; raises where another try would be in vain."""
-        for pid, place in list(self._living.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                del self._living[pid]
-                self._take_leave(place, os.waitstatus_to_exitcode(status))
+    def reap(self) -> None:
+        """Reap exited processes; raises if a restart would not help."""
+        for pid, process in list(self._running.items()):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                del self._running[pid]
+                self._handle_exit(process, os.waitstatus_to_exitcode(status))
 
-    def dismiss(self, place: ManagedProcess) -> None:
-        """Let one go that is no longer needed."""
-        place.is_over = True
-        if place.pid:
-            os.kill(place.pid, signal.SIGTERM)
-            self._part_with([place], patience_s=_LEAVE_S)
+    def dismiss(self, process: ManagedProcess) -> None:
+        """Terminate a process that is no longer needed."""
+        process.is_done = True
+        if process.pid:
+            os.kill(process.pid, signal.SIGTERM)
+            self._wait_for_exit([process], patience_s=_LEAVE_S)
 
     def end(self, *, patience_s: float = 0.0) -> None:
-        """Nobody stays behind; ``patience_s`` for those who are about to leave by themselves."""
-        others = [place for place in self._living.values() if not place.is_server]
-        self._part_with(others, patience_s=patience_s)
-        servers = list(self._living.values())
-        for place in servers:
-            os.kill(place.pid, signal.SIGTERM)
-        self._part_with(servers, patience_s=_LEAVE_S)
+        """End all processes; ``patience_s`` for those that exit by themselves."""
+        others = [process for process in self._running.values() if not process.is_server]
+        self._wait_for_exit(others, patience_s=patience_s)
+        servers = list(self._running.values())
+        for process in servers:
+            os.kill(process.pid, signal.SIGTERM)
+        self._wait_for_exit(servers, patience_s=_LEAVE_S)
 
-    def _part_with(self, places: Iterable[ManagedProcess], *, patience_s: float) -> None:
+    def _wait_for_exit(self, processes: Iterable[ManagedProcess], *, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
-        for place in places:
+        for process in processes:
             is_killed = False
-            while not os.waitpid(place.pid, os.WNOHANG)[0]:
+            while not os.waitpid(process.pid, os.WNOHANG)[0]:
                 if not is_killed and time.monotonic() >= deadline:
                     is_killed = True
-                    os.kill(place.pid, signal.SIGKILL)
-                time.sleep(_LOOK_S / 5)
-            os.close(place.words)
-            del self._living[place.pid]
+                    os.kill(process.pid, signal.SIGKILL)
+                time.sleep(_POLL_S / 5)
+            os.close(process.pipe)
+            del self._running[process.pid]
 
-    def _take_leave(self, place: ManagedProcess, code: int) -> None:
-        pid, place.pid, place.code = place.pid, 0, code
-        failure = _read_words(place.words)
-        if code in {0, STOPPED} and not place.is_server:
-            place.is_over = True
+    def _handle_exit(self, process: ManagedProcess, code: int) -> None:
+        pid, process.pid, process.code = process.pid, 0, code
+        failure = _read_failure(process.pipe)
+        if code in {0, STOPPED} and not process.is_server:
+            process.is_done = True
             return
-        place.failure = place.failure or failure
-        words = self._logbook.explain_exit(0, code) if failure is None else failure.message
-        if code == _HOPELESS or place.name == "planner":
-            raise _as_error(failure, f"The {place.name} {words}.")
+        process.failure = process.failure or failure
+        cause = self._reporter.explain_exit(0, code) if failure is None else failure.message
+        if code == _PERMANENT_FAILURE or process.name == "planner":
+            raise _as_error(failure, f"The {process.name} {cause}.")
         if not (code in {0, -signal.SIGTERM} and self._is_ending()):
-            self._tell_loss(place, pid, code, words)
-        is_quick = time.monotonic() - place.started_at < _QUICK_S
-        place.quick_deaths = place.quick_deaths + 1 if is_quick else 1
-        if place.quick_deaths >= _QUICK_DEATHS:
-            again = f"{place.name} died {place.quick_deaths} times in a row: {words}."
-            raise _as_error(place.failure, again)
-        place.due_at = time.monotonic() + _REST_S * (place.quick_deaths - 1)
+            self._report_loss(process, pid, code, cause)
+        is_early = time.monotonic() - process.started_at < _EARLY_EXIT_S
+        process.early_exits = process.early_exits + 1 if is_early else 1
+        if process.early_exits >= _MAX_EARLY_EXITS:
+            message = f"{process.name} died {process.early_exits} times in a row: {cause}."
+            raise _as_error(process.failure, message)
+        process.due_at = time.monotonic() + _RESTART_S * (process.early_exits - 1)
 
-    def _emit_fault(self, place: ManagedProcess, pid: int, code: int, words: str) -> None:
-        self._logbook.emit(
+    def _emit_fault(self, process: ManagedProcess, pid: int, code: int, cause: str) -> None:
+        self._reporter.emit(
             WorkerLost(
                 cause="killed" if code < 0 else "failed",
-                worker=place.name if place.number is None else str(place.number),
-                rank=place.number,
+                worker=process.name if process.number is None else str(process.number),
+                rank=process.number,
                 host=socket.gethostname(),
                 pid=pid,
                 step=last_step(self._directory),
-                detail=words,
+                detail=cause,
             )
         )
 
-    def _start(self, place: ManagedProcess) -> None:
+    def _start(self, process: ManagedProcess) -> None:
         reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # What is asked of a child before it listens must not be lost, nor end it.
+        # A signal to the child before its handler is installed must be neither lost nor fatal.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            self._live_as(place, parent, writer)
+            self._run_child(process, parent, writer)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.close(writer)
-        place.pid, place.words, place.started_at = pid, reader, time.monotonic()
-        self._living[pid] = place
+        process.pid, process.pipe, process.started_at = pid, reader, time.monotonic()
+        self._running[pid] = process
 
-    def _live_as(self, place: ManagedProcess, parent: int, writer: int) -> NoReturn:
-        """Never returns: what stands on the stack is the parent's."""
+    def _run_child(self, process: ManagedProcess, parent: int, writer: int) -> NoReturn:
+        """Run a forked child; never returns, since the stack is the parent's."""
         code = 1
         try:
-            # Linux shares the processor out by session: workers of one would get the share of one.
+            # The Linux scheduler shares CPU by session: workers in one session would get the share of one.
             os.setsid()
-            _end_with(parent)
+            _die_with(parent)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if not place.is_stoppable:
+            if not process.is_stoppable:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            for other in self._living.values():
-                os.close(other.words)
+            for other in self._running.values():
+                os.close(other.pipe)
             self._in_child()
-            if place.name != "planner":
-                _print_to(self._directory, f"{Area.LOGS}/{place.name}.log")
-            code = place.body() or 0
-        except BaseException as error:  # noqa: BLE001 (nothing may escape into the parent's code)
+            if process.name != "planner":
+                _print_to(self._directory, f"{Area.LOGS}/{process.name}.log")
+            code = process.body() or 0
+        except BaseException as error:  # noqa: BLE001 (must not reach the parent's code)
             traceback.print_exc()
-            is_certain = isinstance(error, YunluError) and not isinstance(error, ServerLostError)
-            is_certain = is_certain and not place.is_server
-            code = _HOPELESS if is_certain else 1
+            is_permanent = isinstance(error, YunluError) and not isinstance(error, ServerLostError)
+            is_permanent = is_permanent and not process.is_server
+            code = _PERMANENT_FAILURE if is_permanent else 1
             with suppress(OSError):
-                os.write(writer, describe(error).model_dump_json().encode())
+                os.write(writer, describe_failure(error).model_dump_json().encode())
         finally:
             with suppress(Exception):
                 sys.stdout.flush()
@@ -223,30 +223,30 @@ class ProcessGroupSupervisor:
             os._exit(code)
 
 
-def describe(error: BaseException) -> Failed:
-    """A failure, in words for whoever can mend it."""
-    told = as_failure(error)
+def describe_failure(error: BaseException) -> Failed:
+    """A failure as shown to the user."""
+    failure = as_failure(error)
     shown = as_user_error(error) if isinstance(error, Exception) else None
     updates: dict[str, Any] = {
-        "traceback": told.traceback[-20_000:]
-    }  # a pipe holds no more at once
+        "traceback": failure.traceback[-20_000:]
+    }  # capacity of a pipe
     if shown is not None:
         updates |= {"code": shown.code, "message": shown.message[:2000], "hint": shown.hint}
-    return told.model_copy(update=updates)
+    return failure.model_copy(update=updates)
 
 
-def _read_words(descriptor: int) -> Failed | None:
+def _read_failure(descriptor: int) -> Failed | None:
     with os.fdopen(descriptor, "rb") as pipe:
-        words = pipe.read()
+        text = pipe.read()
     try:
-        return Failed.model_validate_json(words) if words else None
-    except ValueError:  # killed while it wrote
+        return Failed.model_validate_json(text) if text else None
+    except ValueError:  # killed while writing
         return None
 
 
-def _as_error(failure: Failed | None, otherwise: str) -> YunluError:
+def _as_error(failure: Failed | None, message: str) -> YunluError:
     if failure is None:
-        return RestartLimitError(otherwise, hint="The run's logs directory has its last words.")
+        return RestartLimitError(message, hint="See its log in the run's logs directory.")
     error = YunluError(failure.message, hint=failure.hint)
     error.code = failure.code
     return error
@@ -258,15 +258,15 @@ def _print_to(run: RunStore, log: str) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _end_with(parent: int) -> None:
-    """Be ended together with the process that started us."""
+def _die_with(parent: int) -> None:
+    """Die with the parent process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # ended while we were starting
+    if os.getppid() != parent:  # it ended during the start
         os._exit(1)
 
 
 def last_step(directory: RunStore) -> int:
-    """The newest that the log of a run has."""
+    """The newest step in the run's metrics."""
     last = last_record(directory, Log.METRICS)
     return 0 if last is None else int(last["step"])

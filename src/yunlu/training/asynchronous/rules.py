@@ -1,4 +1,4 @@
-"""What servers are asked to do for a job, and which jobs they cannot serve."""
+"""Server rules for a job, and the jobs that asynchronous training cannot run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 _SILENCE_S = 120.0
 _SILENT_STEPS = 30
-"""So many times what a step takes may a worker be silent before its ticket is handed out again."""
+"""Step times that a worker may be silent before its ticket is handed out again."""
 
 
-def refuse_job(job: Job, *, workers: int) -> None:
-    """Refuse what servers cannot do, before anything is loaded."""
+def check_job(job: Job, *, workers: int) -> None:
+    """Reject options that servers do not support, before anything is loaded."""
     train, layout, spec = job.train, job.layout, job.communication
-    without = {
+    unsupported = {
         "train.ema": train.ema is not None,
         "train.gradient_release": train.gradient_release,
         "train.adapt_batch": train.adapt_batch is not None,
@@ -33,11 +33,11 @@ def refuse_job(job: Job, *, workers: int) -> None:
         "train.profile": train.profile,
         "layout.zero1": layout.zero1,
     } | {f"layout.{axis}: {size}": size > 1 for axis, size in layout.sizes.items() if axis != "dp"}
-    for key, is_asked in without.items():
-        if is_asked:
+    for key, is_requested in unsupported.items():
+        if is_requested:
             raise JobError(
                 f"{key} cannot be used with communication: asynchronous.",
-                hint="remove it, or take another method, such as communication: local",
+                hint="Remove it, or choose another method, such as communication: local.",
             )
     if spec.backups >= workers:
         raise JobError(
@@ -47,18 +47,18 @@ def refuse_job(job: Job, *, workers: int) -> None:
 
 
 def find_async_obstacle(run: RunStore, job: Job, *, workers: int) -> str:
-    """Why a run whose crew may choose cannot go on with asynchronous workers; empty where it can."""
+    """Why a run cannot switch to asynchronous workers; empty if it can."""
     if run.has(Document.TRIAL):
         return "it is a trial, and its study could not stop it"
     try:
-        refuse_job(job, workers=workers)
+        check_job(job, workers=workers)
     except JobError as error:
         return error.message.removesuffix(".")
     return ""
 
 
-def refuse_plan(plan: Plan) -> None:
-    """Refuse a layout in which workers do not hold the whole model each."""
+def check_plan(plan: Plan) -> None:
+    """Reject a layout in which a worker does not hold the complete model."""
     if plan.layout.dp != plan.layout.world:
         raise JobError(
             f"communication: asynchronous needs replicas; the layout is {plan.layout}.",
@@ -66,14 +66,14 @@ def refuse_plan(plan: Plan) -> None:
         )
 
 
-def make_rules(job: Job, plan: Plan, *, first_step: int) -> ServerRules:
-    """How the servers of a run hold, hand out and change weights."""
+def build_server_rules(job: Job, plan: Plan, *, first_step: int) -> ServerRules:
+    """How the servers of a run hold, hand out and update weights."""
     spec = job.communication
     codec = "none" if spec.codec == "auto" else spec.codec
     return ServerRules(
         steps=plan.steps,
         first_step=first_step,
-        # On one machine a second server would only take the processor from a worker.
+        # On one machine a second server would only take CPU time from a worker.
         shards=1 if spec.servers == "auto" else spec.servers,
         mode=spec.consistency,
         staleness=spec.staleness,
@@ -81,7 +81,7 @@ def make_rules(job: Job, plan: Plan, *, first_step: int) -> ServerRules:
         shares=plan.layout.world,
         backups=spec.backups,
         codec=codec,
-        # Weights are no gradients: what is left out of them is not made up for by the next ones.
+        # Weights have no error feedback: what a lossy codec drops is not sent later.
         pull_codec=codec if codec in {"none", "bf16"} else "fp16",
         codec_share=spec.keep,
         optimizer=job.train.optimizer,

@@ -1,4 +1,4 @@
-"""The program of a run whose workers train for servers: it keeps all of its processes alive.
+"""Supervisor of an asynchronous run: starts servers, workers and the coordinator, and restarts them.
 
 ``python -m yunlu.training.asynchronous.supervisor RUN_DIR --devices N`` stands where the supervisor of a crew
 does. It loads everything once and forks the servers, the workers, and the *chief*, which evaluates
@@ -42,11 +42,11 @@ from yunlu.training.asynchronous.process_group_supervisor import (
     STOPPED,
     ManagedProcess,
     ProcessGroupSupervisor,
-    describe,
+    describe_failure,
     last_step,
 )
 from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
-from yunlu.training.asynchronous.worker import fit, work
+from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import (
     RunBusyError,
     begin_attempt,
@@ -71,25 +71,25 @@ if TYPE_CHECKING:
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.training_inputs import TrainingInputs
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LEAVE_S = 10.0
 
 
 def main() -> int:
-    """The command line that the pool uses."""
+    """Command line used by executors."""
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.supervisor")
     parser.add_argument("run", type=Path)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--here", type=int, help="workers of this machine; as many as devices")
-    parser.add_argument("--shares", type=int, help="tickets of a step; as many as devices")
-    parser.add_argument("--claim", help="claim on the run, passed on by the program before this")
-    asked = parser.parse_args()
+    parser.add_argument("--workers-here", type=int, help="workers on this machine; default: devices")
+    parser.add_argument("--shares", type=int, help="tickets per step; default: devices")
+    parser.add_argument("--claim", help="claim on the run, inherited from the previous module")
+    options = parser.parse_args()
     state = run(
-        asked.run,
-        devices=asked.devices,
-        here=asked.here,
-        shares=asked.shares,
-        claim=asked.claim,
+        options.run,
+        devices=options.devices,
+        workers_here=options.workers_here,
+        shares=options.shares,
+        claim=options.claim,
     )
     return 1 if state is RunState.FAILED else 0
 
@@ -98,11 +98,11 @@ def run(
     run: Path,
     *,
     devices: int,
-    here: int | None = None,
+    workers_here: int | None = None,
     shares: int | None = None,
     claim: str | None = None,
 ) -> RunState:
-    """Live one life of a run, or go on with one; every way it can end is an event.
+    """Run one attempt of a run, or continue one; every outcome is an event.
 
     Args:
         run: Of the run.
@@ -112,66 +112,66 @@ def run(
         claim: The claim on the run, where a crew has begun this life and leaves the rest of it to us.
     """
     directory = open_run(run)
-    # A fork copies no threads: none may have been started, by torch's kernels least of all.
+    # fork() does not copy threads: torch must not have started any.
     torch.set_num_threads(1)
     try:
         with run_lock(directory, passed_on=claim), signals_as_stop() as stop:
             unblock_stop_signals()
-            asked = _Options(devices, here or devices, shares, goes_on=claim is not None)
-            return _live(directory, stop, asked)
-    except RunBusyError as error:  # the other's run: nothing of ours belongs in its log
+            options = _Options(devices, workers_here or devices, shares, continues_attempt=claim is not None)
+            return _run_attempt(directory, stop, options)
+    except RunBusyError as error:  # the run belongs to another process: write nothing to its log
         sys.stderr.write(f"{error}\n")
-    except Exception as error:  # noqa: BLE001 (the last border: it becomes an event)
+    except Exception as error:  # noqa: BLE001 (reported as an event)
         traceback.print_exc()
-        with suppress(OSError):  # a full disk takes no words either
-            EventReporter(directory).report_failure(describe(error), None)
+        with suppress(OSError):  # the disk may be full
+            EventReporter(directory).report_failure(describe_failure(error), None)
             change_state(directory, RunState.FAILED)
     return RunState.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What the command line says."""
+    """Command-line options."""
 
     devices: int
-    here: int
+    workers_here: int
     shares: int | None
-    goes_on: bool
-    """Whether a crew has begun this life."""
+    continues_attempt: bool
+    """Whether a worker group started this attempt."""
 
 
-def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
-    devices, shares, goes_on = asked.devices, asked.shares, asked.goes_on
-    if goes_on:
-        life, started_at = latest_attempt(directory)
+def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> RunState:
+    devices, shares, continues_attempt = options.devices, options.shares, options.continues_attempt
+    if continues_attempt:
+        attempt, started_at = latest_attempt(directory)
     else:
-        life, started_at = begin_attempt(directory)
+        attempt, started_at = begin_attempt(directory)
         change_state(directory, RunState.PLANNING)
     job = _read_job(directory)
     refuse_job(job, workers=shares or devices)
     set_deterministic(job.train.deterministic)
-    directory.is_quiet = goes_on  # all of this is told
+    directory.is_quiet = continues_attempt  # these events were written before
     parts = prepare(directory, job)
     directory.is_quiet = False
     gc.collect()
-    gc.freeze()  # what is loaded is garbage for nobody: collecting would only unshare its pages
-    door = JoinServer(directory)
-    fleet = ProcessGroupSupervisor(
-        directory, in_child=door.abandon, rest=door.look, is_ending=lambda: stop.is_set
+    gc.freeze()  # loaded objects stay: collecting them would unshare their pages
+    join_server = JoinServer(directory)
+    processes = ProcessGroupSupervisor(
+        directory, in_child=join_server.abandon, wait=join_server.poll, is_ending=lambda: stop.is_set
     )
 
-    def settle() -> None:
+    def make_plan() -> None:
         machine = probe_machine()
         directory.emit(EnvironmentRecorded(**describe_environment(machine)))
-        if machine.best_device.kind == "cuda" and shares:  # each worker has one, wherever it is
+        if machine.best_device.kind == "cuda" and shares:  # one per worker, on any machine
             machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
-        ours = job.model_copy(update={"devices": shares or devices})
-        load_or_make_plan(directory, ours, parts, machine, started_at=started_at)
+        sized_job = job.model_copy(update={"devices": shares or devices})
+        load_or_make_plan(directory, sized_job, parts, machine, started_at=started_at)
 
     try:
-        door.publish(workers=devices, is_open=False)
-        if not goes_on:
-            fleet.complete(ManagedProcess("planner", settle))
+        join_server.publish(workers=devices, is_open=False)
+        if not continues_attempt:
+            processes.run_to_end(ManagedProcess("planner", make_plan))
         if stop.is_set:
             reason = "asked to stop before the first step"
             return change_state(directory, RunState.STOPPED, reason=reason)
@@ -179,14 +179,14 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
         refuse_plan(plan)
-        run = _AsyncRun(directory, job, plan, parts, life, asked)
-        run.count_on()
-        state = _train(fleet, door, run, stop)
-        # Those who are in the middle of a ticket end it; what is not ended is handed out again.
-        fleet.end(patience_s=_LEAVE_S)
+        run = _AsyncRun(directory, job, plan, parts, attempt, options)
+        run.continue_generations()
+        state = _train(processes, join_server, run, stop)
+        # Workers finish their current ticket; unfinished tickets are handed out again.
+        processes.end(patience_s=_LEAVE_S)
     finally:
-        fleet.end()
-        door.shut()
+        processes.end()
+        join_server.close()
     if state is RunState.FINISHED:
         directory.remove(Area.SERVERS)
         directory.remove(Document.TARGET_WORKERS)
@@ -194,81 +194,81 @@ def _live(directory: RunStore, stop: StopRequest, asked: _Options) -> RunState:
 
 
 def _read_job(directory: RunStore) -> Job:
-    """The job, as if it named what its crew has chosen."""
+    """The job, with the method that its worker group chose."""
     job = read_job(directory)
     spec = job.communication
     if spec.method == "asynchronous":
         return job
-    told = [
+    reported = [
         event.setting
         for event, _ in directory.read_events()
         if isinstance(event, CommunicationChosen)
     ]
-    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": told[-1].codec}
+    chosen = {"method": "asynchronous", "guarantee": "relaxed", "codec": reported[-1].codec}
     return job.model_copy(update={"communication": spec.model_copy(update=chosen)})
 
 
 def _train(
-    fleet: ProcessGroupSupervisor, door: JoinServer, run: _AsyncRun, stop: StopRequest
+    processes: ProcessGroupSupervisor, join_server: JoinServer, run: _AsyncRun, stop: StopRequest
 ) -> RunState:
-    chief = ManagedProcess("chief", run.lead, is_stoppable=True)
+    coordinator = ManagedProcess("coordinator", run.run_coordinator, is_stoppable=True)
     shards: list[ManagedProcess] = []
     workers: list[ManagedProcess] = []
-    told = 0
-    while not chief.is_over:
-        fleet.keep_alive(chief)
+    reported = 0
+    while not coordinator.is_over:
+        processes.keep_alive(coordinator)
         if shards := shards or run.make_shards():
-            run.resize(workers, fleet)
-        fleet.keep_alive(*shards, *workers)
-        door.publish(
-            workers=len(workers) or run.asked.devices, is_open=bool(shards), layout=run.plan.layout
+            run.resize(workers, processes)
+        processes.keep_alive(*shards, *workers)
+        join_server.publish(
+            workers=len(workers) or run.options.devices, is_open=bool(shards), layout=run.plan.layout
         )
-        if not any(place.is_over for place in workers):
-            run.tell_crew(workers, door.list_workers())
-        if stop.is_set and chief.pid not in {0, told}:
-            told = chief.pid
-            os.kill(chief.pid, signal.SIGTERM)
-        door.look(_LOOK_S)
-        fleet.bury()
-    return RunState.STOPPED if chief.code == STOPPED else RunState.FINISHED
+        if not any(process.is_over for process in workers):
+            run.report_group(workers, join_server.list_workers())
+        if stop.is_set and coordinator.pid not in {0, reported}:
+            reported = coordinator.pid
+            os.kill(coordinator.pid, signal.SIGTERM)
+        join_server.poll(_POLL_S)
+        processes.reap()
+    return RunState.STOPPED if coordinator.code == STOPPED else RunState.FINISHED
 
 
 @dataclass
 class _AsyncRun:
-    """What the forked processes do."""
+    """Bodies of the forked processes."""
 
     directory: RunStore
     job: Job
     plan: Plan
     parts: TrainingInputs
-    life: int
-    asked: _Options
-    _told: tuple[tuple[str, str, int], ...] = ()
-    """Member, host and pid of each worker; members on other machines have names."""
+    attempt: int
+    options: _Options
+    _reported_workers: tuple[tuple[str, str, int], ...] = ()
+    """Worker, host and pid of each worker; workers of other nodes have names."""
     _generation: int = 0
 
-    def count_on(self) -> None:
-        """In a life that a crew has begun, its generations are counted on."""
+    def continue_generations(self) -> None:
+        """Continue the generation count of the worker group that started this attempt."""
         newest = read_view(self.directory).worker_group
-        if self.asked.goes_on and newest is not None:
+        if self.options.continues_attempt and newest is not None:
             self._generation = newest.generation + 1
 
     def make_shards(self) -> list[ManagedProcess]:
-        """One for each server, when there is what they are to hold."""
+        """One process per server, once their state exists."""
         names = self.directory.names(Area.SERVERS)
         count = sum(name.startswith("shard-") for name in names)
         return [self._make_shard(index) for index in range(count)]
 
-    def resize(self, workers: list[ManagedProcess], fleet: ProcessGroupSupervisor) -> None:
-        """Have as many workers as are asked for now."""
-        wanted = self._count_wanted()
-        workers += [self._make_worker(number) for number in range(len(workers), wanted)]
-        while len(workers) > wanted:
-            fleet.dismiss(workers.pop())
+    def resize(self, workers: list[ManagedProcess], processes: ProcessGroupSupervisor) -> None:
+        """Start or dismiss workers to match the target."""
+        target = self._target_workers()
+        workers += [self._make_worker(number) for number in range(len(workers), target)]
+        while len(workers) > target:
+            processes.dismiss(workers.pop())
 
-    def _count_wanted(self) -> int:
+    def _target_workers(self) -> int:
         target = read_number(self.directory, Document.TARGET_WORKERS)
-        return self.asked.devices if target is None else target
+        return self.options.devices if target is None else target
 
     def _make_shard(self, index: int) -> ManagedProcess:
         def body() -> None:
@@ -284,57 +284,57 @@ class _AsyncRun:
 
     def _make_worker(self, number: int) -> ManagedProcess:
         def body() -> None:
-            plan = fit(self.plan, self.job, slot=number, here=self.asked.here)
-            work(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
+            plan = fit_to_machine(self.plan, self.job, slot=number, workers_here=self.options.workers_here)
+            train_worker(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
         return ManagedProcess(f"worker-{number}", body, number=number)
 
-    def lead(self) -> int:
-        """The chief's whole life."""
+    def run_coordinator(self) -> int:
+        """Body of the coordinator process."""
         with signals_as_stop() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            plan = fit(self.plan, self.job, slot=0, here=self.asked.here)
+            plan = fit_to_machine(self.plan, self.job, slot=0, workers_here=self.options.workers_here)
             seed_everything(self.job.train.seed)
-            chief = AsyncCoordinator(
+            coordinator = AsyncCoordinator(
                 self.directory,
                 self.job,
                 plan,
                 self.parts,
                 stop=stop,
-                life=self.life,
-                goes_on=self.asked.goes_on,
+                attempt=self.attempt,
+                continues_attempt=self.options.continues_attempt,
             )
-            state = chief.lead()
+            state = coordinator.run_coordinator()
         return STOPPED if state is RunState.STOPPED else 0
 
-    def tell_crew(self, workers: list[ManagedProcess], elsewhere: list[dict[str, Any]]) -> None:
-        """Say who the workers are, whenever that has changed."""
-        here: list[dict[str, Any]] = [
-            {"worker": str(number), "host": socket.gethostname(), "pid": place.pid}
-            for number, place in enumerate(workers)
+    def report_group(self, workers: list[ManagedProcess], remote_workers: list[dict[str, Any]]) -> None:
+        """Report the workers whenever they change."""
+        workers_here: list[dict[str, Any]] = [
+            {"worker": str(number), "host": socket.gethostname(), "pid": process.pid}
+            for number, process in enumerate(workers)
         ]
-        everyone = [*here, *elsewhere]
-        told = tuple((each["worker"], each["host"], each["pid"]) for each in everyone)
-        if told == self._told or not all(place.pid for place in workers):
+        workers_now = [*workers_here, *remote_workers]
+        reported = tuple((entry["worker"], entry["host"], entry["pid"]) for entry in workers_now)
+        if reported == self._reported_workers or not all(process.pid for process in workers):
             return
-        reason = "a lost worker is replaced" if len(told) == len(self._told) else "as asked"
-        if {each[0] for each in told[len(here) :]} != {
-            each[0] for each in self._told if not each[0].isdecimal()
+        reason = "a lost worker is replaced" if len(reported) == len(self._reported_workers) else "as requested"
+        if {entry[0] for entry in reported[len(workers_here) :]} != {
+            entry[0] for entry in self._reported_workers if not entry[0].isdecimal()
         }:
-            reason = "workers on another machine came or went"
+            reason = "workers of another node joined or left"
         self.directory.emit(
             WorkerGroupFormed(
                 generation=self._generation,
-                layout=str(Layout(dp=len(told))),
+                layout=str(Layout(dp=len(reported))),
                 reason=reason,
                 from_step=last_step(self.directory),
                 redone_steps=0,
                 ranks=tuple(
-                    WorkerRank(rank=rank, dp=rank, **worker) for rank, worker in enumerate(everyone)
+                    WorkerRank(rank=rank, dp=rank, **worker) for rank, worker in enumerate(workers_now)
                 ),
             )
         )
-        self._told = told
+        self._reported_workers = reported
         self._generation += 1
 
 

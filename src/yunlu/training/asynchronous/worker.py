@@ -1,4 +1,4 @@
-"""A worker that trains for servers: it takes tickets and gives gradients, and waits for no other."""
+"""Asynchronous worker: takes tickets and pushes gradients to servers, without waiting for other workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yunlu.runs.events import PrecisionChanged, StepSkipped
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.work import ServedOptimizer, ticket_batches
+from yunlu.training.communication.servers.train_worker import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
 from yunlu.training.engine_builders import seed_step
 from yunlu.training.guard import StepVerdict, diverged
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from yunlu.training.training_inputs import TrainingInputs
 
 
-def fit(plan: Plan, job: Job, *, slot: int, here: int) -> Plan:
-    """The plan as a worker on one of this machine's devices follows it; ``here`` share its cores."""
+def fit_to_machine(plan: Plan, job: Job, *, slot: int, workers_here: int) -> Plan:
+    """The plan for one device of this machine, whose cores are shared by ``workers_here`` workers."""
     if plan.device == "cuda":
         torch.cuda.set_device(slot % torch.cuda.device_count())
-    cores = (psutil.cpu_count() or 1) * plan.layout.world // max(here, 1)
+    cores = (psutil.cpu_count() or 1) * plan.layout.world // max(workers_here, 1)
     plan = fit_plan(plan, job, plan.layout, cores=cores)
     torch.set_num_threads(plan.threads)
     return plan
 
 
-def work(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, name: str) -> None:
+def train_worker(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, name: str) -> None:
     """Train until no ticket is left; ``plan`` is that of one worker."""
-    engine = ServedEngine(
+    engine = AsyncEngine(
         job, plan, parts, run.emit, servers=require_local(run).directory(Area.SERVERS), name=name
     )
     cap = cap_of_worker(job, probe_machine(), engine.device, workers=engine.client.rules.shares)
@@ -59,8 +59,8 @@ def work(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, name: st
         loop.run(engine, _TicketCallbacks(engine, run))
 
 
-class ServedEngine(Engine):
-    """An engine whose weights live in servers."""
+class AsyncEngine(Engine):
+    """Engine whose weights are held by servers."""
 
     optimizer: ServedOptimizer
     client: ServerClient
@@ -70,7 +70,7 @@ class ServedEngine(Engine):
         job: Job,
         plan: Plan,
         parts: TrainingInputs,
-        tell: Callable[..., Any],
+        emit: Callable[..., Any],
         *,
         servers: Path,
         name: str,
@@ -81,10 +81,10 @@ class ServedEngine(Engine):
             self.client = ServerClient(servers, weights, worker=name)
             return ServedOptimizer(self.client, weights), None
 
-        super().__init__(job, plan, parts, tell, optimizer_of=open_servers)
+        super().__init__(job, plan, parts, emit, optimizer_of=open_servers)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each ticket; of one for which memory did not suffice, again."""
+        """Micro-batches of each ticket; repeated for one that ran out of memory."""
         return ticket_batches(
             self.client,
             self.splits.train,
@@ -99,12 +99,12 @@ class ServedEngine(Engine):
 
     def _begin_ticket(self, ticket: Ticket, items: int, metrics: Mapping[str, float]) -> None:
         self.steps_done = ticket.step
-        # Whoever does a ticket draws the same numbers.
+        # The seed depends on the ticket, not on the worker that does it.
         seed_step(self.job.train.seed, ticket.step, ticket.share, self.device)
         self.optimizer.begin(ticket, items, metrics)
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[float, float, StepVerdict]:
-        """As alone, but nobody can go back: others have gone on."""
+        """As for a single worker, but without rollback: other workers have gone on."""
         loss_value, norm_value, verdict = super().judge(loss, norm)
         self.optimizer.metrics |= {
             "loss": loss_value,
@@ -116,25 +116,25 @@ class ServedEngine(Engine):
         return loss_value, norm_value, verdict
 
     def update(self, norm: Tensor) -> bool:
-        """Give the gradient; where it overflowed the ticket is over without."""
+        """Push the gradient; after an overflow the ticket ends without one."""
         is_applied = super().update(norm)
         if not is_applied:
             self.optimizer.leave_out()
         return is_applied
 
     def discard_step(self) -> bool:
-        """End a bad ticket without its gradient."""
+        """End a bad ticket without a gradient."""
         self.optimizer.leave_out()
         return super().discard_step()
 
     def skip_step(self) -> None:
-        """End a ticket of a step that was bad before."""
+        """End a ticket of a step known as bad."""
         self.optimizer.leave_out()
         super().skip_step()
 
 
 class _TicketCallbacks:
-    """Tells what happened to a step; who leads hears the rest from the servers."""
+    """Reports skipped steps; the coordinator reads everything else from the servers."""
 
     def __init__(self, engine: Engine, run: RunStore) -> None:
         self._engine, self._run = engine, run

@@ -145,7 +145,7 @@ def test_a_supervisor_that_slept_hears_everything_before_it_judges(rig: Rig) -> 
 
 def test_the_cause_is_told_when_it_is_given_up(rig: Rig) -> None:
     rig.handle_message(0, settled("gloo: the cable is torn"))
-    rig.coordinator._barren = 5
+    rig.coordinator._attempts_without_step = 5
     rig.handle_message(1, settled("connection closed by peer"))
     assert rig.coordinator.outcome is not None
     (error,) = [e for e, _ in rig.run.read_events() if isinstance(e, ErrorRaised)]
@@ -234,14 +234,14 @@ def test_who_stepped_aside_is_tried_again_later_and_later(rig: Rig) -> None:
     request_exclusion(rig)
     node = rig.coordinator.membership.nodes[LOCAL]
     rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S - 1)
-    assert node.seats == 1
+    assert node.active_target == 1
     rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S)
-    assert node.seats == 2
+    assert node.active_target == 2
     node.exclude_worker(at=rig.now)
     rig.coordinator._readmit_excluded(rig.now + 2 * FIRST_EXCLUSION_S - 1)
-    assert node.seats == 1
+    assert node.active_target == 1
     rig.coordinator._readmit_excluded(rig.now + 2 * FIRST_EXCLUSION_S)
-    assert node.seats == 2
+    assert node.active_target == 2
 
 
 def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(rig: Rig) -> None:
@@ -251,7 +251,7 @@ def test_all_workers_of_a_node_are_tried_again_as_soon_as_one_would_be(rig: Rig)
         node.exclude_worker(at=rig.now)
     assert node.excluded_until == rig.now + FIRST_EXCLUSION_S
     rig.coordinator._readmit_excluded(rig.now + FIRST_EXCLUSION_S)
-    assert node.seats == 4
+    assert node.active_target == 4
 
 
 def test_the_last_worker_never_steps_aside(rig: Rig) -> None:

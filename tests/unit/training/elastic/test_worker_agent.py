@@ -49,7 +49,7 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
             return True
 
     line: Any = Line()
-    worker._contact = line
+    worker._client = line
     with ours, theirs, worker._wake, worker._woken, selectors.DefaultSelector() as selector:
         assert worker._reconnect(selector)
     assert not hellos[0].is_ready
@@ -64,7 +64,7 @@ def test_a_worker_out_of_memory_says_so_in_words(
     worker = WorkerAgent(0, node="local", run=open_run(tmp_path))
     monkeypatch.setattr("yunlu.training.elastic.worker_agent._FLUSH_S", 0.0)
     with worker._wake, worker._woken:
-        worker.fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        worker.report_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     (words,) = worker._outbox
     assert isinstance(words, Failed)
     assert words.code == "training"

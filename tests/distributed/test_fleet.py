@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 def _live(_rank: int, directory: Path, what: str) -> Any:
     """In a process of its own: who forks must not have threads."""
-    fleet = ProcessGroupSupervisor(open_run(directory), is_ending=lambda: what == "sent away")
+    processes = ProcessGroupSupervisor(open_run(directory), is_ending=lambda: what == "sent away")
     tries = directory / "tries"
     tries.touch()
 
@@ -42,14 +42,14 @@ def _live(_rank: int, directory: Path, what: str) -> Any:
 
     place, idle = ManagedProcess("worker-0", body, number=0), ManagedProcess("idle", _wait_for_ever)
     try:
-        while not place.is_over:
-            fleet.keep_alive(place, idle)
+        while not place.is_done:
+            processes.keep_alive(place, idle)
             time.sleep(0.01)
-            fleet.bury()
+            processes.reap()
     except YunluError as error:
         return error.code, error.message, error.hint, tries.stat().st_size
     finally:
-        fleet.end()
+        processes.end()
     return idle.pid, tries.stat().st_size
 
 

@@ -22,7 +22,7 @@ def switch_to_async(
         rendezvous.barrier("switch to async")  # the store ends with this process
     else:
         rendezvous.arrive("switch to async")
-    here = ("--devices", "1", "--here", str(rendezvous.workers_here))
+    here = ("--devices", "1", "--workers-here", str(rendezvous.workers_here))
     if not rendezvous.is_leader:
         arguments = (run.address, "--node", f"rank-{rendezvous.launch.rank}", *here)
         exec_module(ASYNC_NODE, *arguments)

@@ -24,10 +24,10 @@ from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.asynchronous.averages import settle_averages
-from yunlu.training.asynchronous.coordinator import AsyncCoordinator, Progress
-from yunlu.training.asynchronous.rules import make_rules, refuse_job
-from yunlu.training.asynchronous.worker import ServedEngine, work
+from yunlu.training.asynchronous.averages import recompute_averages
+from yunlu.training.asynchronous.coordinator import AsyncCoordinator, ServerProgress
+from yunlu.training.asynchronous.rules import build_server_rules, check_job
+from yunlu.training.asynchronous.worker import AsyncEngine, train_worker
 from yunlu.training.attempt import begin_attempt
 from yunlu.training.callbacks import StopRequest
 from yunlu.training.communication.servers.flat import FlatWeights
@@ -54,7 +54,7 @@ def job(**train: Any) -> Job:
 
 
 def test_an_ordinary_job_is_served():
-    refuse_job(job(), workers=2)
+    check_job(job(), workers=2)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_an_ordinary_job_is_served():
 )
 def test_what_servers_cannot_do_is_refused_by_its_name(words: dict[str, Any], key: str):
     with pytest.raises(JobError, match=f"^{key} cannot be used"):
-        refuse_job(job(**words), workers=2)
+        check_job(job(**words), workers=2)
 
 
 def test_backups_for_all_workers_are_refused():
     asked = {"method": "asynchronous", "consistency": "bsp", "backups": 2}
     with pytest.raises(JobError, match="2 backups leave none"):
-        refuse_job(job(communication=asked), workers=2)
+        check_job(job(communication=asked), workers=2)
 
 
 def test_steps_come_in_their_order_and_once_each(tmp_path: Path):
@@ -88,7 +88,7 @@ def test_steps_come_in_their_order_and_once_each(tmp_path: Path):
         append_lines(done, [{"step": step, "share": share} for step, share in tickets])
         return [step for step, _ in progress.read()]
 
-    progress = Progress(tmp_path, ServerRules(steps=9, first_step=3, shares=2))
+    progress = ServerProgress(tmp_path, ServerRules(steps=9, first_step=3, shares=2))
     assert complete((3, 0), (4, 0), (4, 1)) == []  # one of the first step is missing
     assert complete((3, 0), (5, 0)) == []  # told twice
     assert complete((3, 1)) == [4, 5]
@@ -103,7 +103,7 @@ def test_a_step_need_not_wait_for_backups(tmp_path: Path):
     append_lines(
         tmp_path / "shard-0" / "done.jsonl", [{"step": 0, "share": 2}, {"step": 0, "share": 0}]
     )
-    assert [sorted(done) for _, done in Progress(tmp_path, rules).read()] == [[0, 2]]
+    assert [sorted(done) for _, done in ServerProgress(tmp_path, rules).read()] == [[0, 2]]
 
 
 class Short(Sentences):
@@ -154,14 +154,14 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     run, job = open_run(tmp_path), make_job(clip={"norm": None})
     plan = make_plan(Layout(dp=2), job, micro_batch=4, kernel="fused")
     asked = {"method": "asynchronous", "consistency": "bsp", "servers": 2}
-    rules = make_rules(
+    rules = build_server_rules(
         Job.model_validate({**job.model_dump(), "communication": asked}), plan, first_step=0
     )
     every = [make_parts(task, job) for task in (Sentences(), Short())]
     with served(run, rules, every[0].model):
         crew = [
             threading.Thread(
-                target=work, args=(run, job, plan, parts), kwargs={"name": str(number)}, daemon=True
+                target=train_worker, args=(run, job, plan, parts), kwargs={"name": str(number)}, daemon=True
             )
             for number, parts in enumerate(every)
         ]
@@ -169,7 +169,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
             worker.start()
         for worker in crew:
             worker.join(LIMIT_S)
-    steps = dict(Progress(run.path / Area.SERVERS, rules).read())
+    steps = dict(ServerProgress(run.path / Area.SERVERS, rules).read())
     found = [
         sum(each["loss"] * each["items"] for each in done.values())
         / sum(each["items"] for each in done.values())
@@ -187,12 +187,12 @@ class Hand:
 
     def __init__(self, run: RunStore, job: Job, plan: Plan) -> None:
         parts = make_parts(Sentences(), job)
-        self._engine = ServedEngine(
+        self._engine = AsyncEngine(
             job, plan, parts, run.emit, servers=run.path / Area.SERVERS, name="hand"
         )
         self._batches = self._engine.batches()
 
-    def work(self, tickets: int) -> None:
+    def train_worker(self, tickets: int) -> None:
         for _ in range(tickets):
             next(self._batches)
             self._engine.optimizer.metrics |= {"loss": 1.0, "grad_norm": 1.0, "memory_bytes": 1}
@@ -209,7 +209,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
     run, asked = open_run(tmp_path), {"method": "asynchronous", "servers": 2}
     job = Job.model_validate({**make_job().model_dump(), "communication": asked})
     plan = make_plan(Layout(dp=2), job, micro_batch=16, kernel="fused")
-    rules = make_rules(job, plan, first_step=0)
+    rules = build_server_rules(job, plan, first_step=0)
     kept: list[int] = []
     for life, tickets_before_the_chief, contextual in ((1, 3, served), (2, 1, serving)):
         begin_attempt(run)
@@ -220,7 +220,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             hand = Hand(run, job, plan)
             # The second of two shares of the second step is done in the second life, by a worker
             # that is there before the chief is.
-            hand.work(tickets_before_the_chief)
+            hand.train_worker(tickets_before_the_chief)
             parts = make_parts(Sentences(), job)
             assert (
                 AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead()
@@ -245,7 +245,7 @@ def test_running_averages_are_those_of_the_weights_at_hand():
     engine = Engine(job, plan, parts, lambda *_, **__: None)
     norm = engine.model.get_submodule("norm")
     assert isinstance(norm, nn.BatchNorm1d)
-    settle_averages(engine)
+    recompute_averages(engine)
     with torch.no_grad():
         ids = torch.stack(
             [parts.splits.train[number] for number in range(len(parts.splits.train))]

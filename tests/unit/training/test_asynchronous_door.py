@@ -17,7 +17,7 @@ from yunlu.runs.events import WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
-from yunlu.training.asynchronous import join_server as door_module
+from yunlu.training.asynchronous import join_server as join_server_module
 from yunlu.training.asynchronous.join_server import JoinServer
 from yunlu.training.elastic.exec_module import ASYNC_NODE
 from yunlu.training.elastic.messages import (
@@ -36,8 +36,8 @@ WAIT_S = 60.0
 class Machine:
     """One that lends workers, as far as the door can tell."""
 
-    def __init__(self, door: JoinServer, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
-        self._door = door
+    def __init__(self, server: JoinServer, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
+        self._door = server
         self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
         self._unpacker = Unpacker()
         self.say(
@@ -53,8 +53,8 @@ class Machine:
 
     def say(self, message: Value) -> None:
         self._link.sendall(frame(message))
-        self._door.look(WAIT_S)
-        self._door.look(0.01)
+        self._door.poll(WAIT_S)
+        self._door.poll(0.01)
 
     def hear(self) -> list[dict[str, Any]]:
         return [*self._unpacker.feed(self._link.recv(1 << 16))]
@@ -64,20 +64,20 @@ class Machine:
 
     def go(self) -> None:
         self.close()
-        self._door.look(WAIT_S)
+        self._door.poll(WAIT_S)
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[JoinServer]:
+def server(tmp_path: Path) -> Iterator[JoinServer]:
     made = JoinServer(open_run(tmp_path))
     made.publish(workers=3, is_open=True)
     yield made
     with suppress(OSError):
-        made.shut()
+        made.close()
 
 
 @pytest.fixture
-def crew(door: JoinServer, tmp_path: Path) -> Crew:
+def crew(server: JoinServer, tmp_path: Path) -> Crew:
     found = read_crew(open_run(tmp_path))
     assert found is not None
     return found
@@ -92,67 +92,67 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
 
 
 def test_a_machine_and_its_workers_are_known_until_it_goes(
-    door: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: Crew, tmp_path: Path
 ):
     assert (crew.node_module, crew.target, crew.wanted) == (ASYNC_NODE, 3, {LOCAL: 3})
-    machine = Machine(door, crew)
-    machine.say(Forked(member=0, pid=77, process_started_at=0))
-    machine.say(Forked(member=1, pid=78, process_started_at=0))
-    door.publish(workers=3, is_open=True)
+    machine = Machine(server, crew)
+    machine.say(Forked(worker=0, pid=77, process_started_at=0))
+    machine.say(Forked(worker=1, pid=78, process_started_at=0))
+    server.publish(workers=3, is_open=True)
     told = read_crew(open_run(tmp_path))
     assert told is not None
     assert (told.target, told.wanted) == (5, {LOCAL: 3, "far": 2})
-    assert door.list_workers() == [
+    assert server.list_workers() == [
         {"member": "far.0", "host": "far-host", "pid": 77},
         {"member": "far.1", "host": "far-host", "pid": 78},
     ]
-    machine.say(Exited(member=0, code=-9, detail="ended by SIGKILL"))
-    assert [each["pid"] for each in door.list_workers()] == [78]
+    machine.say(Exited(worker=0, code=-9, detail="ended by SIGKILL"))
+    assert [each["pid"] for each in server.list_workers()] == [78]
     machine.go()
-    assert door.list_workers() == []
+    assert server.list_workers() == []
     (worker, one, why), (node, whole, _) = _faults(tmp_path)
     assert (worker, one, why) == ("far.0", "killed", "ended by SIGKILL")
     assert (node, whole) == ("far", "lost")
 
 
-def test_who_takes_leave_is_not_missed(door: JoinServer, crew: Crew, tmp_path: Path):
-    machine = Machine(door, crew)
+def test_who_takes_leave_is_not_missed(server: JoinServer, crew: Crew, tmp_path: Path):
+    machine = Machine(server, crew)
     machine.say(LeaveNotice())
     machine.go()
-    assert door.list_workers() == _faults(tmp_path) == []
+    assert server.list_workers() == _faults(tmp_path) == []
 
 
-def test_a_machine_that_fails_says_why_once(door: JoinServer, crew: Crew, tmp_path: Path):
-    machine = Machine(door, crew)
+def test_a_machine_that_fails_says_why_once(server: JoinServer, crew: Crew, tmp_path: Path):
+    machine = Machine(server, crew)
     machine.say(Failed(code="data", message="text.txt is not there", traceback=""))
     machine.go()
     assert _faults(tmp_path) == [("far", "failed", "text.txt is not there")]
 
 
 def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
-    door: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: Crew, tmp_path: Path
 ):
-    first = Machine(door, crew)
-    first.say(Forked(member=0, pid=77, process_started_at=0))
-    other = Machine(door, crew, pid=2)
+    first = Machine(server, crew)
+    first.say(Forked(worker=0, pid=77, process_started_at=0))
+    other = Machine(server, crew, pid=2)
     (answer,) = [each for each in other.hear() if each["kind"] == "answer"]
     assert not answer["is_accepted"]
     assert "already" in answer["text"]
-    again = Machine(door, crew)  # before its first connection was seen to end
-    again.say(Forked(member=0, pid=79, process_started_at=0))
-    assert [each["pid"] for each in door.list_workers()] == [79]
+    again = Machine(server, crew)  # before its first connection was seen to end
+    again.say(Forked(worker=0, pid=79, process_started_at=0))
+    assert [each["pid"] for each in server.list_workers()] == [79]
     assert _faults(tmp_path) == []
     for machine in (first, other, again):
         machine.close()
 
 
 def test_a_machine_that_falls_silent_is_given_up(
-    door: JoinServer, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    machine = Machine(door, crew)
-    monkeypatch.setattr(door_module, "_SILENCE_S", -1.0)
-    door.look(0)
-    door.look(0)
+    machine = Machine(server, crew)
+    monkeypatch.setattr(join_server_module, "_SILENCE_S", -1.0)
+    server.poll(0)
+    server.poll(0)
     assert _faults(tmp_path) == []  # it loads its data
     machine.say(Prepared())
     assert [what for _, what, _ in _faults(tmp_path)] == ["lost"]
@@ -160,7 +160,7 @@ def test_a_machine_that_falls_silent_is_given_up(
 
 
 def test_requests_are_answered_to_those_who_know_the_token(
-    door: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: Crew, tmp_path: Path
 ):
     def answer(crew: Crew, request: dict[str, Any]) -> Any:
         found: list[Any] = []
@@ -174,7 +174,7 @@ def test_requests_are_answered_to_those_who_know_the_token(
         asking = Thread(target=put)
         asking.start()
         while asking.is_alive():
-            door.look(0.01)
+            server.poll(0.01)
         return found[0]
 
     assert answer(crew, {"kind": "where"})["text"] == str(tmp_path)

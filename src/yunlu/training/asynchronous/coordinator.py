@@ -14,7 +14,7 @@ from yunlu.runs.events import AttemptStarted, CommunicationChosen, StateChanged
 from yunlu.runs.run_store import Area, Document, Log, last_record, require_local
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import recompute_averages
-from yunlu.training.asynchronous.rules import make_rules
+from yunlu.training.asynchronous.rules import build_server_rules
 from yunlu.training.attempt import change_state
 from yunlu.training.callbacks import TrainingCallbacks
 from yunlu.training.communication.servers.client import ServerClient
@@ -134,11 +134,15 @@ class AsyncCoordinator:
         if not servers.exists():
             run.remove(Document.TARGET_WORKERS)  # was for servers that no longer exist
             if resumed_from is not None:
-                cause = "Training switches to servers" if continues_attempt else "The servers' directory is missing"
+                cause = (
+                    "Training switches to servers"
+                    if continues_attempt
+                    else "The servers' directory is missing"
+                )
                 run.warn(f"{cause}: the optimizer state is reset.")
             self._logged_step = self._ledger_step = self._engine.steps_done
             flat = FlatWeights(self._engine.weights)
-            rules = make_rules(job, plan, first_step=self._engine.steps_done)
+            rules = build_server_rules(job, plan, first_step=self._engine.steps_done)
             prepare(servers, rules, flat.read(), flat.decayed)
         self._client = ServerClient(servers, self._engine.weights, worker="coordinator")
         self._progress = ServerProgress(servers, self._client.rules)

@@ -172,7 +172,10 @@ class JoinServer:
 
     def _resize(self, devices: int) -> Reply:
         if devices < 1 or not self._directory.has(Area.SERVERS):
-            return Reply(is_accepted=False, text="the run is still planning, or fewer than one worker was requested")
+            return Reply(
+                is_accepted=False,
+                text="the run is still planning, or fewer than one worker was requested",
+            )
         self._directory.write(Document.TARGET_WORKERS, str(devices))
         return Reply(is_accepted=True, text=f"{devices} workers from now on")
 

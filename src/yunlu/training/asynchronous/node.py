@@ -72,14 +72,18 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--workers-here", type=int, help="workers on this machine; default: devices")
+    parser.add_argument(
+        "--workers-here", type=int, help="workers on this machine; default: devices"
+    )
     options = parser.parse_args()
     # fork() does not copy threads: torch must not have started any.
     torch.set_num_threads(1)
     with signals_as_stop() as stop:
         unblock_stop_signals()
         workers_here = options.workers_here or options.devices
-        return AsyncNodeAgent(open_run(options.run), options.node, options.devices, stop, workers_here=workers_here).run()
+        return AsyncNodeAgent(
+            open_run(options.run), options.node, options.devices, stop, workers_here=workers_here
+        ).run()
 
 
 class AsyncNodeAgent:
@@ -145,7 +149,9 @@ class AsyncNodeAgent:
     def _read_plan(self) -> Plan:
         """The run's plan, with one share per ticket of a step."""
         plan, group = require_plan(self._run), read_crew(self._run)
-        layouts = [Layout.model_validate(layout) for layout in group.layouts.values()] if group else []
+        layouts = (
+            [Layout.model_validate(layout) for layout in group.layouts.values()] if group else []
+        )
         return plan.model_copy(update={"layout": layouts[0]}) if layouts else plan
 
     def _is_open(self) -> bool:
@@ -167,7 +173,9 @@ class AsyncNodeAgent:
     ) -> ManagedProcess:
         def body() -> None:
             worker_plan = fit_to_machine(plan, job, slot=number, workers_here=self._workers_here)
-            train_worker(self._run, job, worker_plan, parts, name=f"{self._name}.{number}.{os.getpid()}")
+            train_worker(
+                self._run, job, worker_plan, parts, name=f"{self._name}.{number}.{os.getpid()}"
+            )
 
         return ManagedProcess(f"worker-{self._name}.{number}", body, number=number)
 
@@ -214,7 +222,11 @@ class AsyncNodeAgent:
 
     def _report_started(self) -> None:
         for process in self._processes:
-            if process.pid and self._reported_pids.get(process.name) != process.pid and self._client.is_up:
+            if (
+                process.pid
+                and self._reported_pids.get(process.name) != process.pid
+                and self._client.is_up
+            ):
                 self._reported_pids[process.name] = process.pid
                 assert process.number is not None
                 self._send(

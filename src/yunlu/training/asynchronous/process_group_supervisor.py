@@ -72,11 +72,11 @@ class ProcessGroupSupervisor:
     """Forks processes and restarts those that die.
 
     Args:
-        directory: Of the run: logs go there.
+        directory: The run; logs are written there.
         in_child: Called first in each child, to close what it inherits.
         report_loss: Called on a death that leads to a restart, with process, pid, exit code and cause; by default
-            it becomes an event.
-        rest: What to do for so many seconds while somebody is waited for.
+            emits an event.
+        wait: Called with seconds to wait for a process.
         is_ending: Whether all are asked to end: a cluster signals all at once, and exits are then expected.
     """
 
@@ -227,9 +227,7 @@ def describe_failure(error: BaseException) -> Failed:
     """A failure as shown to the user."""
     failure = as_failure(error)
     shown = as_user_error(error) if isinstance(error, Exception) else None
-    updates: dict[str, Any] = {
-        "traceback": failure.traceback[-20_000:]
-    }  # capacity of a pipe
+    updates: dict[str, Any] = {"traceback": failure.traceback[-20_000:]}  # capacity of a pipe
     if shown is not None:
         updates |= {"code": shown.code, "message": shown.message[:2000], "hint": shown.hint}
     return failure.model_copy(update=updates)

@@ -1,9 +1,9 @@
 """Supervisor of an asynchronous run: starts servers, workers and the coordinator, and restarts them.
 
-``python -m yunlu.training.asynchronous.supervisor RUN_DIR --devices N`` stands where the supervisor of a crew
-does. It loads everything once and forks the servers, the workers, and the *chief*, which evaluates
-and saves. Whoever dies is forked again; the others do not stop. Other machines may lend workers
-(``node.py``); they come and go as they like. The servers' directory is the truth: it outlives all of them.
+``python -m yunlu.training.asynchronous.supervisor RUN_DIR --devices N`` takes the place of the elastic
+supervisor. It loads everything once and forks the servers, the workers, and the *coordinator*, which
+evaluates and saves checkpoints. A process that dies is restarted; the others do not stop. Other nodes
+(``node.py``) may join and leave with workers. The servers' directory holds the state and outlives all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from yunlu.training.asynchronous.process_group_supervisor import (
     describe_failure,
     last_step,
 )
-from yunlu.training.asynchronous.rules import refuse_job, refuse_plan
+from yunlu.training.asynchronous.rules import check_job, check_plan
 from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import (
     RunBusyError,
@@ -80,7 +80,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.supervisor")
     parser.add_argument("run", type=Path)
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--workers-here", type=int, help="workers on this machine; default: devices")
+    parser.add_argument(
+        "--workers-here", type=int, help="workers on this machine; default: devices"
+    )
     parser.add_argument("--shares", type=int, help="tickets per step; default: devices")
     parser.add_argument("--claim", help="claim on the run, inherited from the previous module")
     options = parser.parse_args()
@@ -105,11 +107,11 @@ def run(
     """Run one attempt of a run, or continue one; every outcome is an event.
 
     Args:
-        run: Of the run.
-        devices: Workers of this program.
-        here: Workers that share this machine, where others do.
-        shares: Tickets of a step, where others than those here take part from the beginning.
-        claim: The claim on the run, where a crew has begun this life and leaves the rest of it to us.
+        run: Directory of the run.
+        devices: Workers started here.
+        workers_here: Workers that share this machine, if others do.
+        shares: Tickets per step, if other workers than those here take part from the start.
+        claim: The claim on the run, if a worker group started this attempt.
     """
     directory = open_run(run)
     # fork() does not copy threads: torch must not have started any.
@@ -117,7 +119,9 @@ def run(
     try:
         with run_lock(directory, passed_on=claim), signals_as_stop() as stop:
             unblock_stop_signals()
-            options = _Options(devices, workers_here or devices, shares, continues_attempt=claim is not None)
+            options = _Options(
+                devices, workers_here or devices, shares, continues_attempt=claim is not None
+            )
             return _run_attempt(directory, stop, options)
     except RunBusyError as error:  # the run belongs to another process: write nothing to its log
         sys.stderr.write(f"{error}\n")
@@ -148,7 +152,7 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         attempt, started_at = begin_attempt(directory)
         change_state(directory, RunState.PLANNING)
     job = _read_job(directory)
-    refuse_job(job, workers=shares or devices)
+    check_job(job, workers=shares or devices)
     set_deterministic(job.train.deterministic)
     directory.is_quiet = continues_attempt  # these events were written before
     parts = prepare(directory, job)
@@ -157,7 +161,10 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
     gc.freeze()  # loaded objects stay: collecting them would unshare their pages
     join_server = JoinServer(directory)
     processes = ProcessGroupSupervisor(
-        directory, in_child=join_server.abandon, wait=join_server.poll, is_ending=lambda: stop.is_set
+        directory,
+        in_child=join_server.abandon,
+        wait=join_server.poll,
+        is_ending=lambda: stop.is_set,
     )
 
     def make_plan() -> None:
@@ -178,7 +185,7 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         plan = require_plan(directory)
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
-        refuse_plan(plan)
+        check_plan(plan)
         run = _AsyncRun(directory, job, plan, parts, attempt, options)
         run.continue_generations()
         state = _train(processes, join_server, run, stop)
@@ -215,15 +222,17 @@ def _train(
     shards: list[ManagedProcess] = []
     workers: list[ManagedProcess] = []
     reported = 0
-    while not coordinator.is_over:
+    while not coordinator.is_done:
         processes.keep_alive(coordinator)
         if shards := shards or run.make_shards():
             run.resize(workers, processes)
         processes.keep_alive(*shards, *workers)
         join_server.publish(
-            workers=len(workers) or run.options.devices, is_open=bool(shards), layout=run.plan.layout
+            workers=len(workers) or run.options.devices,
+            is_open=bool(shards),
+            layout=run.plan.layout,
         )
-        if not any(process.is_over for process in workers):
+        if not any(process.is_done for process in workers):
             run.report_group(workers, join_server.list_workers())
         if stop.is_set and coordinator.pid not in {0, reported}:
             reported = coordinator.pid
@@ -284,7 +293,9 @@ class _AsyncRun:
 
     def _make_worker(self, number: int) -> ManagedProcess:
         def body() -> None:
-            plan = fit_to_machine(self.plan, self.job, slot=number, workers_here=self.options.workers_here)
+            plan = fit_to_machine(
+                self.plan, self.job, slot=number, workers_here=self.options.workers_here
+            )
             train_worker(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
         return ManagedProcess(f"worker-{number}", body, number=number)
@@ -293,7 +304,9 @@ class _AsyncRun:
         """Body of the coordinator process."""
         with signals_as_stop() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            plan = fit_to_machine(self.plan, self.job, slot=0, workers_here=self.options.workers_here)
+            plan = fit_to_machine(
+                self.plan, self.job, slot=0, workers_here=self.options.workers_here
+            )
             seed_everything(self.job.train.seed)
             coordinator = AsyncCoordinator(
                 self.directory,
@@ -304,10 +317,12 @@ class _AsyncRun:
                 attempt=self.attempt,
                 continues_attempt=self.options.continues_attempt,
             )
-            state = coordinator.run_coordinator()
+            state = coordinator.run()
         return STOPPED if state is RunState.STOPPED else 0
 
-    def report_group(self, workers: list[ManagedProcess], remote_workers: list[dict[str, Any]]) -> None:
+    def report_group(
+        self, workers: list[ManagedProcess], remote_workers: list[dict[str, Any]]
+    ) -> None:
         """Report the workers whenever they change."""
         workers_here: list[dict[str, Any]] = [
             {"worker": str(number), "host": socket.gethostname(), "pid": process.pid}
@@ -317,7 +332,11 @@ class _AsyncRun:
         reported = tuple((entry["worker"], entry["host"], entry["pid"]) for entry in workers_now)
         if reported == self._reported_workers or not all(process.pid for process in workers):
             return
-        reason = "a lost worker is replaced" if len(reported) == len(self._reported_workers) else "as requested"
+        reason = (
+            "a lost worker is replaced"
+            if len(reported) == len(self._reported_workers)
+            else "as requested"
+        )
         if {entry[0] for entry in reported[len(workers_here) :]} != {
             entry[0] for entry in self._reported_workers if not entry[0].isdecimal()
         }:
@@ -330,7 +349,8 @@ class _AsyncRun:
                 from_step=last_step(self.directory),
                 redone_steps=0,
                 ranks=tuple(
-                    WorkerRank(rank=rank, dp=rank, **worker) for rank, worker in enumerate(workers_now)
+                    WorkerRank(rank=rank, dp=rank, **worker)
+                    for rank, worker in enumerate(workers_now)
                 ),
             )
         )

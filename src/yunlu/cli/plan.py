@@ -143,9 +143,9 @@ def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool
     took_s = time.process_time() - began
     options = outlook.options
     if plot is not None:
-        from yunlu.render.figures.plan_options import draw_outlook  # noqa: PLC0415
+        from yunlu.render.plan_plot import write_plan_plot  # noqa: PLC0415
 
-        draw_outlook(outlook, plot, title=job.name or job.task)
+        write_plan_plot(outlook, plot, title=job.name or job.task)
     if json:
         print(options.to_json())
     else:

@@ -18,7 +18,7 @@ from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.contestants import CONTESTANTS, make_contestant
 from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
-from yunlu.lab.simulation.pictures import draw_all, prepare
+from yunlu.lab.simulation.figures import check_plot_directory, write_plots
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
@@ -109,7 +109,7 @@ def simulate(
         if len(types) == 1 or name not in MIXED:
             make_contestant(name)
     if plot is not None:
-        prepare(plot)
+        check_plot_directory(plot)
     workloads = load_workloads(trace)
     used = [job.application for workload in workloads for job in workload.jobs]
 
@@ -136,7 +136,7 @@ def simulate(
     else:
         _print_page(make_console(), runs, nodes)
     if plot is not None:
-        made = draw_all(runs, plot)
+        made = write_plots(runs, plot)
         if not json:
             make_console().print(f"\n {len(made)} pictures in {plot}", style="dim")
     return 0

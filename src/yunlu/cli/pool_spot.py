@@ -76,9 +76,9 @@ def spot(
 
     job = _make_job(work, deadline, restart)
     if plot is not None:
-        from yunlu.scheduler.spot.picture import check_picture  # noqa: PLC0415
+        from yunlu.render.spot_plot import check_spot_plot  # noqa: PLC0415
 
-        check_picture(plot)
+        check_spot_plot(plot)
     random = np.random.default_rng(seed)
     markets = _read(trace, price=price, instance=instance, zone=zone, below=below)
     markets = [each for each in markets if len(each) * each.step_s > job.deadline_s] or markets
@@ -91,9 +91,9 @@ def spot(
     trials = run_trials(job, begun, knows_past=past, with_optimum=optimum)
     standings = rank(trials)
     if plot is not None:
-        from yunlu.scheduler.spot.picture import draw_trials  # noqa: PLC0415
+        from yunlu.render.spot_plot import write_spot_plot  # noqa: PLC0415
 
-        draw_trials(
+        write_spot_plot(
             job, trials, dict(zip([each.name for each in markets], markets, strict=True)), plot
         )
     if json:

@@ -1,6 +1,6 @@
-"""Where fine-tuning starts: an earlier run, an exported model, or a Hugging Face directory.
+"""Base model of a fine-tuning job: an earlier run, an exported model, or a Hugging Face directory.
 
-What the start knows of itself completes the job: its model, and how its data was read.
+Its files complete the job: the model, and how its data was preprocessed.
 """
 
 from __future__ import annotations
@@ -27,76 +27,76 @@ _HF = "hf:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingModel:
-    """A trained model to go on from."""
+    """A trained model to fine-tune."""
 
-    place: str
+    source: str
     """Its directory, or its name on the hub."""
     model: ModelSpec
-    """Built again, and given its weights."""
+    """Architecture to build, and where its weights are."""
     task: str | None = None
-    """What it was trained for, where it says so."""
+    """Task it was trained for; None where unknown."""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keys of a job's ``data`` part that its weights depend on."""
 
     @property
     def is_hf(self) -> bool:
-        """Whether transformers reads it, which gives a body another head where the task asks."""
+        """Whether transformers loads it and can replace its head for another task."""
         return self.model.name.startswith(_HF)
 
-    def choose_model(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The start's own model, with what the job says besides: an adapter, a dropout."""
+    def choose_model(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """Model of the job: that of the base model with the job's additions (an adapter, a dropout)."""
         own = self.model.model_dump(mode="json")
         for key in ("name", "weights"):
-            if said.get(key) not in {None, own[key]}:
+            if section.get(key) not in {None, own[key]}:
                 raise JobError(
-                    f"model.{key}: the job says {said[key]!r}, but fine-tuning starts from "
+                    f"model.{key}: the job says {section[key]!r}, but fine-tuning starts from "
                     f"{own[key] or own['name']!r}.",
                     hint="leave model out of the job, or keep only model.adapter",
                 )
-        if said.get("pretrained") is False:
+        if section.get("pretrained") is False:
             raise JobError(
                 "model.pretrained: false would forget the weights that fine-tuning starts from.",
                 hint="remove it, or train from scratch with: yunlu train",
             )
-        return {**own, **said, "name": own["name"], "weights": own["weights"],
-                "args": {**own["args"], **said.get("args", {})}}  # fmt: skip
+        return {**own, **section, "name": own["name"], "weights": own["weights"],
+                "args": {**own["args"], **section.get("args", {})}}  # fmt: skip
 
     def complete(self, job: Job) -> Job:
-        """The job with what its data part leaves open and the start has settled."""
+        """The job; what its ``data`` leaves open is as for the base model."""
         if self.task is not None and self.task != job.task and not self.is_hf:
             raise JobError(
-                f"task: {self.place} was trained for {self.task}, not for {job.task}.",
+                f"task: {self.source} was trained for {self.task}, not for {job.task}.",
                 hint=f"fine-tune it for {self.task}, or start from a model for {job.task}",
             )
-        said = job.data.model_fields_set
-        settled = {key: value for key, value in self.data.items() if key not in said}
-        return job.model_copy(update={"data": job.data.model_copy(update=settled)})
+        given = job.data.model_fields_set
+        inherited = {key: value for key, value in self.data.items() if key not in given}
+        return job.model_copy(update={"data": job.data.model_copy(update=inherited)})
 
 
 def find_base_model(text: str | Path) -> StartingModel:
-    """A run by its id or a unique beginning of it, a directory, or ``hf:NAME``."""
+    """Find a base model: a run by its id or a unique prefix, a directory, or ``hf:NAME``."""
     name = str(text)
     path = Path(name.removeprefix(_HF)).expanduser()
     if path.is_dir():
         run = open_if_run(path.absolute())
         # An exported model holds a copy of the job, but no events.
         is_run = run is not None and run.has(Log.EVENTS)
-        return _of_run(run) if run is not None and is_run else _of_directory(path.absolute())
-    if name.startswith(_HF):  # from the hub: looked for by whoever loads it
-        return StartingModel(place=name, model=ModelSpec(name=name))
+        return _from_run(run) if run is not None and is_run else _from_directory(path.absolute())
+    if name.startswith(_HF):  # on the hub: checked when it is loaded
+        return StartingModel(source=name, model=ModelSpec(name=name))
     if "/" in name:
         raise ModelError(
             f"There is no directory {path.absolute()} to start from.",
             hint="name a run, a model directory, or hf:NAME for the hub",
         )
     try:
-        return _of_run(lifecycle.find(name))
+        return _from_run(lifecycle.find(name))
     except StoreError as error:
         hint = f"{error.hint}; or name a directory, or hf:NAME" if error.hint else None
         raise StoreError(error.message, hint=hint) from error
 
 
-def _of_run(run: RunStore) -> StartingModel:
+def _from_run(run: RunStore) -> StartingModel:
     if not run.has(Area.MODEL):
         state = lifecycle.read_record(run).state
         raise StoreError(
@@ -104,10 +104,10 @@ def _of_run(run: RunStore) -> StartingModel:
             hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
             f"wait for its end: yunlu logs -f {run.id}",
         )  # fmt: skip
-    return _of_directory(require_local(run).directory(Area.MODEL))
+    return _from_directory(require_local(run).directory(Area.MODEL))
 
 
-def _of_directory(directory: Path) -> StartingModel:
+def _from_directory(directory: Path) -> StartingModel:
     config = _read(directory / "config.json")
     if config is None:
         raise ModelError(
@@ -118,7 +118,7 @@ def _of_directory(directory: Path) -> StartingModel:
     task = job.get("task")
     if task == lifecycle.IN_PROCESS:
         raise ModelError(
-            f"{directory} was trained from live Python objects, which a job file cannot name.",
+            f"{directory} was trained from live Python objects, which a job file cannot refer to.",
             hint="load its model.safetensors into your module, and call yunlu.train(model=...)",
         )
     parts = _read(directory / "preprocessing.json") or _read(directory / "tabular.json") or {}
@@ -126,13 +126,15 @@ def _of_directory(directory: Path) -> StartingModel:
     if not isinstance(own, dict) or "class" not in config:
         data = {key: parts[key] for key in ("sample_rate",) if key in parts}
         name = f"{_HF}{directory}"
-        return StartingModel(place=str(directory), model=ModelSpec(name=name), task=task, data=data)
+        return StartingModel(
+            source=str(directory), model=ModelSpec(name=name), task=task, data=data
+        )
     model = ModelSpec(name=own["name"], args=own.get("args", {}), weights=str(directory))
-    return StartingModel(place=str(directory), model=model, task=task, data=_settled(parts))
+    return StartingModel(source=str(directory), model=model, task=task, data=_data_options(parts))
 
 
-def _settled(parts: dict[str, Any]) -> dict[str, Any]:
-    """How the start read its data, in the words of a job."""
+def _data_options(parts: dict[str, Any]) -> dict[str, Any]:
+    """Preprocessing of the base model, as keys of a job's ``data``."""
     data = {key: parts[key] for key in ("max_length", "sample_rate", "target") if key in parts}
     if "height" in parts and parts["height"] == parts.get("width"):
         data["image_size"] = parts["height"]
@@ -146,9 +148,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold an object.")
-    return found
+    return content

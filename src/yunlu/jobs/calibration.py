@@ -35,7 +35,6 @@ from yunlu.planning.machine_profile import (
     parse_profiles,
     read_processor,
 )
-from yunlu.planning.plan import Measurement, Plan
 from yunlu.runs.events import AttemptStarted, MemoryExhausted
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import find_runs
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from yunlu.planning.machine_profile import MachineProfile
+    from yunlu.planning.plan import Measurement, Plan
     from yunlu.runs.run_store import RunStore
 
 _STARTS = 9
@@ -203,7 +203,7 @@ def learn_from(runs: Iterable[RunStore]) -> int:
 def forget_deleted() -> int:
     """Drop what runs of this home have taught that are no longer there; how many they were."""
     home = read_settings().home
-    there = {name_run(path.parent) for path in home.glob("*/job.json")} if home.is_dir() else set()
+    there = {name_run(Path(run.address)) for run in find_runs(home, having=Document.JOB)}
 
     def find_gone() -> set[str]:
         ours = {each.run for each in read_calibration().figures if each.run.startswith(_hash(home))}

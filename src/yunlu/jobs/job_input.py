@@ -1,4 +1,4 @@
-"""One job from a file, a value or plain words, and whatever was said besides."""
+"""Job input: a file, a value or keyword arguments, with overrides and options."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def build_job(
     train_options: Mapping[str, Any],
     **parts: Any,
 ) -> Job:
-    """One job from a file or value and whatever was said besides."""
+    """Build a job from a file or value, overrides of single keys, and keyword arguments."""
     options = read_options(train_options)
-    said = {key: plain(value) for key, value in parts.items() if value is not None}
+    sections = {key: plain(value) for key, value in parts.items() if value is not None}
     if isinstance(job, str | Path):
-        asked = load_job(job, overrides=overrides)
-        if not said and not options:
-            return asked
-        mapping = asked.model_dump(mode="json", exclude_unset=True)
+        loaded = load_job(job, overrides=overrides)
+        if not sections and not options:
+            return loaded
+        mapping = loaded.model_dump(mode="json", exclude_unset=True)
     elif not hasattr(job, "model_dump") and job is not None:
-        raise JobError(f"{job!r} is no job", hint="name a job file, or hand over a yunlu.Job")
+        raise JobError(f"{job!r} is no job", hint="pass the path of a job file, or a yunlu.Job")
     else:
         mapping = {} if job is None else job.model_dump(mode="json", exclude_unset=True)
         if overrides:
-            raise JobError("overrides go with a job file; say the values as arguments instead")
-    mapping |= said
+            raise JobError("overrides need a job file; pass the values as arguments instead")
+    mapping |= sections
     if options:
         mapping["train"] = merge(mapping.get("train") or {}, options)
     return job_from_mapping(mapping, where="train()" if job is None else "job")
@@ -51,15 +51,15 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise JobError(f"train() has no option {name!r}", hint=did_you_mean(name, known))
     chosen = {key: plain(value) for key, value in options.items()}
     if "lr" in chosen:
-        chosen["optimizer"] = merge(_spelt_out(chosen.get("optimizer")), {"lr": chosen.pop("lr")})
+        chosen["optimizer"] = merge(_as_section(chosen.get("optimizer")), {"lr": chosen.pop("lr")})
     return chosen
 
 
 def merge(mapping: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping with the options put in place, section by section."""
+    """Mapping with the options merged in, section by section."""
     merged = dict(mapping)
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
-        if one in options and other not in options:  # the length said last is the one meant
+        if one in options and other not in options:  # the length given last wins
             merged.pop(other, None)
     for key, value in options.items():
         before = merged.get(key)
@@ -68,12 +68,12 @@ def merge(mapping: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _spelt_out(optimizer: Any) -> dict[str, Any]:
+def _as_section(optimizer: Any) -> dict[str, Any]:
     return {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer or {})
 
 
 def plain(value: Any) -> Any:
-    """As a job file would say it."""
+    """Value in the form of a job file."""
     if isinstance(value, Value):
         return value.model_dump(mode="json", exclude_unset=True)
     return str(value) if isinstance(value, Path) else value

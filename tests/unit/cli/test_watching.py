@@ -36,7 +36,6 @@ from yunlu.runs.events import (
     TraceWritten,
     WarningRaised,
 )
-from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 

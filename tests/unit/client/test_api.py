@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 import yunlu
-from yunlu.spec.load import source_of
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
+from yunlu.spec.load import source_of
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 

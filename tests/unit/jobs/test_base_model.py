@@ -61,7 +61,11 @@ def test_a_job_without_a_model_takes_the_starts(own_home: Path, job: Path) -> No
 
 def test_the_run_its_directory_and_its_model_are_the_same_start(own_home: Path) -> None:
     run = write_run(own_home, "first-ab12cd")
-    assert find_base_model("last") == find_base_model(run.path) == find_base_model(str(run.path / Area.MODEL))
+    assert (
+        find_base_model("last")
+        == find_base_model(run.path)
+        == find_base_model(str(run.path / Area.MODEL))
+    )
 
 
 def test_an_adapter_and_arguments_may_be_said_besides(own_home: Path, tmp_path: Path) -> None:

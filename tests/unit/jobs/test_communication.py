@@ -189,7 +189,7 @@ def test_what_was_replaced_before_a_step_is_left_out(tmp_path: Path) -> None:
 def test_who_stepped_aside_is_told_though_no_step_was_made_with_it(tmp_path: Path) -> None:
     talk = Talk(tmp_path / "aside")
     why = "node-b steps aside: a step without is predicted to take 0.5 s, not 1.2 s"
-    more = {"links": LINKS, "predicted": predicted(1.2, bytes_per_step=1e5), "aside": [2]}
+    more = {"links": LINKS, "predicted": predicted(1.2, bytes_per_step=1e5), "excluded": [2]}
     talk.choose(0, "ring", DENSE, reason=f"ring: links of 24.8 to 100 Mbit/s; {why}", **more)
     talk.choose(0, "all-reduce", DENSE, reason="all workers are on one machine")
     talk.train(1, 8)
@@ -210,7 +210,7 @@ def test_a_resumed_run_counts_its_steps_from_where_it_went_on(tmp_path: Path) ->
     talk.train(1, 30)
     talk.writer.begin(number=2, resumed_from=20)
     talk.choose(0, "ring", DENSE | {"method": "ring"})  # before the checkpoint is read
-    talk.train(21, 50, life=2)
+    talk.train(21, 50, attempt=2)
     choices = read(talk.run).choices
     assert [(each.name, each.from_step, each.steps) for each in choices] == [
         ("direct int4", 0, 20),

@@ -23,7 +23,14 @@ LAUNCHED = {
 }
 JOB: dict[str, Any] = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
 PLACE = LaunchInfo(
-    rank=0, size=2, local_rank=0, host="localhost", port=1, launcher="torchrun", id="none", restarts=1
+    rank=0,
+    size=2,
+    local_rank=0,
+    host="localhost",
+    port=1,
+    launcher="torchrun",
+    id="none",
+    restarts=1,
 )
 
 

@@ -8,7 +8,7 @@ from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import follow
-from yunlu.runs.events import ProgressReported, StateChanged
+from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
@@ -209,7 +209,7 @@ def test_find_says_what_it_cannot_decide(make_job):
         lifecycle.find("last")
     lifecycle.submit(make_job())
     lifecycle.submit(make_job())
-    with pytest.raises(StoreError, match="any of 2 runs"):
+    with pytest.raises(StoreError, match="prefix of 2 runs"):
         lifecycle.find("digits")
     with pytest.raises(StoreError, match="no run 'x'"):
         lifecycle.find("x")
@@ -224,7 +224,7 @@ def test_plan_is_made_without_leaving_a_run(own_home, make_job):
     seen = []
     plan = lifecycle.make_plan(make_job(), on_event=lambda event: seen.append(event.kind))
     assert plan.steps == 20
-    assert ProgressReported in seen
+    assert "progress" in seen
     assert not own_home.exists()
 
 

@@ -28,7 +28,8 @@ from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
 from yunlu.planning.search.options import Interval, PlanError, PlanOption
 from yunlu.planning.search.spot import START_HERE_S
-from yunlu.render.figures.plan_options import draw_outlook, find_front
+from yunlu.render.figures.plan_options import find_front
+from yunlu.render.plan_plot import write_plan_plot
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
@@ -580,8 +581,8 @@ def test_a_text_is_counted_in_blocks_of_tokens(tmp_path: Path) -> None:
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    dots = [(1.0, 9.0, "a"), (2.0, 5.0, "b"), (2.5, 6.0, "c"), (4.0, 1.0, "d"), (5.0, 1.0, "e")]
-    assert [name for _, _, name in find_front(dots)] == ["a", "b", "d"]
+    dots = [(1.0, 9.0), (2.0, 5.0), (2.5, 6.0), (4.0, 1.0), (5.0, 1.0)]
+    assert find_front(dots) == [(1.0, 9.0), (2.0, 5.0), (4.0, 1.0)]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
@@ -589,7 +590,7 @@ def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     seen = look_ahead(make_job(), top=2, everything=True)
     path = tmp_path / f"out.{suffix}"
-    draw_outlook(seen, path, title="a <job>")
+    write_plan_plot(seen, path, title="a <job>")
     content = path.read_bytes()
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[suffix]
     assert content.startswith(begins)

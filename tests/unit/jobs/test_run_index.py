@@ -86,8 +86,8 @@ def test_current_schema_is_opened_without_alembic(own_home):
     with RunIndex(own_home):
         pass
     script = (
-        "import sys; from pathlib import Path; from yunlu.jobs.run_index import Store;"
-        f"Store(Path({str(own_home)!r})).close(); print('alembic' in sys.modules)"
+        "import sys; from pathlib import Path; from yunlu.jobs.run_index import RunIndex;"
+        f"RunIndex(Path({str(own_home)!r})).close(); print('alembic' in sys.modules)"
     )
     said = subprocess.run(  # a fresh interpreter: this one has imported Alembic
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -15,6 +15,8 @@ OWN_NAMES = {
     SOURCE / "jobs" / "base_model.py": {Document.JOB},
     # Whether a directory of weights belongs to a run that trained it.
     SOURCE / "training" / "models" / "initial_weights.py": {Log.EVENTS},
+    # The page of a study, which is no document of a run.
+    SOURCE / "render" / "study_report" / "page.py": {Document.REPORT_PAGE},
 }
 
 

@@ -25,7 +25,7 @@ def steps(run, first, count, generation, *, step_s, wait_s=0.0, **more):
     append_lines(
         run.path / Log.METRICS,
         [
-            {"step": step, "at": 1000.0 + step, "life": 1, "generation": generation,
+            {"step": step, "at": 1000.0 + step, "attempt": 1, "generation": generation,
              "compute_s": step_s - wait_s, "communication_s": wait_s, **more}
             for step in range(first, first + count)
         ],

@@ -192,7 +192,7 @@ class Hand:
         )
         self._batches = self._engine.batches()
 
-    def train_worker(self, tickets: int) -> None:
+    def work(self, tickets: int) -> None:
         for _ in range(tickets):
             next(self._batches)
             self._engine.optimizer.metrics |= {"loss": 1.0, "grad_norm": 1.0, "memory_bytes": 1}
@@ -220,7 +220,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             hand = Hand(run, job, plan)
             # The second of two shares of the second step is done in the second life, by a worker
             # that is there before the chief is.
-            hand.train_worker(tickets_before_the_chief)
+            hand.work(tickets_before_the_chief)
             parts = make_parts(Sentences(), job)
             assert (
                 AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead()

@@ -12,10 +12,9 @@ from tests.sample_events import sample
 from yunlu.core.files import append_lines
 from yunlu.jobs import lifecycle
 from yunlu.jobs.run import new_record
-from yunlu.runs.events import AttemptStarted
+from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
-from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.hosting import Hosting
 from yunlu.tuning.conducting.limits import Limits
 from yunlu.tuning.conducting.live import Live
@@ -60,7 +59,8 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
     assert limits.pays_for_start()
     hosting.enqueue(7, run)
     assert not limits.pays_for_start()  # for one, but not for another besides
-    story.state = RunState.RUNNING
+    for state in ("planning", "running"):
+        story.take(StateChanged(state=state))
     assert limits.seconds_left() == pytest.approx(12.0)
     assert limits.pays_for_start()
 

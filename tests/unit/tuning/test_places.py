@@ -136,7 +136,13 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
             lost_s = 3.0 if generation else None
             run.emit(sample(WorkerGroupFormed, generation=generation, ranks=ranks, lost_s=lost_s))
             for step in steps:
-                line = {"step": step, "generation": generation, "life": 1, "compute_s": step_s}
+                line = {
+                    "step": step,
+                    "generation": generation,
+                    "at": 1.0,
+                    "attempt": 1,
+                    "compute_s": step_s,
+                }
                 metrics.write(json.dumps(line) + "\n")
     paces = Paces(rungs=9)
     new = Trial(number=1, params={}, state=TrialState.WAITING, until=1)

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.integration.toy_study import ToyPlaces, toy_job
+from tests.sample_events import sample
 from yunlu.planning.schedule import rate
+from yunlu.runs.events import CheckpointSaved, DataOpened, Evaluated, PlanMade
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.conducting.prefixes import find_course, may_share, shared_rung, shared_steps
 from yunlu.tuning.conducting.starting import Starter
-from yunlu.tuning.conducting.story import RungScore, Story
+from yunlu.tuning.conducting.story import Story
 from yunlu.tuning.founding import create_study
 from yunlu.tuning.values import Dimension
 
@@ -102,19 +104,24 @@ def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> 
     one = make_job({"name": "wsd", "warmup": 0, "decay": 0.5}, steps=45)
     other = make_job({"name": "constant", "warmup": 0}, steps=100)
     steps = {1: 10, 2: 20, 3: 30, 4: 40, 5: 45}
-    story = Story(
-        plan={"batch": BATCH, "evaluate_every": 10, "steps": 45},
-        train_samples=SAMPLES,
-        evaluated={rung: RungScore(rung, step, {}, 0.0, 0.0) for rung, step in steps.items()},
-        checkpoints={10: "a", 20: "b", 45: "c"},
-    )
+
+    def make_story(*saved: int, every: int = 10) -> Story:
+        story = Story()
+        story.take(sample(DataOpened, train=SAMPLES))
+        story.take(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
+        for rung, step in steps.items():
+            story.take(sample(Evaluated, rung=rung, step=step))
+        for step in saved:
+            story.take(sample(CheckpointSaved, step=step, path="a"))
+        return story
+
+    story = make_story(10, 20, 45)
+    assert story.plan is not None
     assert shared_steps(one, other, samples=SAMPLES, plan=story.plan) == 23
     assert shared_rung(one, other, story) == 2
     assert shared_rung(one, one, story) == 2  # the last one was only made because it ended there
-    story.checkpoints.pop(20)
-    assert shared_rung(one, other, story) == 1
-    story.plan["evaluate_every"] = 0
-    assert shared_rung(one, other, story) == 0
+    assert shared_rung(one, other, make_story(10, 45)) == 1
+    assert shared_rung(one, other, make_story(10, 20, 45, every=0)) == 0
 
 
 def test_a_space_shares_where_something_acts_late_and_the_rest_can_agree() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.sample_events import sample
 from yunlu.runs.events import (
     AttemptStarted,
     Evaluated,
-    Event,
     PlanMade,
     RunEvent,
     StateChanged,
@@ -20,7 +20,7 @@ from yunlu.tuning.conducting.story import Story
 
 
 def tell(story: Story, at: float, kind: type[RunEvent], **data: Any) -> None:
-    story.take(Event(kind=kind, at=at, data=data))
+    story.take(sample(kind, at=at, **data))
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:
@@ -36,7 +36,7 @@ def test_device_seconds_follow_lives_and_resizes() -> None:
     tell(story, 60.0, AttemptStarted, began_at=60.0)
     assert story.reason == ""
     assert story.device_seconds(65.0) == 25
-    assert story.lives == 2
+    assert len(story.view.attempts) == 2
 
 
 def test_one_that_was_stopped_before_it_lived_says_so() -> None:

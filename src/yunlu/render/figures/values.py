@@ -149,6 +149,8 @@ class BarFigure(Value):
     id: str
     title: BilingualText
     unit: Unit = "number"
+    axis: BilingualText | None = None
+    """Name of the scale."""
     bars: tuple[Bar, ...]
 
     @property

@@ -14,7 +14,7 @@ from yunlu.runs.events import PrecisionChanged, StepSkipped
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.train_worker import ServedOptimizer, ticket_batches
+from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
 from yunlu.training.engine import Engine
 from yunlu.training.engine_builders import seed_step
 from yunlu.training.guard import StepVerdict, diverged

@@ -25,7 +25,7 @@ def make_sum(seat: Seat, name: str) -> Method:
     """An exact sum, in a thread beside the backward pass."""
     add = SUMS[name]
     summation = ThreadedSummation(
-        _connect(seat), lambda wire, flat, _key, tag: add(wire, flat, tag=tag)
+        _connect(seat), lambda transport, flat, _key, tag: add(transport, flat, tag=tag)
     )
     return Summed(
         seat,
@@ -57,7 +57,7 @@ class Compressed(Summed):
 
     def after_update(self, model: nn.Module) -> None:  # noqa: ARG002 (the loop's word)
         """What was left out is kept for the next step."""
-        self._summation.settle()
+        self._summation.commit()
 
 
 class Local(Method):

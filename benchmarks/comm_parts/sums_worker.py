@@ -36,10 +36,10 @@ def main() -> None:
         "--slow", action="store_true", help="as the engine does where links are slow"
     )
     asked = parser.parse_args()
-    wire = connect(meet(asked), asked.rank, asked.size, asked.address)
+    transport = connect(meet(asked), asked.rank, asked.size, asked.address)
     if asked.slow:
-        wire.control_congestion("reno")
-    ways = {name: _make_way(name, wire) for name in asked.ways.split(",")}
+        transport.control_congestion("reno")
+    ways = {name: _make_way(name, transport) for name in asked.ways.split(",")}
     for add in ways.values():
         _check(add, asked.rank, asked.size)
     records: list[dict[str, Any]] = []
@@ -50,11 +50,11 @@ def main() -> None:
                 records.append({"way": name, "bytes": size, "round": number, "s": took_s})
     (asked.directory / f"worker-{asked.rank}.json").write_text(json.dumps(records))
     dist.barrier()
-    wire.close()
+    transport.close()
     dist.destroy_process_group()
 
 
-def _make_way(name: str, wire: Any) -> Callable[[Tensor], object]:
+def _make_way(name: str, transport: Any) -> Callable[[Tensor], object]:
     if name == "gloo":
         return dist.all_reduce
     add, tag = SUMS[name], 0
@@ -62,7 +62,7 @@ def _make_way(name: str, wire: Any) -> Callable[[Tensor], object]:
     def run(flat: Tensor) -> None:
         nonlocal tag
         tag += 1
-        add(wire, flat, tag=tag)
+        add(transport, flat, tag=tag)
 
     return run
 

@@ -166,7 +166,7 @@ def _combine(
     held_out: dict[int, float] = {}
     for record in records:
         held_out |= {int(step): loss for step, loss in record["held_out"].items()}
-    wire = [record["wire_bytes"] for record in records]
+    transport = [record["wire_bytes"] for record in records]
     is_replicated = all(record["is_replicated"] for record in records)
     digests = {tuple(record["digests"]) for record in records}
     return Result(
@@ -178,7 +178,7 @@ def _combine(
         step_s=median(spans[steps // 10 :]),
         mean_step_s=ends[-1] / steps,
         step_bytes=fmean(record["sent_bytes"] or 0 for record in records) / steps,
-        wire_bytes=None if None in wire else fmean(wire) / steps,
+        wire_bytes=None if None in transport else fmean(transport) / steps,
         cpu_step_s=fmean(record["cpu_s"] for record in records) / steps,
         ends_s=tuple(round(end, 5) for end in ends),
         losses=tuple(fmean(each) for each in zip(*(r["losses"] for r in records), strict=True)),

@@ -183,7 +183,7 @@ class RunJournal(Journal):
             return []
         return [
             Worker(rank=member["rank"], pid=member["pid"], at=member["process_started_at"])
-            for member in crew["members"]
+            for member in crew["workers"]
             if member["rank"] is not None and is_alive(member["pid"])
         ]
 

@@ -18,7 +18,7 @@ from yunlu.hardware.fleet import Placement
 from yunlu.jobs import lifecycle
 from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.spec.load import load_job
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -154,5 +154,5 @@ def kill_processes(run: RunStore) -> None:
 
 
 def workers_of(run: RunStore) -> int:
-    crew = read_crew(run)
-    return sum(member.rank is not None for member in crew.members) if crew else 0
+    crew = read_worker_group(run)
+    return sum(member.rank is not None for member in crew.workers) if crew else 0

@@ -28,14 +28,14 @@ def _meet_again(rank: int, path: str) -> tuple[int, ...]:
     told = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
     job = Job.model_validate({**told, "train": {"batch": 8}})
     plan = make_plan(layout, job, micro_batch=4, kernel="fused")
-    steering = MethodSelector(job, plan, lambda *_, **__: None, Pacer())
+    selector = MethodSelector(job, plan, lambda *_, **__: None, Pacer())
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
-    steering.aside = (1,)
-    steering._figures = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)
+    selector.excluded = (1,)
+    selector._figures = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)
     world = form_world(layout, rank, dist.FileStore(path, 2), device=torch.device("cpu"))
-    steering.open(world, nn.Linear(4, 4), lambda _: ExpectedStep(8, 0), steps_done=3).close()
+    selector.open(world, nn.Linear(4, 4), lambda _: ExpectedStep(8, 0), steps_done=3).close()
     world.close()
-    return steering.aside
+    return selector.excluded
 
 
 def test_ranks_of_another_world_step_aside_no_more(tmp_path: Path) -> None:

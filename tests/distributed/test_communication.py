@@ -204,7 +204,7 @@ def _train_by_all(world: World, ways: Sequence[Any]) -> list[tuple[list[float], 
         engine = build(world, way)
         recorder = run(engine)
         found.append(
-            (recorder.losses, recorder.digests, engine.communication.figures()["sent_bytes"] or 0.0)
+            (recorder.losses, recorder.digests, engine.communication.metrics()["sent_bytes"] or 0.0)
         )
         engine.close()
     return found
@@ -396,7 +396,7 @@ def _apart(world: World, directory: str) -> list[dict[str, Any]]:
             "shown": shown,
             "losses": rest.losses,
         }
-        told |= {"end": digest(engine), "is_apart": engine.communication.communicator.is_apart}
+        told |= {"end": digest(engine), "is_apart": engine.communication.communicator.is_local_update}
         engine.close()
         resumed = build(world, way, task=Points(has_norm=has_norm), ema=0.9)
         load(resumed, f"{directory}/{number}")
@@ -405,7 +405,7 @@ def _apart(world: World, directory: str) -> list[dict[str, Any]]:
         again = run(resumed)
         resumed.synchronize()
         told |= {"again": again.losses, "again_end": digest(resumed)}
-        told["again_apart"] = resumed.communication.communicator.is_apart
+        told["again_apart"] = resumed.communication.communicator.is_local_update
         resumed.close()
         found.append(told)
     return found

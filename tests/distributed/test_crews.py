@@ -21,7 +21,7 @@ from yunlu.jobs.resize import resize
 from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore
-from yunlu.runs.worker_group import Crew, read_crew
+from yunlu.runs.worker_group import WorkerGroup, read_worker_group
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -95,8 +95,8 @@ class Runs:
 
     def end(self) -> None:
         for run in self.started:
-            crew = read_crew(run)
-            pids = [] if crew is None else [crew.pid, *(member.pid for member in crew.members)]
+            crew = read_worker_group(run)
+            pids = [] if crew is None else [crew.pid, *(member.pid for member in crew.workers)]
             for process in _family(run, pids):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -139,8 +139,8 @@ def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
     return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
-def crew_of(run: RunStore) -> Crew:
-    crew = read_crew(run)
+def crew_of(run: RunStore) -> WorkerGroup:
+    crew = read_worker_group(run)
     assert crew is not None
     return crew
 
@@ -200,7 +200,7 @@ def wait_for_end(run: RunStore) -> None:
 def strike(run: RunStore, rank: int, number: int) -> None:
     """Send a signal to who works at a rank, and wait for the generation after."""
     before = crew_of(run)
-    (victim,) = (member for member in before.members if member.rank == rank)
+    (victim,) = (member for member in before.workers if member.rank == rank)
     os.kill(victim.pid, number)
 
     def is_past() -> bool:

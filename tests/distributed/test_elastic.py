@@ -21,7 +21,7 @@ from yunlu.core.errors import StoreError
 from yunlu.runs.events import ErrorRaised, StateChanged, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Document
-from yunlu.runs.worker_group import Crew, ask, read_crew
+from yunlu.runs.worker_group import WorkerGroup, send_request, read_worker_group
 
 pytestmark = pytest.mark.distributed
 
@@ -50,13 +50,13 @@ class Voyage:
                 start_new_session=True,
             )
 
-    def crew(self) -> Crew:
-        found = read_crew(self.run)
+    def crew(self) -> WorkerGroup:
+        found = read_worker_group(self.run)
         assert found is not None
         return found
 
     def pid_of(self, rank: int) -> int:
-        return next(member.pid for member in self.crew().members if member.rank == rank)
+        return next(member.pid for member in self.crew().workers if member.rank == rank)
 
     def events(self, kind: type[EventT]) -> list[EventT]:
         return [event for event, _ in self.run.read_events() if isinstance(event, kind)]
@@ -158,7 +158,7 @@ def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
     os.kill(voyage.pid_of(1), signal.SIGSTOP)
     assert voyage.whole_crew("SIGSTOP")["layout"] == "dp2"
     for devices in (4, 3):
-        answer = ask(voyage.crew(), {"kind": "resize", "devices": devices})
+        answer = send_request(voyage.crew(), {"kind": "resize", "devices": devices})
         assert answer["is_accepted"], answer
         assert voyage.next_crew(f"resize to {devices}")["layout"] == f"dp{devices}"
     os.kill(voyage.pid_of(1), signal.SIGTERM)
@@ -199,7 +199,7 @@ def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None
     os.kill(voyage.pid_of(1), signal.SIGTERM)
     assert voyage.next_crew("SIGTERM under fsdp")["layout"] == "fsdp2"
     for devices in (4, 1, 2):
-        ask(voyage.crew(), {"kind": "resize", "devices": devices})
+        send_request(voyage.crew(), {"kind": "resize", "devices": devices})
         crew = voyage.next_crew(f"fsdp to {devices}")
         assert crew["layout"] == (f"fsdp{devices}" if devices > 1 else "single")
     assert [crew["redone_steps"] for crew in voyage.events(WorkerGroupFormed)] == [0] * 5
@@ -223,8 +223,8 @@ def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
     after = voyage.crew()
     assert after.pid != before.pid
     assert after.token == before.token
-    workers = {member.pid: member.rank for member in before.members if member.rank is not None}
-    assert {m.pid: m.rank for m in after.members if m.rank is not None} == workers
+    workers = {member.pid: member.rank for member in before.workers if member.rank is not None}
+    assert {m.pid: m.rank for m in after.workers if m.rank is not None} == workers
     assert after.generation == before.generation == 1
     recorded = json.loads((voyage.run.path / "worker.json").read_text())
     assert recorded["pid"] == after.pid
@@ -235,9 +235,9 @@ def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
     voyage.check_samples()
 
 
-def _is_heard(crew: Crew) -> bool:
+def _is_heard(crew: WorkerGroup) -> bool:
     try:
-        return ask(crew, {"kind": "resize", "devices": 2})["is_accepted"]
+        return send_request(crew, {"kind": "resize", "devices": 2})["is_accepted"]
     except StoreError:
         return False
 
@@ -248,7 +248,7 @@ def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage
     assert (voyage.run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
     stranger = voyage.crew().model_copy(update={"token": "guessed"})
     with pytest.raises(StoreError, match="wrong token"):
-        ask(stranger, {"kind": "resize", "devices": 1})
+        send_request(stranger, {"kind": "resize", "devices": 1})
     assert voyage.process is not None
     voyage.process.send_signal(signal.SIGTERM)
     voyage.rest()

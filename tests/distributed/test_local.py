@@ -78,7 +78,7 @@ def _learn(rank: int, size: int, store: str, figures: dict[str, Any]) -> list[fl
         loss.backward()
         optimizer.step()
         averaging.after_update(step, samples=len(inputs))
-    averaging.settle(exact=True)
+    averaging.synchronize(exact=True)
     averaging.close()
     return [
         _error(model, teacher),

@@ -36,12 +36,12 @@ def _sum_until_lost(told: Connection, rank: int, path: str, method: str, patienc
     torch.set_num_threads(1)
     store = dist.FileStore(path, SIZE)
     host = f"127.0.0.{1 + rank // 2}"
-    wire = connect(store, rank, SIZE, host, patience_s=patience_s)
+    transport = connect(store, rank, SIZE, host, patience_s=patience_s)
     flat = torch.zeros(300_000)
     tag = 0
     try:
         while True:
-            SUMS[method](wire, flat, tag=tag)
+            SUMS[method](transport, flat, tag=tag)
             if not tag:
                 told.send("summing")
             tag += 1
@@ -95,8 +95,8 @@ def test_who_is_stopped_in_the_middle_of_a_sum_is_missed_after_a_while(
         assert heard == ["LinkLostError"] * (SIZE - 1)
 
 
-def _add(wire: Transport, flat: Tensor, _key: int, tag: int) -> None:
-    SUMS["direct"](wire, flat, tag=tag)
+def _add(transport: Transport, flat: Tensor, _key: int, tag: int) -> None:
+    SUMS["direct"](transport, flat, tag=tag)
 
 
 def _sum_both_ways(rank: int, path: str) -> list[list[float]]:

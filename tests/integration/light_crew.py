@@ -33,7 +33,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log, RunStore
-from yunlu.runs.worker_group import Crew, Unpacker, pack, write_crew
+from yunlu.runs.worker_group import WorkerGroup, FrameDecoder, encode_frame, write_worker_group
 
 BATCH = 8
 
@@ -106,7 +106,7 @@ class LightCrew:
         for key, _ in self.selector.select(timeout_s):
             if key.data is None:
                 link, _ = self.server.accept()
-                self.selector.register(link, selectors.EVENT_READ, Unpacker())
+                self.selector.register(link, selectors.EVENT_READ, FrameDecoder())
                 continue
             link: Any = key.fileobj
             data = link.recv(65536)
@@ -119,12 +119,12 @@ class LightCrew:
                     self.target = int(message["devices"])
                     self.save()
                     answer = {"is_accepted": True, "text": "resized", "layout": f"dp{self.target}"}
-                    link.sendall(pack(answer))
+                    link.sendall(encode_frame(answer))
 
     def save(self) -> None:
-        write_crew(
+        write_worker_group(
             self.run,
-            Crew(
+            WorkerGroup(
                 host="127.0.0.1",
                 port=self.server.getsockname()[1],
                 token=self.token,

@@ -33,7 +33,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -200,7 +200,7 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
 
 def _join(run: RunStore, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
     """Another machine, as far as the run can tell: a process of its own that comes over TCP."""
-    crew = read_crew(run)
+    crew = read_worker_group(run)
     assert crew is not None
     (place / "token").write_text(crew.token)
     words = ["join", f"{crew.host}:{crew.port}", "--devices", "2", "--name", "far"]

@@ -16,7 +16,7 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.runs.events import AttemptStarted, CommunicationChosen, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -118,7 +118,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     try:
         near.wait_for_step(run, 10)
         assert near.told(run, CommunicationChosen)[-1].setting.method != "asynchronous"
-        crew = read_crew(run)
+        crew = read_worker_group(run)
         assert crew is not None
         (tmp_path / "token").write_text(crew.token)
         words = ["join", f"{crew.host}:{crew.port}", "--name", "far", "--token-file", "token"]

@@ -16,7 +16,7 @@ from yunlu.jobs import lifecycle
 from yunlu.runs.events import WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 
 pytestmark = [pytest.mark.network_rig, pytest.mark.slow, pytest.mark.long]
 
@@ -47,7 +47,7 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
         (path,) = own_home.glob("*-*")
         run = open_run(path)
         near.wait_for_step(run, 5)
-        crew = read_crew(run)
+        crew = read_worker_group(run)
         assert crew is not None
         assert crew.host == rig.address(0)
         (tmp_path / "token").write_text(crew.token)

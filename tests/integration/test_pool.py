@@ -24,7 +24,7 @@ from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, RunStore
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler import control, queue
 from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
@@ -88,7 +88,7 @@ class Pool:
         for run in self.runs:
             found = processes_of(run)
             assert len(found) <= 1, f"{run.id} is run twice: {found}"
-            crew = read_crew(run)
+            crew = read_worker_group(run)
             if found and crew is not None and crew.pid == found[0]:
                 held += crew.target
         assert held <= DEVICES, self.tell()
@@ -182,7 +182,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.up()
     with pytest.raises(StoreError, match="up already"):
         pool.up()
-    pool.wait(lambda: (read_crew(first) or Nothing).target == 4)
+    pool.wait(lambda: (read_worker_group(first) or Nothing).target == 4)
     worker = recorded_worker(first)
     assert worker is not None
     pool.kill()
@@ -201,7 +201,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
 
     queue.pause(first)
     pool.wait(lambda: state_of(first) is RunState.STOPPED and not processes_of(first))
-    pool.wait(lambda: (read_crew(second) or Nothing).target == 4)
+    pool.wait(lambda: (read_worker_group(second) or Nothing).target == 4)
     pool.wait(lambda: "paused" in explain(pool.home, first).standing)
     queue.set_priority(first, 2)  # else it might wait: the other makes good use of all devices
     queue.requeue(first)

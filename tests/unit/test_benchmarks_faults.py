@@ -207,7 +207,7 @@ def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
     (run.path / Log.METRICS).write_text(json.dumps({"step": 1, "at": 5.0, "generation": 3}) + "\n")
     member = {"rank": 1, "pid": os.getpid(), "process_started_at": 0.0}
     gone = {"rank": 0, "pid": 2**22 + 1, "process_started_at": 0.0}
-    (run.path / Document.WORKER_GROUP).write_text(json.dumps({"members": [member, gone]}))
+    (run.path / Document.WORKER_GROUP).write_text(json.dumps({"workers": [member, gone]}))
     journal = RunJournal([], workload=WORKLOAD)
     journal.follow(tmp_path)
     journal.refresh()

@@ -1,30 +1,21 @@
-"""``yunlu plan``: on what a job could run, how, and what it would take."""
+"""``yunlu plan``: hardware and layouts for a job, with predicted time and cost."""
 
 from __future__ import annotations
 
 import json as json_module
-import time
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.client.api import validate
+from yunlu.client.connect import default_client
 from yunlu.core.errors import JobError
-from yunlu.jobs import lifecycle
-from yunlu.render.terminal.event_lines import describe, plan_block
-from yunlu.render.terminal.page import make_console, to_json
-from yunlu.render.terminal.plan_options import comparison_table, notes_block, options_table
-from yunlu.render.terminal.run_display import Course
-from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
+from yunlu.render.terminal.page import make_console, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.planning.plan import Plan
-    from yunlu.planning.search.options import PlanOptions
-    from yunlu.runs.events import Event
     from yunlu.spec.job import Job
 
 _PREDICT = "predict"
@@ -50,32 +41,32 @@ def plan(
     measure: bool = False,
     json: bool = False,
 ) -> int:
-    """Choose hardware, layout and precision for a job; foretell memory, time and cost.
+    """Choose hardware, layout and precision for a job; predict memory, time and cost.
 
     plan JOB shows the best options; plan JOB --measure lets a worker measure it on this machine and
-    settle every setting; plan predict ROWS.csv foretells the rows of a table.
+    choose every setting; plan predict ROWS.csv predicts the rows of a table.
 
     Args:
         jobs: The job file: YAML, or Python (jobs.py:name); two of them with --compare; or predict
-            ROWS.csv, which foretells the rows of a table.
+            ROWS.csv, which predicts the rows of a table.
         overrides: Change the job: --set train.batch=64; may be repeated.
-        top: How many options to show; 3 unless told otherwise.
-        objective: What to make small: cost, time, or both (balanced).
-        budget: The most it may cost, in dollars.
-        deadline: The longest it may take: 90min, 36h, 2d.
+        top: Number of options to show. Default: 3.
+        objective: What to minimise: cost, time, or both (balanced).
+        budget: Most it may cost, in dollars.
+        deadline: Longest time it may take: 90min, 36h, 2d.
         gpu: Devices to choose from, such as H100; may be repeated.
         cloud: Clouds to choose from; here is this machine; may be repeated.
         region: Regions to choose from; may be repeated.
-        spot: Also consider machines that the cloud can take back at any time.
-        max_devices: The most devices.
-        devices: Workers that share the training, one for each device.
-        explain: Also show memory and time by what takes them.
+        spot: Also consider spot machines, which the cloud can take back at any time.
+        max_devices: Most devices.
+        devices: Number of workers, one for each device.
+        explain: Also break down memory and time.
         compare: Compare two jobs.
-        plot: Draw cost against time into a file: out.png, out.svg or out.html.
+        plot: Plot cost against time into a file: out.png, out.svg or out.html.
         measure: Let a worker measure the job on this machine, without training it.
         json: Print the answer as JSON.
     """
-    said = {
+    goal = {
         "objective": objective,
         "budget": budget,
         "deadline": deadline,
@@ -87,39 +78,41 @@ def plan(
     }
     shown = {"top": top, "explain": explain or None, "plot": plot}
     if jobs[:1] == (_PREDICT,):
-        job_says = {"set": overrides or None, "devices": devices}
-        ways = {"compare": compare or None, "measure": measure or None}
-        _refuse("plan predict", "it foretells rows as they are", said | shown | job_says | ways)
+        job_options = {"set": overrides or None, "devices": devices}
+        modes = {"compare": compare or None, "measure": measure or None}
+        _refuse("plan predict", "it predicts rows as they are", goal | shown | job_options | modes)
         return _predict(jobs[1:], json=json)
     if compare:
         _refuse("--compare", "it shows the best of each job", shown | {"measure": measure or None})
     if measure:
-        _refuse("--measure", "it settles one plan on this machine", said | shown)
+        _refuse("--measure", "it makes one plan on this machine", goal | shown)
     changes = [
         f"goal.{name}={json_module.dumps(value)}"
-        for name, value in said.items()
+        for name, value in goal.items()
         if value is not None
     ]
     changes += [f"devices={devices}"] if devices is not None else []
     if len(jobs) != (2 if compare else 1):
         expected = "two job files" if compare else "one job file"
         raise JobError(f"plan takes {expected}, got {len(jobs)}.", hint="yunlu plan --help")
-    asked = [_read(job, (*overrides, *changes), said) for job in jobs]
+    loaded = [_read(job, (*overrides, *changes), goal) for job in jobs]
     if measure:
-        return _measure(asked[0], json=json)
+        return _measure(loaded[0], json=json)
     if compare:
-        return _compare(jobs, asked, json=json)
+        return _compare(jobs, loaded, json=json)
     most = _USUAL_TOP if top is None else top
-    return _foresee(asked[0], top=most, explain=explain, plot=plot, json=json)
+    return _show_options(loaded[0], top=most, explain=explain, plot=plot, json=json)
 
 
-def _read(job: str, overrides: tuple[str, ...], said: Mapping[str, object]) -> Job:
-    """The job; what is wrong with an option is told by its own name."""
+def _read(job: str, overrides: tuple[str, ...], goal: Mapping[str, object]) -> Job:
+    """The job; an error of an option is reported under the name of the option."""
+    from yunlu.spec.load import load_job  # noqa: PLC0415 (slow to import)
+
     try:
-        return validate(job, overrides=overrides)
+        return load_job(job, overrides=overrides)
     except JobError as error:
         message = error.message
-        for name in (name for name, value in said.items() if value is not None):
+        for name in (name for name, value in goal.items() if value is not None):
             flag = f"--{name.replace('_', '-')} (goal.{name})"
             message = message.replace(f"--set goal.{name}", flag)
         if message == error.message:
@@ -127,106 +120,87 @@ def _read(job: str, overrides: tuple[str, ...], said: Mapping[str, object]) -> J
         raise JobError(message, hint=error.hint) from error
 
 
-def _refuse(way: str, why: str, said: Mapping[str, object]) -> None:
-    """What was said would change nothing: better told than left out without a word."""
-    useless = [f"--{name.replace('_', '-')}" for name, value in said.items() if value is not None]
+def _refuse(mode: str, why: str, options: Mapping[str, object]) -> None:
+    """Refuse options that would change nothing."""
+    useless = [
+        f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None
+    ]
     if useless:
         names, verb = ", ".join(useless), "does" if len(useless) == 1 else "do"
-        raise JobError(f"{names} {verb} not go with {way}: {why}.", hint=f"leave out {names}")
+        raise JobError(f"{names} {verb} not go with {mode}: {why}.", hint=f"leave out {names}")
 
 
-def _foresee(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool) -> int:
-    from yunlu.jobs.outlook import look_ahead  # noqa: PLC0415 (arrays are slow to import)
-
-    began = time.process_time()
-    outlook = look_ahead(job, top=top, everything=plot is not None)
-    took_s = time.process_time() - began
+def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json: bool) -> int:
+    outlook = default_client().plan(job, top=top, candidates=plot is not None)
     options = outlook.options
     if plot is not None:
-        from yunlu.render.plan_plot import write_plan_plot  # noqa: PLC0415
+        from yunlu.render.figures.plan_options import draw_outlook  # noqa: PLC0415 (slow)
 
-        write_plan_plot(outlook, plot, title=job.name or job.task)
+        draw_outlook(outlook, plot, title=job.name or job.task)
     if json:
         print(options.to_json())
-    else:
-        _show_options(options, took_s=took_s, explain=explain)
-        if plot is not None:
-            print(f" picture in {plot}")
-    return 1 if options.problems else 0
+        return 1 if options.problems else 0
+    from yunlu.render.terminal.plan_options import notes_block, options_table  # noqa: PLC0415
 
-
-def _show_options(options: PlanOptions, *, took_s: float, explain: bool) -> None:
     console = make_console()
     console.print(options_table(options))
     if explain:
-        # Not wrapped: a command that stands among the lines can be copied as it is.
+        # Not wrapped: a command among the lines can be copied as it is.
         console.print(f"\n{indent(options.explain(), ' ')}", soft_wrap=True, markup=False)
-    console.print(notes_block(options, took_s=took_s))
+    console.print(notes_block(options, took_s=outlook.computed_s))
+    if plot is not None:
+        print(f" picture in {plot}")
+    return 1 if options.problems else 0
 
 
 def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
-    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (arrays are slow to import)
-
-    found = [foresee(job, top=1) for job in jobs]
+    client = default_client()
+    plans = [client.plan(job, top=1).options for job in jobs]
     if json:
-        print(
-            to_json(
-                {
-                    name: each.model_dump(mode="json")
-                    for name, each in zip(names, found, strict=True)
-                }
-            )
-        )
+        dumps = (options.model_dump(mode="json") for options in plans)
+        print_json(dict(zip(names, dumps, strict=True)))
     else:
+        from yunlu.render.terminal.plan_options import comparison_table  # noqa: PLC0415 (slow)
+
         short = [Path(name).name for name in names]
         titles = short if len(set(short)) == len(short) else names
-        make_console().print(comparison_table(titles, [each.best for each in found]))
-        for title, each in zip(titles, found, strict=True):
-            for problem in each.problems:
+        make_console().print(comparison_table(titles, [options.best for options in plans]))
+        for title, options in zip(titles, plans, strict=True):
+            for problem in options.problems:
                 print(f" {title}: {problem}")
-    return 1 if any(each.problems for each in found) else 0
+    return 1 if any(options.problems for options in plans) else 0
 
 
 def _predict(files: tuple[str, ...], *, json: bool) -> int:
-    from yunlu.jobs.predict_table import foretell_file  # noqa: PLC0415
-    from yunlu.render.terminal.predicted_rows import rows_table  # noqa: PLC0415
-
     if len(files) != 1:
         raise JobError(
             f"plan predict takes one table, got {len(files)}.", hint="yunlu plan predict ROWS.csv"
         )
-    told = foretell_file(Path(files[0]))
+    rows = default_client().predict(Path(files[0]))
     if json:
-        print(to_json(told))
+        print_json([row.model_dump(mode="json", exclude_unset=True) for row in rows])
     else:
-        make_console().print(rows_table(told))
+        from yunlu.render.terminal.predicted_rows import rows_table  # noqa: PLC0415 (slow)
+
+        make_console().print(rows_table(rows))
     return 0
 
 
 def _measure(job: Job, *, json: bool) -> int:
+    client = default_client()
     if json:
-        print(lifecycle.make_plan(job).model_dump_json(indent=2))
-    else:
-        _show_measured(job)
+        print(client.measure(job).model_dump_json(indent=2))
+        return 0
+    from yunlu.render.terminal.event_lines import plan_block  # noqa: PLC0415 (slow to import)
+    from yunlu.render.terminal.measure_progress import measure_progress  # noqa: PLC0415
+
+    console = make_console()
+    with measure_progress(console) as on_event:
+        plan = client.measure(job, on_event=on_event)
+    console.print(plan_block(plan))
     return 0
 
 
-def _show_measured(job: Job) -> Plan:
-    console = make_console()
-    course = Course()
-    with console.status("starting") as status:
-
-        def show(event: Event) -> None:
-            if isinstance(event, ProgressReported):
-                status.update(event.phase)
-            elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
-                console.print(describe(event, course))
-
-        made = lifecycle.make_plan(job, on_event=show)
-    console.print(plan_block(made))
-    return made
-
-
-def _names(said: tuple[str, ...]) -> list[str] | None:
-    names = [name.strip() for each in said for name in each.split(",") if name.strip()]
+def _names(texts: tuple[str, ...]) -> list[str] | None:
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     return names or None

@@ -16,9 +16,9 @@ from rich.text import Text
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.contestants import CONTESTANTS, make_contestant
+from yunlu.lab.simulation.figures import check_plot_directory, write_plots
 from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
-from yunlu.lab.simulation.figures import check_plot_directory, write_plots
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay

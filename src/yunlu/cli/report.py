@@ -1,19 +1,16 @@
 """``yunlu report RUN``."""
 
+from __future__ import annotations
+
 import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
+from yunlu.client.connect import default_client
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
-from yunlu.jobs.lifecycle import find
-from yunlu.render.run_report.write import write_report
-from yunlu.render.terminal.report_summary import print_summary
-from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document, Log, RunStore
 
 
 def report(
@@ -26,35 +23,34 @@ def report(
     """Write the report of a run: terminal, JSON, one HTML page.
 
     Args:
-        run: The run: its id, the beginning of it, "last", or its directory.
+        run: The run: its id, a unique prefix of it, "last", or its directory.
         json_: Print the report as JSON instead of the summary.
         html: Write the page here too, to send it to someone.
         open_: Open the page in the browser.
     """
-    directory = _directory(run) or find(run)
-    written = write_report(directory)
+    path = Path(run).expanduser()
+    is_directory = (path / "job.json").is_file() or (path / "events.jsonl").is_file()
+    written = default_client().report(str(path.absolute()) if is_directory else run)
+    page = Path(written.path) / "report.html"
     if html is not None:
-        _copy_page(directory, html.expanduser())
+        _copy_page(page, html.expanduser())
     if json_:
-        print((directory.read(Document.REPORT) or b"").decode(), end="")
+        print(written.model_dump_json())
     else:
+        from rich.console import Console  # noqa: PLC0415 (slow to import)
+
+        from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
+
         print_summary(written, Console(highlight=False))
     if open_:
-        webbrowser.open(Path(directory.location(Document.REPORT_PAGE)).absolute().as_uri())
+        webbrowser.open(page.absolute().as_uri())
 
 
-def _directory(run: str) -> RunStore | None:
-    """A path to a run's directory, wherever it lies; a bare word is a run of the store."""
-    path = Path(run).expanduser()
-    run = open_run(path.resolve())
-    return run if run.has(Document.JOB) or run.has(Log.EVENTS) else None
-
-
-def _copy_page(run: RunStore, target: Path) -> None:
+def _copy_page(page: Path, target: Path) -> None:
     try:
-        write_atomically(target, run.read(Document.REPORT_PAGE) or b"")
+        write_atomically(target, page.read_bytes())
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",
-            hint=f"It lies in {run.location(Document.REPORT_PAGE)}.",
+            hint=f"It lies in {page}.",
         ) from error

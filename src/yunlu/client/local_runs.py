@@ -118,14 +118,14 @@ class LocalRuns:
         """As ``RunVerbs.find_group``."""
         from yunlu.executors.worker_group import find_run as find_supervised
         from yunlu.jobs.run_view import JoinTarget
-        from yunlu.runs.worker_group import LOCAL, read_crew
+        from yunlu.runs.worker_group import LOCAL, read_worker_group
 
         if name == LOCAL:
             raise StoreError(
                 f"{LOCAL!r} is the name of the run's own node", hint="give another --name, or none"
             )
         run = find_supervised(host, port, token)
-        group = read_crew(run)
+        group = read_worker_group(run)
         if group is None:
             raise StoreError(
                 f"{run.address}, where the run lies, cannot be read on this machine",

@@ -30,7 +30,7 @@ from yunlu.executors.lease_record import (
 from yunlu.executors.worker_process import is_asynchronous
 from yunlu.runs.documents import read_raw_job
 from yunlu.runs.run_store import text_logs
-from yunlu.runs.worker_group import count_workers, read_crew
+from yunlu.runs.worker_group import count_workers, read_worker_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -166,7 +166,7 @@ class LeasedExecutor(ABC):
         """As ``Executor.status``."""
         with record_lock(run):
             record, statuses, _ = self._look_again(run)
-        crew = read_crew(run)
+        crew = read_worker_group(run)
         workers = count_workers(crew) if crew else 0
         is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
         return RunStatus(

@@ -43,7 +43,7 @@ from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import LOCAL, ask, read_crew
+from yunlu.runs.worker_group import LOCAL, send_request, read_worker_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,11 +157,11 @@ class LeaseRunner:
     def _await_lead(self, lease: Lease) -> Sequence[str]:
         began_at = time.monotonic()
         while self._wanted_lease() is not None:
-            crew = read_crew(self.run)
+            crew = read_worker_group(self.run)
             # Who comes before the lead has begun would plan the run, too.
             has_begun = crew is not None and crew.generation > 0
             with suppress(StoreError):
-                if crew is not None and has_begun and ask(crew, {"kind": "where"}, timeout_s=5):
+                if crew is not None and has_begun and send_request(crew, {"kind": "where"}, timeout_s=5):
                     taken = lease.name in crew.wanted
                     name = f"{lease.name}-{os.getpid()}" if taken else lease.name
                     node = (sys.executable, "-m", crew.node_module, self.run.address)
@@ -261,12 +261,12 @@ class LeaseRunner:
 
     def _shed_inheritance(self) -> None:
         """The new supervisor means to start the lead's workers here: their devices are not ours."""
-        crew = read_crew(self.run)
+        crew = read_worker_group(self.run)
         if crew is None:
             return
         rest = crew.target - crew.wanted.get(LOCAL, 0)
         with suppress(StoreError):
-            if rest < 1 or ask(crew, {"kind": "resize", "devices": rest}).get("is_accepted"):
+            if rest < 1 or send_request(crew, {"kind": "resize", "devices": rest}).get("is_accepted"):
                 self._is_heir = False
 
     def _hear(self, *_: object) -> None:
@@ -297,7 +297,7 @@ class LeaseRunner:
 
 def _supervisor(run: RunStore) -> psutil.Process | None:
     """Who supervises the run, if it is one of our own processes."""
-    crew = read_crew(run)
+    crew = read_worker_group(run)
     if crew is None:
         return None
     try:

@@ -43,7 +43,7 @@ from yunlu.hardware.fleet import Node
 from yunlu.runs.documents import read_raw_job
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document, require_local, text_logs
-from yunlu.runs.worker_group import ask, count_workers, read_crew
+from yunlu.runs.worker_group import send_request, count_workers, read_worker_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ class LocalExecutor:
             record = known_record(run)
             lease = record.wanted[0]
             worker = recorded_worker(run)
-            crew = read_crew(run)
+            crew = read_worker_group(run)
             is_alive = self._lives(run, worker)
             if is_alive and crew and worker and crew.pid == worker.pid and crew.target:
                 # What the supervisor last agreed to, even if whoever asked had no time to note it.
@@ -213,11 +213,11 @@ class LocalExecutor:
         if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
             run.write(Document.TARGET_WORKERS, str(devices))
             return f"{devices} workers from now on"
-        crew = read_crew(run)
+        crew = read_worker_group(run)
         if crew is None:
             return None
         try:
-            answer = ask(crew, {"kind": "resize", "devices": devices})
+            answer = send_request(crew, {"kind": "resize", "devices": devices})
         except StoreError:
             return None
         return str(answer.get("text")) if answer.get("is_accepted") else None

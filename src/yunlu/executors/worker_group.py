@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.runs.home import open_run
-from yunlu.runs.worker_group import Crew, ask, read_crew
+from yunlu.runs.worker_group import WorkerGroup, send_request, read_worker_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
 
     They continue without their supervisor, and restart it within seconds.
     """
-    crew = read_crew(run)
-    for member in crew.members if crew else ():
+    crew = read_worker_group(run)
+    for member in crew.workers if crew else ():
         if member.host == socket.gethostname():
             worker = WorkerProcess(
                 pid=member.pid,
@@ -49,15 +49,15 @@ def kill_workers(run: RunStore) -> None:
 
 def find_run(host: str, port: int, token: str) -> RunStore:
     """Ask a supervisor for its run, on a shared file system."""
-    crew = Crew(
+    crew = WorkerGroup(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
-    return open_run(Path(str(ask(crew, {"kind": "locate_run"}).get("text"))))
+    return open_run(Path(str(send_request(crew, {"kind": "locate_run"}).get("text"))))
 
 
 def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
     """Run a node of a worker group until the run ends; returns the exit code."""
-    crew = read_crew(run)
+    crew = read_worker_group(run)
     assert crew is not None
     command = [sys.executable, "-m", crew.node_module, run.address]
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)

@@ -10,7 +10,7 @@ from yunlu.executors.registry import is_elsewhere
 from yunlu.jobs.lifecycle import read_record
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import ask, read_crew
+from yunlu.runs.worker_group import read_worker_group, send_request
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
@@ -42,13 +42,13 @@ def resize(run: RunStore, *, devices: int) -> WorkerResize:
             f"the devices of {run.id} belong to a cluster",
             hint=f"the pool allocates them; see: yunlu pool why {run.id}",
         )
-    crew = read_crew(run)
-    if crew is None:
+    group = read_worker_group(run)
+    if group is None:
         raise StoreError(
             f"{run.id} is trained by one plain worker without a supervisor, which no worker can join",
             hint="start it with --devices 2 or more: then it can shrink and grow",
         )
-    answer = ask(crew, {"kind": "resize", "devices": devices})
+    answer = send_request(group, {"kind": "resize", "devices": devices})
     if not answer.get("is_accepted"):
         raise StoreError(f"{run.id} was not resized: {answer.get('text')}")
     return WorkerResize(text=str(answer.get("text")), layout=str(answer.get("layout")))

@@ -1,6 +1,6 @@
-"""The crew of a run with several workers: its journal on disk, and how to talk to its supervisor.
+"""Worker group of a run: the record of its supervisor, and requests to it.
 
-Everything on the wire is a frame: four bytes of length, then one JSON object. No pickle.
+Messages on the wire are frames: four bytes of length, then one JSON object. No pickle.
 """
 
 from __future__ import annotations
@@ -22,96 +22,97 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 MAX_FRAME_BYTES = 4 << 20
-"""No message comes near this; a peer that announces more is not one of ours."""
+"""Far above every message; a peer that announces more is none of ours."""
 _LENGTH_BYTES = 4
 WRONG_TOKEN = "wrong token"  # noqa: S105 (an answer)
 LOCAL = "local"
-"""The node that the supervisor started itself."""
+"""Name of the node that the supervisor starts itself."""
 
 
-class CrewMember(Value):
-    """One worker of the crew, known by pid and start time."""
+class GroupWorker(Value):
+    """One worker of the group, identified by pid and start time."""
 
-    member: int
-    """Its number in this run: given once, never again."""
+    number: int
+    """Unique in this run: never given again."""
     node: str
     host: str
     pid: int
     process_started_at: float
     rank: int | None = None
-    """None for one that stands by."""
+    """None for a spare."""
 
 
-class Crew(Value):
-    """The supervisor's journal: enough for the next supervisor, and for whoever has a request."""
+class WorkerGroup(Value):
+    """Record of the supervisor: what its successor needs, and whoever sends it a request."""
 
     host: str
     port: int
     token: str
     pid: int
-    """The supervisor's own process."""
+    """Process of the supervisor."""
     process_started_at: float
     node_module: str
-    """The program of a node, by name: it loads the data once and forks workers."""
+    """Module of the node agent: it loads the data once and forks workers."""
     generation: int = 0
     target: int
-    """Workers wanted."""
+    """Target number of workers."""
     wanted: dict[str, int] = Field(default_factory=dict)
-    """Of these, how many on each node."""
+    """Target number of workers per node."""
     spares: int = 1
-    next_member: int = 0
+    next_worker: int = 0
+    """Number of the next worker."""
     layouts: dict[int, dict[str, Any]] = Field(default_factory=dict)
-    """By number of workers: how the work would be split among them."""
+    """Parallel layout by number of workers."""
     history: dict[int, dict[str, Any]] = Field(default_factory=dict)
-    """By generation: how the work was split."""
-    members: tuple[CrewMember, ...] = ()
+    """Parallel layout by generation."""
+    workers: tuple[GroupWorker, ...] = ()
 
 
-def read_crew(run: RunStore) -> Crew | None:
-    """The journal; none where the run has no crew."""
+def read_worker_group(run: RunStore) -> WorkerGroup | None:
+    """The record; None where the run has no worker group."""
     try:
         content = run.read(Document.WORKER_GROUP)
-        return None if content is None else Crew.model_validate_json(content)
+        return None if content is None else WorkerGroup.model_validate_json(content)
     except (OSError, ValueError):
         return None
 
 
-def count_workers(crew: Crew) -> int:
-    """Those that train now; of asynchronous ones, which have no ranks, those that are wanted."""
-    if crew.members or not crew.generation:
-        return sum(member.rank is not None for member in crew.members)
-    return crew.target
+def count_workers(group: WorkerGroup) -> int:
+    """Number of workers that train; of asynchronous ones, which have no ranks, the target."""
+    if group.workers or not group.generation:
+        return sum(worker.rank is not None for worker in group.workers)
+    return group.target
 
 
-def write_crew(run: RunStore, crew: Crew) -> None:
-    """Publish the journal, readable by its owner alone: it holds the token.
+def write_worker_group(run: RunStore, group: WorkerGroup) -> None:
+    """Store the record, readable by its owner alone: it holds the token.
 
-    Not flushed to the disk: it outlives a process, and no process outlives a power cut.
+    Not flushed to disk: it must survive a process, and no process survives a power cut.
     """
-    run.write(Document.WORKER_GROUP, crew.model_dump_json(), durable=False, private=True)
+    run.write(Document.WORKER_GROUP, group.model_dump_json(), durable=False, private=True)
 
 
 class FrameError(StoreError):
-    """What came over the wire is not a frame of ours."""
+    """Received bytes are no valid frame."""
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """One frame."""
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """Encode a message as one frame."""
     data = json.dumps(message).encode()
     if len(data) > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(data)} bytes is longer than {MAX_FRAME_BYTES}")
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-class Unpacker:
-    """Bytes in, whole messages out."""
+class FrameDecoder:
+    """Decodes received bytes into whole messages."""
 
     def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Each message that is now whole."""
+        """Add bytes; yields each message that is complete."""
         self._pending += data
         while len(self._pending) >= _LENGTH_BYTES:
             length = int.from_bytes(self._pending[:_LENGTH_BYTES], "big")
@@ -130,34 +131,39 @@ class Unpacker:
             yield message
 
 
-def reachable(bound: str) -> str:
-    """The address others are to use for what listens on this one."""
+def reachable_address(bound: str) -> str:
+    """Address at which others reach what is bound to this one."""
     if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
         return bound
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # no packet is sent: it only chooses a way out
+        probe.connect(("192.0.2.1", 9))  # sends no packet: only chooses a route
         return probe.getsockname()[0]
-    return "127.0.0.1"  # no way out: nobody else can come
+    return "127.0.0.1"  # no route: only this machine can connect
 
 
-def ask(crew: Crew, request: dict[str, Any], *, timeout_s: float = 10) -> dict[str, Any]:
-    """Put one request to the supervisor and return its answer."""
-    hello = {"kind": "hello_client", "token": crew.token}
-    unpacker = Unpacker()
+def send_request(
+    group: WorkerGroup, request: dict[str, Any], *, timeout_s: float = 10
+) -> dict[str, Any]:
+    """Send one request to the supervisor and return its answer."""
+    hello = {"kind": "hello_client", "token": group.token}
+    unpacker = FrameDecoder()
     try:
-        with socket.create_connection((crew.host, crew.port), timeout=timeout_s) as connection:
-            connection.sendall(pack(hello) + pack(request))
+        with socket.create_connection((group.host, group.port), timeout=timeout_s) as connection:
+            connection.sendall(encode_frame(hello) + encode_frame(request))
             while data := connection.recv(65536):
                 for answer in unpacker.feed(data):
                     if answer.get("text") == WRONG_TOKEN:
                         raise StoreError(
-                            f"the supervisor at {crew.host}:{crew.port} says: {WRONG_TOKEN}",
+                            f"the supervisor at {group.host}:{group.port} refused the token",
                             hint=f"the {Document.WORKER_GROUP} of the run holds the right one",
                         )
                     return answer
     except OSError as error:
         raise StoreError(
-            f"the supervisor at {crew.host}:{crew.port} does not answer: {error}",
+            f"the supervisor at {group.host}:{group.port} does not answer: {error}",
             hint="it may just be restarting; try again in a few seconds",
         ) from error
-    raise StoreError(f"the supervisor at {crew.host}:{crew.port} hung up without an answer")
+    raise StoreError(
+        f"the supervisor at {group.host}:{group.port} closed the connection without an answer",
+        hint="it may just be restarting; try again in a few seconds",
+    )

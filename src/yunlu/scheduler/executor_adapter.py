@@ -25,7 +25,7 @@ from yunlu.jobs.run import error_of, new_record, settle
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler.observation import RunObservation
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class ExecutorAdapter:
             by_hand = worker is not None and worker.detached and worker.is_alive()
             if not by_hand and worker_lock_is_free(run):
                 return _Liveness(is_alive=False)
-            crew = read_crew(run)
+            crew = read_worker_group(run)
             return _Liveness(is_alive=True, devices=crew.target if crew is not None else 1)
         status = self.executor.status(run)
         lost = self._note_losses(run, status)
@@ -255,7 +255,7 @@ def _crew_of(run: RunStore) -> tuple[int | None, bool]:
     """The most workers it can use, and whether it can be asked for another number."""
     if run.has(Area.SERVERS):
         return None, True
-    crew = read_crew(run)
+    crew = read_worker_group(run)
     if crew is None or not crew.layouts:
         return None, False
     return max(crew.layouts), crew.generation > 0

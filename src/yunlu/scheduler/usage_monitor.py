@@ -16,7 +16,7 @@ from yunlu.executors.lease_record import read_record
 from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.usage import NodeUse, UsageMeter, read_uses
 from yunlu.executors.worker_process import recorded_worker
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,9 +149,9 @@ def _processes_by_session() -> dict[int, list[int]]:
 
 def _sessions_of(run: RunStore) -> set[int]:
     """A crew keeps to the session of its first supervisor, also when another one takes over."""
-    worker, crew = recorded_worker(run), read_crew(run)
+    worker, crew = recorded_worker(run), read_worker_group(run)
     pids = {worker.pid} if worker is not None and worker.detached else set[int]()
-    pids |= {member.pid for member in crew.members} if crew is not None else set()
+    pids |= {member.pid for member in crew.workers} if crew is not None else set()
     sessions: set[int] = set()
     for pid in pids:
         with suppress(OSError):

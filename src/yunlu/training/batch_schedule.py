@@ -157,7 +157,7 @@ class BatchSchedule:
 def adapt_batch_size(engine: Engine) -> bool:
     """Change the batch size if due; called by all workers between two steps. True if it changed."""
     schedule, step, world = engine.batch_schedule, engine.steps_done, engine.world
-    if not schedule.may_change(step) or engine.communication.communicator.is_apart:
+    if not schedule.may_change(step) or engine.communication.communicator.is_local_update:
         return False
     engine.note_waiting()
     requested, noise = world.broadcast_numbers(

@@ -141,10 +141,10 @@ class Engine:
             digests=self.keeps_ledger,
         )
 
-    def agree(self, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
+    def sync_step(self, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
         """Totals of the step over all workers, and whether one of them requests a stop."""
         self.note_waiting()
-        totals, is_new = self.communication.agree(micros, request, self.steps_done)
+        totals, is_new = self.communication.sync_step(micros, request, self.steps_done)
         if is_new:
             self._wrap_again()
         self.note_waiting(is_over=True)
@@ -153,7 +153,7 @@ class Engine:
     def synchronize(self) -> None:
         """Synchronise the weights before evaluating, saving or leaving; by all workers after the same step."""
         self.note_waiting()
-        if self.communication.communicator.settle():
+        if self.communication.communicator.synchronize():
             average_buffers(self.world, self.model, self.average)
         self.note_waiting(is_over=True)
 
@@ -176,7 +176,7 @@ class Engine:
 
         None if memory ran out: the step is undone, and the micro-batch is halved.
         """
-        if items == 0 and self.communication.communicator.is_apart:
+        if items == 0 and self.communication.communicator.is_local_update:
             items = 1  # fewer samples than workers: this one has none
         if items == 0:
             raise DataError(
@@ -260,7 +260,7 @@ class Engine:
         verdict = self.guard.judge(
             self.steps_done, loss_value, norm_value, allow_overflow=self.precision.skips_overflow
         )
-        if verdict.action == "rollback" and self.communication.communicator.is_apart:
+        if verdict.action == "rollback" and self.communication.communicator.is_local_update:
             verdict = StepVerdict("skip", verdict.reason)  # only all workers together can roll back
         return loss_value, norm_value, verdict
 
@@ -294,7 +294,7 @@ class Engine:
         """End a bad step without an update; restores the buffers."""
         self.precision.skip()
         self._start.bring_back_buffers()
-        self._end_update(self.communication.after_left_out)
+        self._end_update(self.communication.after_discarded)
         if self.release is not None:
             self.release.step()  # its weights have changed; a rollback follows
         self._end_step()
@@ -333,11 +333,11 @@ class Engine:
         self._wrap_again()
 
     def _end_update(self, end_step: Callable[[int], None]) -> None:
-        is_apart = self.communication.communicator.is_apart  # weights may be averaged
-        if is_apart:
+        is_local_update = self.communication.communicator.is_local_update  # weights may be averaged
+        if is_local_update:
             self.note_waiting()
         end_step(self.steps_done + 1)
-        if is_apart:
+        if is_local_update:
             self.note_waiting(is_over=True)
 
     def skip_step(self) -> None:
@@ -371,7 +371,7 @@ class Engine:
             "loss_scale": self.precision.scale,
             "low_share": self.precision.low_share,
             "exchange_s": self.wrapped.exchange_s or None,
-            **self.communication.figures(),
+            **self.communication.metrics(),
         }
         return {name: value for name, value in values.items() if value is not None}
 

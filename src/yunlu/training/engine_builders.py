@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> WrappedModel:
     """Distribute a model over the workers; a single worker imports no parallel code."""
-    if communicator.is_apart and communicator.summation is not None:
+    if communicator.is_local_update and communicator.summation is not None:
         from yunlu.training.parallel.site_replicas import SiteReplicas  # noqa: PLC0415 - as below
 
         return SiteReplicas(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
-    if world.layout.is_single or communicator.is_apart:
+    if world.layout.is_single or communicator.is_local_update:
         return SingleModel(model)
     from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
 

@@ -271,7 +271,7 @@ def _train(
         _begin(group, trackers)
         request = _run(group, machine)
         while request == "pause":
-            if engine.communication.is_aside:
+            if engine.communication.is_excluded:
                 return _wait_excluded(group, trackers, stop)
             group.go_on_without(engine.communication.excluded)
             callbacks = group.callbacks

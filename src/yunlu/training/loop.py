@@ -65,15 +65,15 @@ def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
         if micros is None:
             return ""
         fetched_at, computed_s = perf_counter(), thread_time()
-        agreed = engine.agree(micros, callbacks.before_step())
-        if agreed.ask:
-            return agreed.ask
-        step = _run_step(engine, micros, agreed.items)
+        totals = engine.sync_step(micros, callbacks.before_step())
+        if totals.ask:
+            return totals.ask
+        step = _run_step(engine, micros, totals.items)
         if step is None:  # memory ran out: the same step again, in smaller pieces
             batches = engine.batches()
             continue
-        step.items, step.tokens, step.padding = agreed.items, agreed.tokens, agreed.padding
-        step.samples, step.digest = agreed.samples, agreed.digest
+        step.items, step.tokens, step.padding = totals.items, totals.tokens, totals.padding
+        step.samples, step.digest = totals.samples, totals.digest
         step.data_s = fetched_at - started_at
         step.compute_s = perf_counter() - fetched_at
         if not engine.world.layout.is_single:

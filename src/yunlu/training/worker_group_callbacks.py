@@ -225,7 +225,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
     def before_step(self) -> StepRequest:
         """Request what the supervisor asked for from all workers."""
         self._agent.check()
-        if self._engine.communication.is_aside:
+        if self._engine.communication.is_excluded:
             self._agent.request_exclusion()
         if self._agent.wants_stop or self._is_pruned():
             return "stop"
@@ -317,7 +317,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
 
     def _is_in_doubt(self) -> bool:
         is_in_doubt, engine = super()._is_in_doubt(), self._engine
-        if engine.communication.communicator.is_apart:
+        if engine.communication.communicator.is_local_update:
             # Each worker judges its own steps, but all save or none does.
             return bool(engine.world.sum_over_all(torch.tensor([int(is_in_doubt)])))
         return is_in_doubt

@@ -10,7 +10,7 @@ from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import layouts_by_count
 from yunlu.runs.documents import read_job
 from yunlu.runs.events import EnvironmentRecorded
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.attempt import read_attempts
 from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.node import run_node
@@ -23,7 +23,7 @@ from yunlu.training.probe import probe_machine
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
-    from yunlu.runs.worker_group import Crew
+    from yunlu.runs.worker_group import WorkerGroup
     from yunlu.spec.job import Job
     from yunlu.training.elastic.worker_agent import WorkerAgent
 
@@ -32,7 +32,7 @@ _MAX_WORKERS = 64
 
 def load(run: RunStore) -> NodeInputs:
     """Load the data and build the model, once for all workers of this machine."""
-    crew = read_crew(run)
+    crew = read_worker_group(run)
     run.is_quiet = (
         crew is not None and crew.generation > 0
     )  # a node that joins later repeats no events
@@ -55,7 +55,7 @@ def plan_layouts(run: RunStore, inputs: NodeInputs, devices: int) -> dict[int, L
     return layouts_by_count(plan, job, most=_MAX_WORKERS)
 
 
-def _may_partition(job: Job, crew: Crew | None) -> bool:
+def _may_partition(job: Job, crew: WorkerGroup | None) -> bool:
     """Whether a worker may soon hold only a part of the model."""
     if crew is None or not crew.layouts:
         requested = job.layout

@@ -161,13 +161,14 @@ def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
 
 
 _BY_COMMAND = """
-import sys; verb._PROGRAM = (sys.executable, "-c", {inner!r})
+import sys; from yunlu.jobs import machine_probe
+machine_probe._PROGRAM = (sys.executable, "-c", {inner!r})
 for message in machine_probe._read_messages():
     print(message["pid"], flush=True)
 """
 _BY_PROBE = """
-import json, sys; from yunlu.training.probing.child_process import started
-with started([sys.executable, "-c", {inner!r}]) as child:
+import json, sys; from yunlu.training.probing.child_process import start_child
+with start_child([sys.executable, "-c", {inner!r}]) as child:
     print(json.loads(child.stdout.readline())["pid"], flush=True); child.wait()
 """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.sample_events import sample
 from tests.waiting import LIMIT_S
 from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
@@ -24,7 +25,6 @@ from yunlu.render.terminal.run_display import (
 from yunlu.runs.events import (
     DataOpened,
     Evaluated,
-    Event,
     MemoryExhausted,
     ModelBuilt,
     PlanMade,
@@ -76,7 +76,7 @@ def job_file(tmp_path):
 
 
 def event(kind, **data):
-    return Event(kind=kind, at=1000.0, data=data)
+    return sample(kind, at=1000.0, **data)
 
 
 def metric(step, **changes):
@@ -173,7 +173,7 @@ def test_what_the_engine_does_about_trouble_is_one_line_each():
     display.show(event(StepSkipped, step=8, reason="not finite", loss="NaN", norm=2.0))
     display.show(event(RolledBack, step=9, to_step=5, skipping=[8, 9]))
     display.show(event(MemoryExhausted, step=9, micro_batch=4, message="too much"))
-    display.show(event(PrecisionChanged, step=9, module="head", to="full", reason="overflows"))
+    display.show(event(PrecisionChanged, step=9, module="head", to="full", reason="overflows", low_share=0.5))
     display.show(event(TraceWritten, path="trace.json.gz", steps=3, table=[]))
     assert out.getvalue().splitlines() == [
         " skipped     step 8: update left out, not finite (loss nan, norm 2)",

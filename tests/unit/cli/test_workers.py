@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.sample_events import sample
 from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.events import (
     ErrorRaised,
-    Event,
     PlanMade,
     StragglerSeen,
     WorkerGroupFormed,
@@ -23,22 +23,22 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.run_store import Area
 
-RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_crew.py"))
+RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_worker_groups.py"))
 TRACEBACK = "Traceback (most recent call last):\n  File loop.py, line 3\nValueError: no such label"
 
 
 def crew(generation, layout, members, **data):
     ranks = [
-        {"rank": rank, "member": member, "host": f"node-{'ab'[member % 2]}", "pid": 10 + member}
+        {"rank": rank, "worker": str(member), "host": f"node-{'ab'[member % 2]}", "pid": 10 + member}
         for rank, member in enumerate(members)
     ]
     data = {"generation": generation, "layout": layout, "ranks": ranks, **data}
-    return Event(kind=WorkerGroupFormed, at=1000.0, data=data)
+    return sample(WorkerGroupFormed, at=1000.0, **data)
 
 
 def fault(what, member, **data):
-    data = {"what": what, "member": member, "rank": member, "host": "node-b", "step": 120, **data}
-    return Event(kind=WorkerLost, at=1000.0, data=data)
+    data = {"cause": what, "rank": member, "host": "node-b", "step": 120, **data}
+    return WorkerLost(at=1000.0, worker=str(member), **data)
 
 
 def story():
@@ -46,10 +46,10 @@ def story():
     yield fault("killed", 3)
     yield crew(2, "dp3", [0, 1, 2], reason="killed", from_step=120, lost_s=0.4)
     yield crew(3, "dp3", [0, 1, 4], from_step=130, redone_steps=2, lost_s=3.0)
-    data = {"rank": 2, "member": 4, "host": "node-a", "ratio": 1.84, "step": 140}
-    yield Event(kind=StragglerSeen, at=1000.0, data=data)
-    data = {**data, "ratio": 1.0, "step": 150, "over": True}
-    yield Event(kind=StragglerSeen, at=1000.0, data=data)
+    data = {"rank": 2, "worker": "4", "host": "node-a", "ratio": 1.84, "step": 140}
+    yield StragglerSeen(at=1000.0, **data)
+    data = {**data, "ratio": 1.0, "step": 150, "recovered": True}
+    yield StragglerSeen(at=1000.0, **data)
 
 
 def shown(happenings):
@@ -85,9 +85,9 @@ def test_a_fault_and_a_change_are_one_line_each():
 
 def test_the_first_failure_is_told_with_worker_and_traceback():
     failed = fault("failed", 2, detail="no such label\n(expected 3)")
-    who = {key: failed.data[key] for key in ("rank", "member", "host")}
+    who = {key: getattr(failed, key) for key in ("rank", "worker", "host")}
     data = {"code": "training", "message": "no such label", "traceback": TRACEBACK, **who}
-    lines = shown([failed, Event(kind=ErrorRaised, at=1000.0, data=data)])
+    lines = shown([failed, ErrorRaised(at=1000.0, **data)])
     assert lines == [
         " lost        worker 2 (rank 2 on node-b) failed at step 120: no such label",
         *(f"             {line}" for line in TRACEBACK.splitlines()),
@@ -96,11 +96,11 @@ def test_the_first_failure_is_told_with_worker_and_traceback():
 
 def test_the_error_of_a_plain_worker_is_left_to_the_end():
     data = {"code": "training", "message": "no such label", "traceback": TRACEBACK}
-    assert shown([Event(kind=ErrorRaised, at=1000.0, data=data)]) == []
+    assert shown([ErrorRaised(at=1000.0, **data)]) == []
 
 
 def test_the_bar_names_the_layout_and_the_workers():
-    plan = Event(kind=PlanMade, at=1.0, data=RUNS["RUNS"]["plan_of"](steps=200, best_metric="accuracy"))  # fmt: skip
+    plan = sample(PlanMade, at=1.0, steps=200, best_metric="accuracy")
     step = MetricRecord(record={"step": 121, "at": 1001.0, "epoch": 2.0, "loss": 0.5, "samples": 9})
     happenings = [plan, *story(), step]
     display = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=120))

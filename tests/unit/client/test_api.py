@@ -75,7 +75,7 @@ def test_lost_run_raises_why():
 
 def test_run_in_the_background_is_stopped_and_resumed():
     run = yunlu.train(job("wait"), wait=False)
-    with pytest.raises(TimeoutError, match="did not rest"):
+    with pytest.raises(TimeoutError, match="is still active"):
         run.wait(timeout_s=0)
     while len(run.history()) < 15:
         assert run.state.is_active
@@ -123,7 +123,7 @@ def test_options_are_values_that_can_be_changed():
     asked = {"task": "language-modeling", "model": "hf:meta-llama/Llama-3.2-1B"}
     data = {"train": "gone.txt", "tokens": 10_000_000, "max_length": 512}
     options = yunlu.plan(**asked, data=data, goal=goal, top=2, batch=32, epochs=1)
-    assert isinstance(options, yunlu.Options)
+    assert isinstance(options, yunlu.PlanOptions)
     assert isinstance(options.best, yunlu.Option)
     assert [option.hardware.device for option in options] == ["L4"] * len(options)
     assert options.replace(micro_batch=1).micro_batch == 1

@@ -21,7 +21,7 @@ from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import Crew, CrewMember, read_crew, write_crew
+from yunlu.runs.worker_group import GroupWorker, WorkerGroup, read_worker_group, write_worker_group
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def sleeper() -> Iterator[psutil.Process]:
 
 
 def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> None:
-    member = CrewMember(
-        member=0,
+    member = GroupWorker(
+        number=0,
         node="local",
         host=socket.gethostname(),
         pid=process.pid,
         process_started_at=process.create_time(),
         rank=0,
     )
-    crew = Crew(
+    crew = WorkerGroup(
         host="127.0.0.1",
         port=port,
         token="t",
@@ -52,9 +52,9 @@ def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> N
         node_module="x",
         target=2,
         wanted={"local": 1, "far": 1},
-        members=(member,),
+        workers=(member,),
     )
-    write_crew(run, crew)
+    write_worker_group(run, crew)
 
 
 @pytest.fixture
@@ -69,12 +69,12 @@ def running(make_run: Any) -> RunStore:
 
 def test_the_journal_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    assert read_crew(run) is None
+    assert read_worker_group(run) is None
     write_journal(run, psutil.Process())
     assert (run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
-    found = read_crew(run)
+    found = read_worker_group(run)
     assert found is not None
-    assert found.members[0].pid == psutil.Process().pid
+    assert found.workers[0].pid == psutil.Process().pid
     assert found.wanted == {"local": 1, "far": 1}
 
 

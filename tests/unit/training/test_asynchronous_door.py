@@ -16,7 +16,14 @@ from yunlu.core.value import Value
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
-from yunlu.runs.worker_group import LOCAL, Crew, Unpacker, ask, reachable, read_crew
+from yunlu.runs.worker_group import (
+    LOCAL,
+    FrameDecoder,
+    WorkerGroup,
+    reachable_address,
+    read_worker_group,
+    send_request,
+)
 from yunlu.training.asynchronous import join_server as join_server_module
 from yunlu.training.asynchronous.join_server import JoinServer
 from yunlu.training.elastic.exec_module import ASYNC_NODE
@@ -36,10 +43,10 @@ WAIT_S = 60.0
 class Machine:
     """One that lends workers, as far as the door can tell."""
 
-    def __init__(self, server: JoinServer, crew: Crew, name: str = "far", *, pid: int = 1) -> None:
+    def __init__(self, server: JoinServer, crew: WorkerGroup, name: str = "far", *, pid: int = 1) -> None:
         self._door = server
         self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
-        self._unpacker = Unpacker()
+        self._unpacker = FrameDecoder()
         self.say(
             NodeHello(
                 token=crew.token,
@@ -77,8 +84,8 @@ def server(tmp_path: Path) -> Iterator[JoinServer]:
 
 
 @pytest.fixture
-def crew(server: JoinServer, tmp_path: Path) -> Crew:
-    found = read_crew(open_run(tmp_path))
+def crew(server: JoinServer, tmp_path: Path) -> WorkerGroup:
+    found = read_worker_group(open_run(tmp_path))
     assert found is not None
     return found
 
@@ -92,14 +99,14 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
 
 
 def test_a_machine_and_its_workers_are_known_until_it_goes(
-    server: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: WorkerGroup, tmp_path: Path
 ):
     assert (crew.node_module, crew.target, crew.wanted) == (ASYNC_NODE, 3, {LOCAL: 3})
     machine = Machine(server, crew)
     machine.say(Forked(worker=0, pid=77, process_started_at=0))
     machine.say(Forked(worker=1, pid=78, process_started_at=0))
     server.publish(workers=3, is_open=True)
-    told = read_crew(open_run(tmp_path))
+    told = read_worker_group(open_run(tmp_path))
     assert told is not None
     assert (told.target, told.wanted) == (5, {LOCAL: 3, "far": 2})
     assert server.list_workers() == [
@@ -115,14 +122,14 @@ def test_a_machine_and_its_workers_are_known_until_it_goes(
     assert (node, whole) == ("far", "lost")
 
 
-def test_who_takes_leave_is_not_missed(server: JoinServer, crew: Crew, tmp_path: Path):
+def test_who_takes_leave_is_not_missed(server: JoinServer, crew: WorkerGroup, tmp_path: Path):
     machine = Machine(server, crew)
     machine.say(LeaveNotice())
     machine.go()
     assert server.list_workers() == _faults(tmp_path) == []
 
 
-def test_a_machine_that_fails_says_why_once(server: JoinServer, crew: Crew, tmp_path: Path):
+def test_a_machine_that_fails_says_why_once(server: JoinServer, crew: WorkerGroup, tmp_path: Path):
     machine = Machine(server, crew)
     machine.say(Failed(code="data", message="text.txt is not there", traceback=""))
     machine.go()
@@ -130,7 +137,7 @@ def test_a_machine_that_fails_says_why_once(server: JoinServer, crew: Crew, tmp_
 
 
 def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
-    server: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: WorkerGroup, tmp_path: Path
 ):
     first = Machine(server, crew)
     first.say(Forked(worker=0, pid=77, process_started_at=0))
@@ -147,7 +154,7 @@ def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
 
 
 def test_a_machine_that_falls_silent_is_given_up(
-    server: JoinServer, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer, crew: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     machine = Machine(server, crew)
     monkeypatch.setattr(join_server_module, "_SILENCE_S", -1.0)
@@ -160,14 +167,14 @@ def test_a_machine_that_falls_silent_is_given_up(
 
 
 def test_requests_are_answered_to_those_who_know_the_token(
-    server: JoinServer, crew: Crew, tmp_path: Path
+    server: JoinServer, crew: WorkerGroup, tmp_path: Path
 ):
-    def answer(crew: Crew, request: dict[str, Any]) -> Any:
+    def answer(crew: WorkerGroup, request: dict[str, Any]) -> Any:
         found: list[Any] = []
 
         def put() -> None:
             try:
-                found.append(ask(crew, request, timeout_s=WAIT_S))
+                found.append(send_request(crew, request, timeout_s=WAIT_S))
             except StoreError as error:
                 found.append(error)
 
@@ -187,5 +194,5 @@ def test_requests_are_answered_to_those_who_know_the_token(
 
 
 def test_an_address_for_all_is_told_as_one_that_others_can_use():
-    assert reachable("10.1.2.3") == "10.1.2.3"
-    assert reachable("0.0.0.0") != "0.0.0.0"
+    assert reachable_address("10.1.2.3") == "10.1.2.3"
+    assert reachable_address("0.0.0.0") != "0.0.0.0"

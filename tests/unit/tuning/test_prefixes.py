@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.integration.toy_study import ToyPlaces, toy_job
-from tests.sample_events import sample
+from tests.sample_events import sample, sample_plan
 from yunlu.planning.schedule import rate
 from yunlu.runs.events import CheckpointSaved, DataOpened, Evaluated, PlanMade
 from yunlu.runs.run_store import Document
@@ -47,7 +47,7 @@ def make_job(schedule: Any = "wsd", *, name: str = "one", **train: Any) -> Job:
 
 
 def shared(one: Job, other: Job) -> int:
-    return shared_steps(one, other, samples=SAMPLES, plan={"batch": BATCH})
+    return shared_steps(one, other, samples=SAMPLES, plan=sample_plan(batch=BATCH))
 
 
 def rates(job: Job) -> list[float]:

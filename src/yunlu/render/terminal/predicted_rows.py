@@ -1,8 +1,8 @@
-"""Foretold rows as a table."""
+"""Predicted rows as a table."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,9 +10,11 @@ from yunlu.core.units import show_bytes, show_duration
 from yunlu.render.terminal.page import indented, plain_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rich.console import RenderableType
+
+    from yunlu.jobs.predict_table import PredictedRow
 
 _TITLES = (
     "row",
@@ -26,27 +28,30 @@ _TITLES = (
 )
 
 
-def rows_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One line each: what is foretold, or why it cannot be."""
+def rows_table(rows: Sequence[PredictedRow]) -> RenderableType:
+    """One line for each row: its prediction, or why there is none."""
     table = plain_table()
     for title in _TITLES:
         table.add_column(title, justify="left" if title in {"model", "fits"} else "right")
     for row in rows:
-        number, model = str(row["row"] + 1), str(row["model"])
-        if row.get("reason"):
-            table.add_row(
-                number, model, "–", "", "", "", "", Text(str(row["reason"]), style="yellow")
-            )
+        number = str(row.row + 1)
+        if row.reason:
+            reason = Text(row.reason, style="yellow")
+            table.add_row(number, row.model, "–", "", "", "", "", reason)
             continue
-        pace, memory = "tokens_per_s_per_device", "peak_memory_bytes"
         table.add_row(
             number,
-            model,
-            f"{row[pace]:,.0f}",
-            f"{row[f'{pace}_p10']:,.0f}–{row[f'{pace}_p90']:,.0f}",
-            show_duration(row["step_time_s"]),
-            show_bytes(row[memory]),
-            f"{show_bytes(row[f'{memory}_p10'])}–{show_bytes(row[f'{memory}_p90'])}",
-            "yes" if row["fits"] else "no",
+            row.model,
+            _count(row.tokens_per_s_per_device),
+            f"{_count(row.tokens_per_s_per_device_p10)}–{_count(row.tokens_per_s_per_device_p90)}",
+            show_duration(row.step_time_s or 0.0),
+            show_bytes(row.peak_memory_bytes or 0.0),
+            f"{show_bytes(row.peak_memory_bytes_p10 or 0.0)}–"
+            f"{show_bytes(row.peak_memory_bytes_p90 or 0.0)}",
+            "yes" if row.fits else "no",
         )
     return indented(table)
+
+
+def _count(value: float | None) -> str:
+    return f"{value or 0.0:,.0f}"

@@ -17,7 +17,7 @@ import psutil
 from yunlu.core.settings import bind_address, read_settings
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Document
-from yunlu.runs.worker_group import LOCAL, Crew, reachable, write_crew
+from yunlu.runs.worker_group import LOCAL, WorkerGroup, reachable_address, write_worker_group
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.exec_module import ASYNC_NODE
 from yunlu.training.elastic.messages import (
@@ -74,13 +74,13 @@ class JoinServer:
         self._nodes: dict[ControlConnection, JoinedNode] = {}
         self._patience = read_settings().patience
         self._pinged_at = 0.0
-        self._written: Crew | None = None
+        self._written: WorkerGroup | None = None
 
     def publish(self, *, workers: int, is_open: bool, layout: Layout | None = None) -> None:
         """Publish the address; ``is_open``: servers are running; ``layout``: number of tickets per step."""
         process = psutil.Process()
-        group = Crew(
-            host=reachable(bind_address()),
+        group = WorkerGroup(
+            host=reachable_address(bind_address()),
             port=self._server.port,
             token=self._token,
             pid=os.getpid(),
@@ -92,7 +92,7 @@ class JoinServer:
             wanted={LOCAL: workers, **{node.name: node.devices for node in self._nodes.values()}},
         )
         if group != self._written:
-            write_crew(self._directory, group)
+            write_worker_group(self._directory, group)
             self._written = group
 
     def poll(self, wait_s: float) -> None:

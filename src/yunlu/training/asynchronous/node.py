@@ -27,7 +27,7 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area
-from yunlu.runs.worker_group import WRONG_TOKEN, read_crew
+from yunlu.runs.worker_group import WRONG_TOKEN, read_worker_group
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
     ProcessGroupSupervisor,
@@ -148,7 +148,7 @@ class AsyncNodeAgent:
 
     def _read_plan(self) -> Plan:
         """The run's plan, with one share per ticket of a step."""
-        plan, group = require_plan(self._run), read_crew(self._run)
+        plan, group = require_plan(self._run), read_worker_group(self._run)
         layouts = (
             [Layout.model_validate(layout) for layout in group.layouts.values()] if group else []
         )
@@ -156,7 +156,7 @@ class AsyncNodeAgent:
 
     def _is_open(self) -> bool:
         """Whether the servers are running."""
-        group = read_crew(self._run)
+        group = read_worker_group(self._run)
         return group is not None and group.generation > 0 and self._run.has(Area.SERVERS)
 
     def _is_over(self) -> bool:

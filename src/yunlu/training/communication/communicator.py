@@ -14,7 +14,7 @@ import torch
 
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.error_feedback import share_out
-from yunlu.training.communication.step_sync import StepTotals, agree, decode_request, encode_request
+from yunlu.training.communication.step_sync import StepTotals, sync_step, decode_request, encode_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class ExpectedStep:
 class Communicator(Protocol):
     """What the engine asks of it in each step."""
 
-    is_apart: bool
+    is_local_update: bool
     """Whether each worker makes its own steps."""
     summation: Summation | None
     """How gradients are added up; none where nothing is, or where torch does it."""
@@ -62,7 +62,7 @@ class Communicator(Protocol):
         """All hold the same weights, after ``step`` steps, and are about to go on."""
         ...
 
-    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
+    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
         """What the step to come holds, and whether all end before it."""
         ...
 
@@ -74,11 +74,11 @@ class Communicator(Protocol):
         """This step, counted from 1, is done; it learned from so many ``samples``."""
         ...
 
-    def after_left_out(self) -> None:
+    def after_discarded(self) -> None:
         """This step changes no weights."""
         ...
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """Bring all weights together: before evaluating, saving, pausing, and at the end.
 
         False where they are together already.
@@ -117,7 +117,7 @@ class Communicator(Protocol):
 class SyncCommunicator:
     """Every step is made by all."""
 
-    is_apart = False
+    is_local_update = False
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class SyncCommunicator:
     def begin(self, step: int) -> None:
         """Nothing is kept of the weights."""
 
-    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:  # noqa: ARG002
+    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:  # noqa: ARG002
         """One short sum."""
-        agreed = agree(self._world, micros, ask)
-        self.samples = agreed.samples
-        return agreed
+        totals = sync_step(self._world, micros, ask)
+        self.samples = totals.samples
+        return totals
 
     def share_loss(self, loss: Tensor) -> Tensor:
         """It is ours alone, or summed with the norm."""
@@ -147,14 +147,14 @@ class SyncCommunicator:
     def after_update(self, step: int, samples: int) -> None:  # noqa: ARG002
         """All made the same update: what the exchange left out is still to come."""
         if self.summation is not None:
-            self.summation.settle()
+            self.summation.commit()
 
-    def after_left_out(self) -> None:
+    def after_discarded(self) -> None:
         """What was left out before is still to come."""
         if self.summation is not None:
             self.summation.revert()
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """They hold the same."""
         return False
 
@@ -164,7 +164,7 @@ class SyncCommunicator:
 
     def abandon(self) -> int | None:
         """What a worker holds is what all held before the step."""
-        self.after_left_out()
+        self.after_discarded()
         return None
 
     def state(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class LocalUpdateCommunicator:
         site: With whom we make our steps; none where we make them alone.
     """
 
-    is_apart = True
+    is_local_update = True
     bucket_bytes = BUCKET_BYTES
     holds_moments = False
 
@@ -240,7 +240,7 @@ class LocalUpdateCommunicator:
         self._begun_count = self._averaging.rounds + parts
         self._taken = self._due = ExpectedStep(0, 0)
 
-    def agree(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
+    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
         """What is ours of the step; what one asked reaches all some steps later."""
         samples = sum(micro.samples for micro in micros)
         ours = self._count(micros, samples)
@@ -282,16 +282,16 @@ class LocalUpdateCommunicator:
         self._note_begun(len(self._averaging.rules.parts_at(step)))
         self._averaging.after_update(step, samples=samples)
 
-    def after_left_out(self) -> None:
+    def after_discarded(self) -> None:
         """Nobody else knows."""
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """By all, after the same step; once is enough, a second outer step would move the weights."""
         if self._is_settled:
             return False
         self._is_settled = True
         self._note_begun(self._averaging.rules.parts)
-        self._averaging.settle(exact=True)
+        self._averaging.synchronize(exact=True)
         return True
 
     def exchange_s(self) -> float | None:

@@ -43,11 +43,11 @@ _FAITHFUL = "none", "fp16", "bf16"
 class KeptSum(Protocol):
     """A way to add up that keeps what it left out for the next time."""
 
-    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum over all workers in ``flat``."""
         ...
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step that the last sums were for was taken."""
         ...
 
@@ -90,21 +90,21 @@ class CompressedSum:
         self._places: dict[str, Place] = {}
         self._restored: dict[str, Tensor] = {}
 
-    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
         if key < 0 or not len(flat):
-            direct_sum(wire, flat, tag=tag)
+            direct_sum(transport, flat, tag=tag)
             return
         name = str(key)
-        self._take_up(wire, name, len(flat))
+        self._take_up(transport, name, len(flat))
         values = flat if flat.dtype == torch.float32 else flat.float()
-        clip_share(values, self._clip_norm, wire.size)
+        clip_share(values, self._clip_norm, transport.size)
         norm = self._worker.add_to(name, values)
-        if wire.size == 1:
+        if transport.size == 1:
             self._worker.drop(name)
             flat.copy_(values)
             return
-        deal = _Deal(wire, self.codec, values, self._places[name], self._owner, key)
+        deal = _Deal(transport, self.codec, values, self._places[name], self._owner, key)
         deal.run(tag)
         if deal.is_finite():
             self._keep(name, deal, norm)
@@ -115,10 +115,10 @@ class CompressedSum:
         self.codec = codec
         self._has_feedback = codec.name not in _FAITHFUL if feedback is None else feedback
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step that the last sums were for was taken; where nobody says so, the next one does."""
-        self._worker.settle()
-        self._owner.settle()
+        self._worker.commit()
+        self._owner.commit()
 
     def revert(self) -> None:
         """It was left out or given up: residuals are as before it."""
@@ -151,9 +151,9 @@ class CompressedSum:
         length = sum(len(total) for _, total in deal.totals)
         self._owner.keep(name, deal.left_by_owner(self._owner.room(name, length)))
 
-    def _take_up(self, wire: Transport, name: str, length: int) -> None:
+    def _take_up(self, transport: Transport, name: str, length: int) -> None:
         """Make ready for one more sum of a tensor, with what was restored for it."""
-        start = _cut(length, wire.size)[wire.rank].start
+        start = _cut(length, transport.size)[transport.rank].start
         place = self._places.get(name)
         rounds = 0 if place is None else place.rounds
         mine = {key: kept for key, kept in self._restored.items() if key.partition("/")[2] == name}
@@ -162,14 +162,14 @@ class CompressedSum:
         if mine:
             worker, owner, places = unpack_state(mine)
             rounds = places[name].rounds if name in places else 0
-            now = (wire.size, wire.rank, start, length)
+            now = (transport.size, transport.rank, start, length)
             is_same = name in places and now == places[name].whose
             if not is_same:
                 worker, owner, _ = unpack_state(fold(mine))
             self._worker.kept |= worker
             self._owner.kept |= owner
         self._places[name] = Place(
-            size=wire.size, rank=wire.rank, start=start, length=length, rounds=rounds + 1
+            size=transport.size, rank=transport.rank, start=start, length=length, rounds=rounds + 1
         )
 
 
@@ -177,7 +177,7 @@ class CompressedSum:
 class _Deal:
     """One sum: what was sent and received, until it is known whether all of it was finite."""
 
-    wire: Transport
+    transport: Transport
     codec: Codec
     values: Tensor
     place: Place
@@ -188,25 +188,25 @@ class _Deal:
     totals: list[tuple[slice, Tensor]] = field(default_factory=list[tuple[slice, Tensor]])
 
     def run(self, tag: int) -> None:
-        wire, rank = self.wire, self.wire.rank
+        transport, rank = self.transport, self.transport.rank
         self.result = torch.empty_like(self.values)
-        others = [(rank + turn) % wire.size for turn in range(1, wire.size)]
-        pieces = [_segments(part) for part in _cut(len(self.values), wire.size)]
-        with wire.flow(tag=tag) as flow:
+        others = [(rank + turn) % transport.size for turn in range(1, transport.size)]
+        pieces = [_segments(part) for part in _cut(len(self.values), transport.size)]
+        with transport.session(tag=tag) as session:
             # Between any two, all shares come before all sums.
             for number in range(max(len(places) for places in pieces)):
                 for other in others:
                     for piece in pieces[other][number : number + 1]:
                         data = self._encode(self.values[piece], other, number)
                         self.sent.append((piece, data))
-                        flow.send(other, data.numpy())
+                        session.send(other, data.numpy())
             for number, piece in enumerate(pieces[rank]):
-                self._collect(flow, piece, number, others)
+                self._collect(session, piece, number, others)
             for other in others:
                 for piece in pieces[other]:
                     data = self._room(piece)
                     then = partial(self.codec.decode, data, self.result[piece])
-                    flow.receive(other, data.numpy(), then)
+                    session.receive(other, data.numpy(), then)
 
     def is_finite(self) -> bool:
         """Alike for all, whoever had what is not."""
@@ -239,7 +239,7 @@ class _Deal:
         return float(norm(self.values[piece])), float(norm(self.values[piece] - found))
 
     def _collect(
-        self, flow: TransportSession, piece: slice, number: int, others: list[int]
+        self, session: TransportSession, piece: slice, number: int, others: list[int]
     ) -> None:
         shares = {other: self._room(piece) for other in sorted(others)}
         missing = set(others)
@@ -250,10 +250,10 @@ class _Deal:
                 return
             data = self._add_up(piece, number, shares)
             for peer in others:
-                flow.send(peer, data.numpy())
+                session.send(peer, data.numpy())
 
         for other in others:
-            flow.receive(other, shares[other].numpy(), partial(take, other))
+            session.receive(other, shares[other].numpy(), partial(take, other))
 
     def _add_up(self, piece: slice, number: int, shares: Mapping[int, Tensor]) -> Tensor:
         total = self.values[piece].clone()
@@ -266,7 +266,7 @@ class _Deal:
         if not bool(torch.isfinite(total.sum())):
             total.fill_(torch.nan)
         self.totals.append((piece, total))
-        data = self._encode(total, self.wire.rank, number)
+        data = self._encode(total, self.transport.rank, number)
         self.codec.decode(data, self.result[piece])
         return data
 
@@ -288,13 +288,13 @@ class CompressedSummation(ThreadedSummation):
 
     is_exact = False
 
-    def __init__(self, wire: Transport, compressed: KeptSum) -> None:
-        super().__init__(wire, compressed)
+    def __init__(self, transport: Transport, compressed: KeptSum) -> None:
+        super().__init__(transport, compressed)
         self._compressed = compressed
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step was taken; between steps, like all that follows."""
-        self._compressed.settle()
+        self._compressed.commit()
 
     def revert(self) -> None:
         """The step was left out or given up."""
@@ -314,7 +314,7 @@ class CompressedSummation(ThreadedSummation):
 
 
 def compressed_summation(
-    wire: Transport,
+    transport: Transport,
     codec_name: str,
     *,
     block: int | None = None,
@@ -338,10 +338,10 @@ def compressed_summation(
     """
     if codec_name == "powersgd":
         return CompressedSummation(
-            wire, PowerSgdSum(matrices or {}, rank=rank, clip_norm=clip_norm)
+            transport, PowerSgdSum(matrices or {}, rank=rank, clip_norm=clip_norm)
         )
     codec = make_codec(codec_name, block=block, share=share)
-    return CompressedSummation(wire, CompressedSum(codec, feedback=feedback, clip_norm=clip_norm))
+    return CompressedSummation(transport, CompressedSum(codec, feedback=feedback, clip_norm=clip_norm))
 
 
 def _cut(length: int, parts: int) -> list[slice]:

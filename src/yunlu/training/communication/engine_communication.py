@@ -46,11 +46,11 @@ class EngineCommunication:
         plan: Plan,
         model: nn.Module,
         course: BatchSchedule,
-        tell: Callable[..., Any],
+        emit: Callable[..., Any],
     ) -> None:
         self._job, self._plan, self._model = job, plan, model
-        self._course, self._tell = course, tell
-        self._steering: MethodSelector | None = None
+        self._course, self._emit = course, emit
+        self._selector: MethodSelector | None = None
         self._pacer = Pacer()
         self._coming: tuple[int, Iterator[NDArray[np.int64]]] | None = None
         self._relink: StepRequest = ""
@@ -64,53 +64,53 @@ class EngineCommunication:
     @property
     def steps_alone(self) -> bool:
         """Whether this worker makes steps without the others."""
-        return self.world.layout.is_single or self.communicator.is_apart
+        return self.world.layout.is_single or self.communicator.is_local_update
 
     @property
-    def aside(self) -> tuple[int, ...]:
+    def excluded(self) -> tuple[int, ...]:
         """Ranks without whom the others had better go on."""
-        return () if self._steering is None else self._steering.aside
+        return () if self._selector is None else self._selector.excluded
 
     @property
-    def is_aside(self) -> bool:
+    def is_excluded(self) -> bool:
         """Whether this worker is one of them."""
-        return self.world.rank in self.aside
+        return self.world.rank in self.excluded
 
     def join(self, world: World, step: int) -> None:
         """Communicate with the workers of a world from now on; all of them call this."""
-        self._join(world, step, kept={}, was_apart=False)
+        self._join(world, step, kept={}, was_local_update=False)
 
     def join_next(self, world: World, step: int) -> None:
         """The same among other workers, or in another way, with what is kept from before."""
         before, kept = self.communicator, self.communicator.state()
         before.close()
-        self._join(world, step, kept=kept, was_apart=before.is_apart)
+        self._join(world, step, kept=kept, was_local_update=before.is_local_update)
 
     def _join(
-        self, world: World, step: int, *, kept: Mapping[str, Tensor], was_apart: bool
+        self, world: World, step: int, *, kept: Mapping[str, Tensor], was_local_update: bool
     ) -> None:
         self.world = world
-        told = self._compare(step, keeps=bool(kept), was_apart=was_apart)
+        told = self._compare(step, keeps=bool(kept), was_local_update=was_local_update)
         self.communicator = self._open(max(each["step"] for each in told))
-        is_apart = self.communicator.is_apart
-        self.has_own_moments = not is_apart and any(each["was_apart"] for each in told)
-        if is_apart:
+        is_local_update = self.communicator.is_local_update
+        self.has_own_moments = not is_local_update and any(each["was_apart"] for each in told)
+        if is_local_update:
             # The same for all, whatever they come from: of who is furthest.
             ranks = range(len(told))
             givers = [rank for rank in ranks if told[rank]["was_apart"] and told[rank]["keeps"]]
             if givers:
                 source = max(givers, key=lambda rank: (told[rank]["step"], -rank))
                 self.communicator.restore([self.world.broadcast_tensors(kept, source)])
-        elif kept and not was_apart:
+        elif kept and not was_local_update:
             self.communicator.restore([kept] * world.layout.world)
 
-    def _compare(self, step: int, *, keeps: bool, was_apart: bool) -> list[dict[str, Any]]:
+    def _compare(self, step: int, *, keeps: bool, was_local_update: bool) -> list[dict[str, Any]]:
         """What all workers tell; who did not choose together before chooses anew, and so do all."""
-        setting = None if self._steering is None else self._steering.setting
+        setting = None if self._selector is None else self._selector.setting
         ours = {
             "step": step,
             "keeps": keeps,
-            "was_apart": was_apart,
+            "was_apart": was_local_update,
             "chosen": [self._token, setting and setting.model_dump_json()],
             "token": secrets.token_hex(8),
         }
@@ -118,47 +118,47 @@ class EngineCommunication:
             return [ours]
         told: list[dict[str, Any]] = self.world.gather(ours)
         if any(each["chosen"] != told[0]["chosen"] for each in told):
-            self._steering = None
+            self._selector = None
         self._token = told[0]["token"]
         return told
 
     def begin(self, step: int) -> None:
         """All hold the same weights, after ``step`` steps, and go on."""
         self.communicator.begin(step)
-        if self._steering is not None and self.world.is_leader:
-            self._steering.announce(step)
+        if self._selector is not None and self.world.is_leader:
+            self._selector.announce(step)
 
-    def agree(
+    def sync_step(
         self, micros: Sequence[Batch], ask: StepRequest, step: int
     ) -> tuple[StepTotals, bool]:
         """What the step holds and whether all go on; and whether there is a new communicator."""
-        switch_at = None if self._steering is None else self._steering.switch_at
+        switch_at = None if self._selector is None else self._selector.switch_at
         is_new = switch_at is not None and step >= switch_at
         if is_new:
             self._change(step)
         is_new = self._try_out(step) or is_new
-        agreed = self.communicator.agree(micros, ask or self._relink, step)
+        totals = self.communicator.sync_step(micros, ask or self._relink, step)
         self._samples = self.communicator.samples
         self._relink = ""
-        if agreed.ask == "relink":
-            agreed = replace(agreed, ask="")
-            assert self._steering is not None
-            if self._steering.rethink(self.world, steps_done=step):
+        if totals.ask == "relink":
+            totals = replace(totals, ask="")
+            assert self._selector is not None
+            if self._selector.rethink(self.world, steps_done=step):
                 self._change(step)
                 is_new = True
-        if not agreed.ask and self._steering is not None and self._steering.is_to_be_served:
-            agreed = replace(agreed, ask="serve")
-        return agreed, is_new
+        if not totals.ask and self._selector is not None and self._selector.is_to_be_served:
+            totals = replace(totals, ask="serve")
+        return totals, is_new
 
     def _try_out(self, step: int) -> bool:
-        steering = self._steering
-        if steering is None:
+        selector = self._selector
+        if selector is None:
             return False
-        if steering.try_out(self.world, step):
+        if selector.try_out(self.world, step):
             self._change(step)
             return True
         if self.world.is_leader:
-            steering.announce(step)  # a trial that ended with what is in use
+            selector.announce(step)  # a trial that ended with what is in use
         return False
 
     def share_loss(self, loss: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class EngineCommunication:
 
     def note_exchange(self, exchange_s: float) -> None:
         """Take in what adding up the gradients took."""
-        if self._steering is not None and self._steering.note(exchange_s):
+        if self._selector is not None and self._selector.note(exchange_s):
             self._relink = "relink"
 
     def note_computing(self, seconds: float) -> None:
@@ -176,7 +176,7 @@ class EngineCommunication:
 
     def batch_of(self, step: int) -> int:
         """How many samples the gradient of this step, counted from 0, is of."""
-        return self._samples if self.communicator.is_apart else self._course.order.size_of(step)
+        return self._samples if self.communicator.is_local_update else self._course.order.size_of(step)
 
     def after_update(self, step: int) -> None:
         """The weights were changed in this step, counted from 1."""
@@ -185,13 +185,13 @@ class EngineCommunication:
         if exchange_s is not None:
             self.note_exchange(exchange_s)
 
-    def after_left_out(self, step: int) -> None:
+    def after_discarded(self, step: int) -> None:
         """They were not."""
-        self.communicator.after_left_out()
-        if self.communicator.is_apart:
+        self.communicator.after_discarded()
+        if self.communicator.is_local_update:
             self.communicator.after_update(step, 0)
 
-    def figures(self) -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """What was exchanged since this was asked last, for the log."""
         return {
             "sent_bytes": self._count_sent(),
@@ -213,12 +213,12 @@ class EngineCommunication:
         # Only those among others load what it takes to choose.
         from yunlu.training.communication.method_selector import MethodSelector  # noqa: PLC0415
 
-        if self._steering is None:
-            self._steering = MethodSelector(self._job, self._plan, self._tell, self._pacer)
-        return self._steering.open(self.world, self._model, self._expect, steps_done=step)
+        if self._selector is None:
+            self._selector = MethodSelector(self._job, self._plan, self._emit, self._pacer)
+        return self._selector.open(self.world, self._model, self._expect, steps_done=step)
 
     def _change(self, step: int) -> None:
-        self.communicator.settle()
+        self.communicator.synchronize()
         self.join_next(self.world, step)
         self.begin(step)
 

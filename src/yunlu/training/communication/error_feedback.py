@@ -51,7 +51,7 @@ class ErrorFeedback:
     def room(self, name: str, length: int) -> Tensor:
         """Where to put what a message left out."""
         if name in self._before:
-            self.settle()  # it is the next step's
+            self.commit()  # it is the next step's
         spare = self._spare.pop(name, None)
         return torch.empty(length) if spare is None or len(spare) != length else spare
 
@@ -63,7 +63,7 @@ class ErrorFeedback:
     def drop(self, name: str) -> None:
         """Nothing was left out: all that was kept has arrived."""
         if name in self._before:
-            self.settle()
+            self.commit()
         if name in self.kept:
             self._before[name] = self.kept.pop(name)
 
@@ -71,7 +71,7 @@ class ErrorFeedback:
         """Remember norms for ``error``."""
         self._sizes[name] = given, left
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step that the last messages were for was taken."""
         self._spare |= {name: kept for name, kept in self._before.items() if kept is not None}
         self._before.clear()

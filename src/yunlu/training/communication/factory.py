@@ -54,24 +54,24 @@ def open_communicator(
         clip_norm: What gradients are clipped to: outliers are before they are compressed, too.
     """
 
-    def open_wire(among: Sequence[int] | None = None) -> Transport:
-        wire = world.open_wire(among=among)
+    def open_transport(among: Sequence[int] | None = None) -> Transport:
+        transport = world.open_transport(among=among)
         if is_slow:
             # BBR, the default of many systems, leaves a slow link idle between short messages.
-            wire.control_congestion("reno")
-        return wire
+            transport.control_congestion("reno")
+        return transport
 
     if setting.method in METHODS:
         sites = _find_sites(spec, world)
         if len(sites) > 1:
             return _open_apart(
-                setting, spec, open_wire, model, expected, rank=world.rank, sites=sites
+                setting, spec, open_transport, model, expected, rank=world.rank, sites=sites
             )
         setting = MethodSetting(method="direct", bucket_bytes=setting.bucket_bytes)
     summation = (
         TorchSummation(world.group("dp"), world.wait_for)
         if (setting.method, setting.codec) == ("all-reduce", "none")
-        else _open_summation(setting, spec, open_wire, model, clip_norm)
+        else _open_summation(setting, spec, open_transport, model, clip_norm)
     )
     return SyncCommunicator(
         world,
@@ -91,7 +91,7 @@ def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
 def _open_apart(
     setting: MethodSetting,
     spec: CommunicationSpec,
-    open_wire: Callable[..., Transport],
+    open_transport: Callable[..., Transport],
     model: nn.Module,
     expected: Callable[[int], ExpectedStep],
     *,
@@ -102,18 +102,18 @@ def _open_apart(
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     rules = rules_of(setting, spec)
     mates = next(ranks for ranks in sites if rank in ranks)
-    notes = ThreadedSummation(open_wire(), _plain(SUMS["doubling"]))
+    notes = ThreadedSummation(open_transport(), _plain(SUMS["doubling"]))
     if len(mates) == 1 and all(len(ranks) == 1 for ranks in sites):
         return LocalUpdateCommunicator(
-            Averaging(weights, open_wire(), rules, codec=codec), notes, expected
+            Averaging(weights, open_transport(), rules, codec=codec), notes, expected
         )
     site = Site(
-        ThreadedSummation(open_wire(mates), _plain(SUMS["direct"])),
-        ThreadedSummation(open_wire(mates), _plain(SUMS["doubling"])),
+        ThreadedSummation(open_transport(mates), _plain(SUMS["direct"])),
+        ThreadedSummation(open_transport(mates), _plain(SUMS["doubling"])),
     )
-    inside = open_wire(mates)
+    inside = open_transport(mates)
     if rank == mates[0]:
-        between = open_wire([ranks[0] for ranks in sites])
+        between = open_transport([ranks[0] for ranks in sites])
         averaging = Averaging(weights, between, rules, codec=codec, mates=inside)
     else:
         averaging = Following(weights, inside, rules)
@@ -150,14 +150,14 @@ def start_of(
 def _open_summation(
     setting: MethodSetting,
     spec: CommunicationSpec,
-    open_wire: Callable[[], Transport],
+    open_transport: Callable[[], Transport],
     model: nn.Module,
     clip_norm: float | None,
 ) -> Summation:
     if setting.codec == "powersgd":
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         return compressed_summation(
-            open_wire(),
+            open_transport(),
             "powersgd",
             rank=setting.rank,
             matrices=matrices_of(weights, setting.bucket_bytes),
@@ -165,9 +165,9 @@ def _open_summation(
         )
     if setting.codec != "none":
         return compressed_summation(
-            open_wire(), setting.codec, share=spec.keep, clip_norm=clip_norm
+            open_transport(), setting.codec, share=spec.keep, clip_norm=clip_norm
         )
-    return ThreadedSummation(open_wire(), _plain(_sum_of(setting, spec)))
+    return ThreadedSummation(open_transport(), _plain(_sum_of(setting, spec)))
 
 
 def _sum_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
@@ -177,7 +177,7 @@ def _sum_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
 
 
 def _plain(add_up: SumFunction) -> Callable[[Transport, Tensor, int, int], None]:
-    def run(wire: Transport, flat: Tensor, _key: int, tag: int) -> None:
-        add_up(wire, flat, tag=tag)
+    def run(transport: Transport, flat: Tensor, _key: int, tag: int) -> None:
+        add_up(transport, flat, tag=tag)
 
     return run

@@ -27,18 +27,18 @@ _SLOWEST = 1e3
 class Talk:
     """Messages between workers that measure."""
 
-    wire: Transport
+    transport: Transport
     tag: int
 
     @property
     def others(self) -> list[int]:
         """All workers but us."""
-        return [peer for peer in range(self.wire.size) if peer != self.wire.rank]
+        return [peer for peer in range(self.transport.size) if peer != self.transport.rank]
 
     def meet(self) -> float:
         """Wait for all; how long the empty messages took."""
         began = time.perf_counter()
-        self.wire.exchange(
+        self.transport.exchange(
             dict.fromkeys(self.others, b""),
             {peer: bytearray(0) for peer in self.others},
             tag=self.tag,
@@ -51,25 +51,25 @@ class Talk:
         least, most = _PINGS
         begun = time.perf_counter()
         answer = bytearray(1)
-        is_first = self.wire.rank < peer
+        is_first = self.transport.rank < peer
         go_on = True
         while go_on:
             if is_first:
                 began = time.perf_counter()
                 enough = len(spans) + 1 >= least and began - begun > budget_s
                 go_on = not enough and len(spans) + 1 < most
-                self.wire.send(peer, bytes([go_on]), tag=self.tag)
-                self.wire.receive(peer, answer, tag=self.tag)
+                self.transport.send(peer, bytes([go_on]), tag=self.tag)
+                self.transport.receive(peer, answer, tag=self.tag)
                 spans.append((time.perf_counter() - began) / 2)
             else:
-                self.wire.receive(peer, answer, tag=self.tag)
+                self.transport.receive(peer, answer, tag=self.tag)
                 go_on = bool(answer[0])
-                self.wire.send(peer, answer, tag=self.tag)
+                self.transport.send(peer, answer, tag=self.tag)
         return typical(spans) if is_first else math.nan
 
     def stream(self, peer: int, budget_s: float) -> float:
         """The rate from ``peer`` to us; then from us to it."""
-        if self.wire.rank < peer:
+        if self.transport.rank < peer:
             found = self._draw(peer, budget_s)
             self._pour(peer)
             return found
@@ -82,8 +82,8 @@ class Talk:
 
         def ask(size: int) -> float:
             began = time.perf_counter()
-            self.wire.send(peer, size.to_bytes(8, "little"), tag=self.tag)
-            self.wire.receive(peer, memoryview(into)[:size], tag=self.tag)
+            self.transport.send(peer, size.to_bytes(8, "little"), tag=self.tag)
+            self.transport.receive(peer, memoryview(into)[:size], tag=self.tag)
             return time.perf_counter() - began
 
         ask(1)  # the other one may have been late
@@ -97,7 +97,7 @@ class Talk:
             spent_s = min(ask(size), ask(size))
         while time.perf_counter() - begun + spent_s < budget_s:
             spent_s = min(spent_s, ask(size))
-        self.wire.send(peer, bytes(8), tag=self.tag)
+        self.transport.send(peer, bytes(8), tag=self.tag)
         # Even a single byte takes some time there and back.
         return max(size / max(spent_s - both_s, spent_s / 2), _SLOWEST)
 
@@ -105,11 +105,11 @@ class Talk:
         asked = bytearray(8)
         data = bytes(LARGEST_BYTES)
         while True:
-            self.wire.receive(peer, asked, tag=self.tag)
+            self.transport.receive(peer, asked, tag=self.tag)
             size = int.from_bytes(asked, "little")
             if not 0 < size <= LARGEST_BYTES:
                 return
-            self.wire.send(peer, memoryview(data)[:size], tag=self.tag)
+            self.transport.send(peer, memoryview(data)[:size], tag=self.tag)
 
     def time_exchange(
         self, outgoing: Mapping[int, int], incoming: Mapping[int, int], rounds: int
@@ -125,28 +125,28 @@ class Talk:
         for _ in range(rounds):
             self.meet()
             began = time.perf_counter()
-            self.wire.exchange(sent, into, tag=self.tag)
+            self.transport.exchange(sent, into, tag=self.tag)
             spans.append(time.perf_counter() - began)
         return min(map(max, zip(*self.share(spans), strict=True)))
 
     def share(self, value: Any) -> list[Any]:
         """What every worker says, by rank, the same on all."""
         data = json.dumps(value).encode()
-        found = self.wire.gather(
+        found = self.transport.gather(
             dict.fromkeys(self.others, data), self.others, limit_bytes=_ROW_BYTES, tag=self.tag
         )
-        said = {**{peer: bytes(text) for peer, text in found.items()}, self.wire.rank: data}
-        return [json.loads(said[rank]) for rank in range(self.wire.size)]
+        said = {**{peer: bytes(text) for peer, text in found.items()}, self.transport.rank: data}
+        return [json.loads(said[rank]) for rank in range(self.transport.size)]
 
     def turns(self) -> tuple[float, float]:
         """A round in which each sends to the next, and what each message more takes in one with all."""
-        size, rank = self.wire.size, self.wire.rank
+        size, rank = self.transport.size, self.transport.rank
         after, before = (rank + 1) % size, (rank - 1) % size
         into = bytearray(1)
 
         def turn() -> float:
             began = time.perf_counter()
-            self.wire.exchange({after: b"."}, {before: into}, tag=self.tag)
+            self.transport.exchange({after: b"."}, {before: into}, tag=self.tag)
             return time.perf_counter() - began
 
         if size == 1:

@@ -45,7 +45,7 @@ _INSIDE_S, _INSIDE_BYTES_PER_S = 1e-4, 1e9
 
 
 def measure_links(
-    wire: Transport,
+    transport: Transport,
     *,
     budget_s: float = 0.5,
     compute_s: float | None = None,
@@ -67,11 +67,11 @@ def measure_links(
         add_bytes_per_s: How fast we add; the slowest worker's counts.
         tag: Of the messages.
     """
-    talk = Talk(wire, tag)
+    talk = Talk(transport, tag)
     talk.meet()
-    told = _Told(wire.hosts)
+    told = _Told(transport.hosts)
     for _ in range(_PASSES):
-        meetings = told.doubtful(_meetings(wire.hosts))
+        meetings = told.doubtful(_meetings(transport.hosts))
         if not meetings:
             break
         told.add(talk.share(_meet_each(talk, meetings, budget_s)))
@@ -80,7 +80,7 @@ def measure_links(
     send, receive = _measure_all(talk, rate, budget_s)
     turn_s, extra_message_s = talk.turns()
     # A round of all workers takes longer than a message of two, where workers share cores.
-    busy = max(turn_s / told.neighbours_s(), 1.0) if wire.size > 1 else 1.0
+    busy = max(turn_s / told.neighbours_s(), 1.0) if transport.size > 1 else 1.0
     rows = talk.share(
         {
             "compute_s": compute_s,
@@ -89,7 +89,7 @@ def measure_links(
         }
     )
     return WireFigures(
-        hosts=wire.hosts,
+        hosts=transport.hosts,
         latency_s=_rows(told.latency_s * busy),
         bytes_per_s=_rows(rate),
         send_bytes_per_s=send,
@@ -125,7 +125,7 @@ def _meetings(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 def _meet_each(talk: Talk, meetings: Sequence[tuple[int, int]], budget_s: float) -> dict[str, Any]:
     """What we saw of those we met: latency, and the rate from them to us."""
-    rank = talk.wire.rank
+    rank = talk.transport.rank
     mine = [one if other == rank else other for one, other in meetings if rank in (one, other)]
     counts = np.bincount(np.array(meetings).ravel())
     turns = int(counts.max())
@@ -224,8 +224,8 @@ def _measure_all(
     Everyone sends in proportion to what each link carries alone, so that all are through at about the
     same time, and a slow host does not make the others look slow.
     """
-    wire = talk.wire
-    leaders = _leaders(wire.hosts)
+    transport = talk.transport
+    leaders = _leaders(transport.hosts)
     count = len(leaders)
     if count == 1:
         return (float(rate[0, 0]),), (float(rate[0, 0]),)
@@ -233,8 +233,8 @@ def _measure_all(
     np.fill_diagonal(sizes, 0)
     outgoing: dict[int, int] = {}
     incoming: dict[int, int] = {}
-    if wire.rank in leaders:
-        here = leaders.index(wire.rank)
+    if transport.rank in leaders:
+        here = leaders.index(transport.rank)
         for there in range(count):
             if there != here:
                 outgoing[leaders[there]] = int(sizes[here, there])
@@ -252,8 +252,8 @@ def _measure_ring(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> flo
 
     Links let a little through at once before they hold to their rate.
     """
-    wire = talk.wire
-    leaders = _leaders(wire.hosts)
+    transport = talk.transport
+    leaders = _leaders(transport.hosts)
     count = len(leaders)
     if count == 1:
         return 1.0
@@ -263,9 +263,9 @@ def _measure_ring(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> flo
     incoming: dict[int, int] = {}
     ring = list(zip(range(count), [*range(1, count), 0], strict=True))
     for here, there in ring:
-        if wire.rank == leaders[here]:
+        if transport.rank == leaders[here]:
             outgoing[leaders[there]] = int(sizes[here, there])
-        if wire.rank == leaders[there]:
+        if transport.rank == leaders[there]:
             incoming[leaders[here]] = int(sizes[here, there])
     spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
     return _kept(max(sizes[pair] / rate[pair] for pair in ring), spent_s)
@@ -273,8 +273,8 @@ def _measure_ring(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> flo
 
 def _measure_both_ways(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> float:
     """What is left of the rate of two hosts that send to each other, each with one other."""
-    wire = talk.wire
-    leaders = _leaders(wire.hosts)
+    transport = talk.transport
+    leaders = _leaders(transport.hosts)
     pairs = list(zip(range(0, len(leaders), 2), range(1, len(leaders), 2), strict=False))
     if not pairs:
         return 1.0
@@ -283,7 +283,7 @@ def _measure_both_ways(talk: Talk, rate: NDArray[np.float64], budget_s: float) -
     incoming: dict[int, int] = {}
     ways = pairs + [(other, one) for one, other in pairs]
     for here, there in ways:
-        if wire.rank == leaders[here]:
+        if transport.rank == leaders[here]:
             outgoing[leaders[there]] = int(sizes[here, there])
             incoming[leaders[there]] = int(sizes[there, here])
     spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)

@@ -59,8 +59,8 @@ class MethodSelector:
         pacer: Knows how fast this worker computes.
     """
 
-    def __init__(self, job: Job, plan: Plan, tell: Callable[..., Any], pacer: Pacer) -> None:
-        self._job, self._plan, self._tell, self._pacer = job, plan, tell, pacer
+    def __init__(self, job: Job, plan: Plan, emit: Callable[..., Any], pacer: Pacer) -> None:
+        self._job, self._plan, self._emit, self._pacer = job, plan, emit, pacer
         self._decision: MethodDecision | None = None
         self._figures: WireFigures | None = None
         self._watch: LinkMonitor | None = None
@@ -71,10 +71,10 @@ class MethodSelector:
         self._told: MethodSetting | None = None
         self.switch_at: int | None = None
         """After how many steps the communicator is to be opened anew."""
-        self.aside: tuple[int, ...] = ()
+        self.excluded: tuple[int, ...] = ()
         """Ranks for whom the others had better not wait: they are to leave at the next chance."""
         self._aside_words = ""
-        self._audition: TimedComparison | None = None
+        self._comparison: TimedComparison | None = None
         self._is_trying = False
         """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
 
@@ -100,10 +100,10 @@ class MethodSelector:
         """How the workers of a world communicate from now on; everyone calls this."""
         spec = self._job.communication
         if not self._is_trying:
-            self._audition = None  # not all who are here now need have seen the same of it
+            self._comparison = None  # not all who are here now need have seen the same of it
         self._is_trying = False
         if self._figures is None or self._figures.hosts != world.hosts:
-            self.aside, self._aside_words = (), ""  # ranks of another world
+            self.excluded, self._aside_words = (), ""  # ranks of another world
         if world.layout.is_single:
             return SyncCommunicator(world)
         reason = _against_choosing(world, model)
@@ -163,42 +163,42 @@ class MethodSelector:
         self._patience_s *= 2
         decision = found or renew(before, figures)
         self._find_aside(world, decision, figures, steps_done=steps_done)
-        if found is None and not self.aside:
+        if found is None and not self.excluded:
             self._begin_watch(before)
             return False
         self._adopt(decision, figures)
         if found is None:
             return False
-        self._begin_audition(found, steps_done=steps_done)
+        self._begin_comparison(found, steps_done=steps_done)
         self._is_trying = True
         return True
 
     def try_out(self, world: World, step: int) -> bool:
         """Called before every step by all: true where another way is to be used from it on."""
-        audition = self._audition
-        if audition is None or self._decision is None:
+        comparison = self._comparison
+        if comparison is None or self._decision is None:
             return False
-        heard = audition.listen(world, step)
+        heard = comparison.listen(world, step)
         if heard == "go on":
             return False
         before = self._decision
         if heard == "change":
-            found, words = audition.second, f"tried beside {audition.first.setting.name}"
+            found, words = comparison.second, f"tried beside {comparison.first.setting.name}"
             words = f"{found.setting.name}: {words}, which is predicted to be about as fast"
         else:
-            self._audition = None
-            found, words = audition.winner, audition.explain()
+            self._comparison = None
+            found, words = comparison.winner, comparison.explain()
         assert self._figures is not None
         decision = before.model_copy(update={"chosen": found, "reason": words})
         self._adopt(decision, self._figures)
         self._is_trying = decision.setting != before.setting
         return self._is_trying
 
-    def _begin_audition(self, decision: MethodDecision, *, steps_done: int) -> None:
-        self._audition = None
+    def _begin_comparison(self, decision: MethodDecision, *, steps_done: int) -> None:
+        self._comparison = None
         rival = find_faster_method(decision, steps_left=self._plan.steps - steps_done)
         if rival is not None:
-            self._audition = TimedComparison(decision.chosen, rival, step=steps_done)
+            self._comparison = TimedComparison(decision.chosen, rival, step=steps_done)
 
     def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> MethodSetting:
         spec = self._job.communication
@@ -221,14 +221,14 @@ class MethodSelector:
         decision = choose(figures, question)
         self._find_aside(world, decision, figures, steps_done=steps_done)
         self._adopt(decision, figures)
-        self._begin_audition(decision, steps_done=steps_done)
+        self._begin_comparison(decision, steps_done=steps_done)
         return decision.setting
 
     def _find_aside(
         self, world: World, decision: MethodDecision, figures: WireFigures, *, steps_done: int
     ) -> None:
         """Look for those who had better leave; where the job names the way, everybody takes it."""
-        self.aside, self._aside_words = (), ""
+        self.excluded, self._aside_words = (), ""
         is_free = self._job.communication.method == "auto"
         if not (world.can_exclude_workers and is_free) or decision.setting.method == "asynchronous":
             return
@@ -236,7 +236,7 @@ class MethodSelector:
             decision, figures, steps_left=self._plan.steps - steps_done
         )
         if found is not None:
-            self.aside, self._aside_words = found.ranks, found.reason
+            self.excluded, self._aside_words = found.ranks, found.reason
 
     def _has_slow_links(self, world: World) -> bool:
         figures = self._figures
@@ -255,22 +255,22 @@ class MethodSelector:
         if keeps(spec.kept, "all-reduce", "powersgd"):
             costs.append(measure_low_rank(spec.rank))
         spans = self._pacer.compare(world, planned_s=self._plan.prediction.step_s)
-        wire = world.open_wire()
+        transport = world.open_transport()
         try:
             return measure_links(
-                wire,
+                transport,
                 compute_s=spans[world.rank],
                 all_reduce=_sum_bytes,
                 codecs=costs,
                 add_bytes_per_s=measure_adding(),
             )
         finally:
-            wire.close()
+            transport.close()
 
     def announce(self, step: int) -> None:
         """Tell what was decided, now that it is known after which step; one worker speaks for all."""
         if self._news is not None:
-            self._tell(CommunicationChosen(step=step, **self._news))
+            self._emit(CommunicationChosen(step=step, **self._news))
         self._news = None
 
     def _adopt(self, decision: MethodDecision, figures: WireFigures) -> None:
@@ -288,7 +288,7 @@ class MethodSelector:
             ],
             "refused": [each.model_dump() for each in decision.refused],
             "links": figures.model_dump(include=set(MeasuredLinks.model_fields)),
-            "excluded": self.aside,
+            "excluded": self.excluded,
         }
 
     def _note_unmeasured(self, setting: MethodSetting, reason: str) -> None:

@@ -84,17 +84,17 @@ class PowerSgdSum:
         self._factors: dict[str, Tensor] = {}
         """Each key's right factors, in a row: where the next step begins."""
 
-    def __call__(self, wire: Transport, flat: Tensor, key: int, tag: int) -> None:
+    def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
         if key < 0 or not len(flat):
-            self._add_up(wire, flat, tag=tag)
+            self._add_up(transport, flat, tag=tag)
             return
         name = str(key)
         values = flat if flat.dtype == torch.float32 else flat.float()
-        clip_share(values, self._clip_norm, wire.size)
+        clip_share(values, self._clip_norm, transport.size)
         matrices = self._worthwhile(key, len(flat))
         norm = self._residual.add_to(name, values)
-        if wire.size == 1:
+        if transport.size == 1:
             self._residual.drop(name)
             flat.copy_(values)
             return
@@ -103,7 +103,7 @@ class PowerSgdSum:
         # The left factors and all that is no matrix travel together.
         rest = _others(values, matrices)
         message = _join([*map(torch.mm, views, right), *rest])
-        self._add_up(wire, message, tag=tag)
+        self._add_up(transport, message, tag=tag)
         if not _is_finite(message):
             flat.fill_(torch.nan)  # all know it: nobody waits for the other factors
             return
@@ -114,7 +114,7 @@ class PowerSgdSum:
         ]
         mine = [view.T @ factor for view, factor in zip(views, left, strict=True)]
         total = _join(mine)
-        self._add_up(wire, total, tag=tag)
+        self._add_up(transport, total, tag=tag)
         self._keep(name, values, matrices, [left, mine], norm)
         self._factors[name] = total
         for view, factor, other in zip(
@@ -127,9 +127,9 @@ class PowerSgdSum:
         if values is not flat:
             flat.copy_(values)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step that the last sums were for was taken."""
-        self._residual.settle()
+        self._residual.commit()
 
     def revert(self) -> None:
         """It was not."""

@@ -33,7 +33,7 @@ class StepTotals:
     """What one of them asked for: everyone then stands before the same step."""
 
 
-def agree(world: World, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
+def sync_step(world: World, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
     """Add up the parts of a step; one short collective."""
     items = tokens = padding = samples = digest = 0
     for micro in micros:

@@ -49,7 +49,7 @@ class Summation(Protocol):
         """What was sent so far."""
         ...
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step that the last sums were for was taken: what they left out is still to be sent."""
         ...
 
@@ -117,7 +117,7 @@ class TorchSummation:
         """What a ring sends for the sums so far."""
         return self._traffic
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Nothing was left out."""
 
     def revert(self) -> None:
@@ -181,8 +181,8 @@ class ThreadedSummation:
 
     is_exact = True
 
-    def __init__(self, wire: Transport, run: Callable[[Transport, Tensor, int, int], None]) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport, run: Callable[[Transport, Tensor, int, int], None]) -> None:
+        self._transport = transport
         self._run = run
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._begun = 0
@@ -200,15 +200,15 @@ class ThreadedSummation:
         self._begun += 1
         with self._lock:
             if self._is_closed:
-                raise LinkLostError(self._wire.rank, "the exchange was closed")
+                raise LinkLostError(self._transport.rank, "the exchange was closed")
             self._tasks.put(task)
         return task
 
     def traffic(self) -> Traffic:
         """See ``Summation``."""
-        return self._wire.traffic
+        return self._transport.traffic
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Nothing was left out."""
 
     def revert(self) -> None:
@@ -227,7 +227,7 @@ class ThreadedSummation:
 
     def abort(self) -> None:
         """See ``Summation``."""
-        self._wire.abort()
+        self._transport.abort()
 
     def close(self) -> None:
         """End what is under way with an error, and hang up."""
@@ -236,17 +236,17 @@ class ThreadedSummation:
                 return
             self._is_closed = True
             self._tasks.put(None)
-        self._wire.abort()
+        self._transport.abort()
         self._thread.join()
-        self._wire.close()
+        self._transport.close()
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
             if self._failure is None:
                 try:
-                    self._run(self._wire, task.flat, task.key, task.tag)
+                    self._run(self._transport, task.flat, task.key, task.tag)
                 except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
                     self._failure = error
-                    self._wire.abort()  # the others wait for what will not come
+                    self._transport.abort()  # the others wait for what will not come
             task.failure = self._failure
             task.done.set()

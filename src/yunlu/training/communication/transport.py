@@ -62,7 +62,7 @@ class Transport:
         """How many workers it connects, this one included."""
         return len(self.hosts)
 
-    def flow(self, *, tag: int = 0) -> TransportSession:
+    def session(self, *, tag: int = 0) -> TransportSession:
         """Send and receive many messages that follow from one another; see ``TransportSession``."""
         return TransportSession(self, tag)
 
@@ -88,11 +88,11 @@ class Transport:
             incoming: What comes from whom, and where to: exactly filled.
             tag: Which exchange this is; the others must be in the same one.
         """
-        with self.flow(tag=tag) as flow:
+        with self.session(tag=tag) as session:
             for peer, data in outgoing.items():
-                flow.send(peer, data)
+                session.send(peer, data)
             for peer, into in incoming.items():
-                flow.receive(peer, into)
+                session.receive(peer, into)
 
     def gather(
         self,
@@ -103,10 +103,10 @@ class Transport:
         tag: int = 0,
     ) -> dict[int, bytearray]:
         """Send, and receive messages whose length only their senders know."""
-        with self.flow(tag=tag) as flow:
+        with self.session(tag=tag) as session:
             for peer, data in outgoing.items():
-                flow.send(peer, data)
-            arrivals = {peer: flow.receive_some(peer, limit_bytes) for peer in sources}
+                session.send(peer, data)
+            arrivals = {peer: session.receive_some(peer, limit_bytes) for peer in sources}
         return {
             peer: cast("bytearray", arrival.body.obj)
             for peer, arrival in arrivals.items()

@@ -12,7 +12,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import WORKER_LOG, Claim, require_local
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import Crew, FrameError, Unpacker, read_crew
+from yunlu.runs.worker_group import WorkerGroup, FrameError, FrameDecoder, read_worker_group
 from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class ControlClient:
     def __init__(self, run: RunStore, *, quiet_s: float = _QUIET_S) -> None:
         self.run = run
         self._quiet_s = quiet_s
-        self.crew: Crew | None = None
+        self.crew: WorkerGroup | None = None
         self.connection: socket.socket | None = None
         self.lost_at = time.monotonic()
-        self._unpacker = Unpacker()
+        self._unpacker = FrameDecoder()
         self._received_at = 0.0
         self._connect_tried_at = 0.0
         self._restarted_at = 0.0
@@ -65,7 +65,7 @@ class ControlClient:
         if now - self._connect_tried_at < _RETRY_S:
             return False
         self._connect_tried_at = now
-        crew = read_crew(self.run)
+        crew = read_worker_group(self.run)
         if crew is None:
             return False
         try:
@@ -76,7 +76,7 @@ class ControlClient:
         except OSError:
             return False
         self.crew, self.connection = crew, connection
-        self._unpacker, self._received_at = Unpacker(), time.monotonic()
+        self._unpacker, self._received_at = FrameDecoder(), time.monotonic()
         return True
 
     def send(self, message: Value) -> None:

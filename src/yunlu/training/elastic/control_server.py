@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameError, Unpacker
+from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameError, FrameDecoder
 from yunlu.training.elastic.messages import (
     HELLO_BYTES,
     ClientHello,
@@ -37,7 +37,7 @@ class ControlConnection:
 
     sock: socket.socket
     opened_at: float
-    unpacker: Unpacker
+    unpacker: FrameDecoder
     hello: WorkerHello | NodeHello | ClientHello | None = None
     pending: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
@@ -139,7 +139,7 @@ class ControlServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = ControlConnection(sock, time.monotonic(), Unpacker(HELLO_BYTES))
+        connection = ControlConnection(sock, time.monotonic(), FrameDecoder(HELLO_BYTES))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 

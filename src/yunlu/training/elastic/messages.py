@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
 from yunlu.planning.layout import Layout, RankCoordinates
-from yunlu.runs.worker_group import FrameError, pack
+from yunlu.runs.worker_group import FrameError, encode_frame
 
 HELLO_BYTES = 4096
 """Size limit of a frame before the token is checked."""
@@ -361,7 +361,7 @@ def read_message(data: dict[str, Any]) -> Message:
 
 def frame(message: Value) -> bytes:
     """Serialize a message as one frame."""
-    return pack(message.model_dump(mode="json"))
+    return encode_frame(message.model_dump(mode="json"))
 
 
 def is_same_token(given: str, ours: str) -> bool:

@@ -24,7 +24,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
-from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_crew
+from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_worker_group
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import ASYNC_NODE, exec_module
 from yunlu.training.elastic.messages import (
@@ -186,7 +186,7 @@ class NodeAgent:
                 self._handle(message)
 
     def _reconnect(self) -> bool:
-        crew = read_crew(self.store)
+        crew = read_worker_group(self.store)
         if crew is not None and crew.node_module == ASYNC_NODE and self.name != LOCAL:
             # The run became asynchronous while this node was disconnected.
             self._is_dismissed, self._successor = True, ASYNC_NODE

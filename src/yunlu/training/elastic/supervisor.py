@@ -29,7 +29,13 @@ from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Claim, Document, HeldClaim
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import Crew, CrewMember, reachable, read_crew, write_crew
+from yunlu.runs.worker_group import (
+    GroupWorker,
+    WorkerGroup,
+    reachable_address,
+    read_worker_group,
+    write_worker_group,
+)
 from yunlu.training.attempt import read_attempts
 from yunlu.training.elastic.control_client import run_is_over
 from yunlu.training.elastic.control_server import ControlServer
@@ -90,7 +96,7 @@ def supervise(
     with _only_supervisor(directory) as claim:
         if adopt and run_is_over(directory):
             return RunState.STOPPED  # started by a worker that did not know that the run had ended
-        before = read_crew(directory) if adopt else None
+        before = read_worker_group(directory) if adopt else None
         supervisor = Supervisor(
             directory,
             before,
@@ -111,7 +117,7 @@ class Supervisor:
     def __init__(
         self,
         directory: RunStore,
-        before: Crew | None,
+        before: WorkerGroup | None,
         *,
         devices: int,
         spares: int,
@@ -120,7 +126,7 @@ class Supervisor:
     ) -> None:
         self.directory = directory
         self._token = before.token if before else secrets.token_urlsafe(32)
-        self._host = reachable(bind_address())
+        self._host = reachable_address(bind_address())
         self._server = ControlServer(bind_address(), self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
@@ -194,7 +200,7 @@ class Supervisor:
                 self._node.poll()
         return self.coordinator.outcome
 
-    def _adopt_journal(self, before: Crew) -> None:
+    def _adopt_journal(self, before: WorkerGroup) -> None:
         coordinator = self.coordinator
         coordinator.generation = before.generation
         coordinator.layouts = {
@@ -203,12 +209,12 @@ class Supervisor:
         coordinator.history = {
             n: Layout.model_validate(saved) for n, saved in before.history.items()
         }
-        coordinator.membership.next_worker = before.next_member
+        coordinator.membership.next_worker = before.next_worker
         for name, wanted in before.wanted.items():
             coordinator.membership.nodes.setdefault(name, NodeRecord(name=name, wanted=wanted))
-        for saved in before.members:
-            coordinator.membership.workers[saved.member] = WorkerRecord(
-                number=saved.member,
+        for saved in before.workers:
+            coordinator.membership.workers[saved.number] = WorkerRecord(
+                number=saved.number,
                 node=saved.node,
                 host=saved.host,
                 pid=saved.pid,
@@ -221,9 +227,9 @@ class Supervisor:
 
     def _save(self) -> None:
         coordinator = self.coordinator
-        write_crew(
+        write_worker_group(
             self.directory,
-            Crew(
+            WorkerGroup(
                 host=self._host,
                 port=self._server.port,
                 token=self._token,
@@ -234,12 +240,12 @@ class Supervisor:
                 target=coordinator.membership.target,
                 wanted={node.name: node.wanted for node in coordinator.membership.nodes.values()},
                 spares=coordinator.spares,
-                next_member=coordinator.membership.next_worker,
+                next_worker=coordinator.membership.next_worker,
                 layouts={n: saved.model_dump() for n, saved in coordinator.layouts.items()},
                 history={n: saved.model_dump() for n, saved in coordinator.history.items()},
-                members=tuple(
-                    CrewMember(
-                        member=worker.number,
+                workers=tuple(
+                    GroupWorker(
+                        number=worker.number,
                         node=worker.node,
                         host=worker.host,
                         pid=worker.pid,

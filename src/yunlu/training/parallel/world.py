@@ -169,7 +169,7 @@ class World:
                 self._check_connected()
         work.wait()
 
-    def open_wire(
+    def open_transport(
         self, *, among: Sequence[int] | None = None, check: Callable[[], object] | None = None
     ) -> Transport:
         """Connections of their own for one thread; everyone calls this at the same point.
@@ -180,7 +180,7 @@ class World:
             check: May end the waiting for the others by raising.
         """
         ranks = range(self.layout.world) if among is None else among
-        wire = connect(
+        transport = connect(
             self._store,
             ranks.index(self.rank),
             len(ranks),
@@ -190,10 +190,10 @@ class World:
             patience_s=NEVER_S,
             check=check or self._check_connected,
         )
-        self._wires.append(wire)
+        self._wires.append(transport)
         if self.is_disconnected:
-            wire.abort()
-        return wire
+            transport.abort()
+        return transport
 
     def _check_connected(self) -> None:
         if self.is_disconnected:
@@ -207,8 +207,8 @@ class World:
         the groups', made by that thread while they were formed.
         """
         self.is_disconnected = True
-        for wire in list(self._wires):
-            wire.abort()
+        for transport in list(self._wires):
+            transport.abort()
         for each in self.sockets:
             if each.descriptor not in keep:
                 shut(each)
@@ -262,7 +262,7 @@ def form_world(
         _wait_for_ever(world.group(*axes))
     if device.type == "cpu":
         # A few numbers take gloo milliseconds over a network, and a wait in it may never end.
-        world._quick = world.open_wire(check=check)  # pyright: ignore[reportPrivateUsage]
+        world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
     world.sockets = frozenset(open_sockets() - before)
     return world
 

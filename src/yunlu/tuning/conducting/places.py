@@ -24,7 +24,7 @@ from yunlu.jobs import lifecycle
 from yunlu.runs.documents import read_job
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import read_crew
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.executor_adapter import ExecutorAdapter, NotNowError
 from yunlu.scheduler.pool_store import PoolStore
@@ -155,7 +155,7 @@ class LocalPlaces:
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Places.resize``: live, or by a stop from which it is to be started again."""
         del promise
-        sight, crew = self._hands.look(run), read_crew(run)
+        sight, crew = self._hands.look(run), read_worker_group(run)
         must_restart = restarts(run)
         if sight.state is not RunState.RUNNING or not (must_restart or sight.is_resizable):
             return False
@@ -297,7 +297,7 @@ class PoolPlaces:
 
     def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``: the pool finds out, too, and gives no more."""
-        crew = read_crew(run)
+        crew = read_worker_group(run)
         return max(crew.layouts) if crew is not None and crew.layouts else None
 
     def let_go(self, run: RunStore, *, for_good: bool) -> None:

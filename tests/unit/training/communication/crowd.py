@@ -16,12 +16,12 @@ Found = TypeVar("Found")
 
 def run_workers(function: Callable[[Transport], Found], size: int) -> list[Found]:
     """``function(wire)`` in a thread for each worker; what each returned."""
-    wires = make_wires(["127.0.0.1"] * size)
+    transports = make_wires(["127.0.0.1"] * size)
 
     def work(rank: int) -> Found:
         try:
-            return function(wires[rank])
+            return function(transports[rank])
         finally:
-            wires[rank].close()  # at once: where one has failed, the others are not to wait
+            transports[rank].close()  # at once: where one has failed, the others are not to wait
 
     return in_threads(work, size)

@@ -69,7 +69,7 @@ def train(name: str, *, warm_up: bool = False, **options: Any) -> float:
     """The loss over all samples after training; ``warm_up``: at first four bits, then Adam held still."""
     images, labels = data()
 
-    def work(wire: Transport) -> tuple[float, list[nn.Parameter]]:
+    def work(transport: Transport) -> tuple[float, list[nn.Parameter]]:
         model = make_model()
         weights = list(model.parameters())
         groups = [{"params": weights, "weight_decay": 0.01}]
@@ -83,11 +83,11 @@ def train(name: str, *, warm_up: bool = False, **options: Any) -> float:
                 assert isinstance(summation, CompressedSum)
                 optimizer.freeze()
                 summation.switch(make_codec(name, **options))
-            batch = torch.randint(len(labels), (_WORKERS, _BATCH), generator=draw)[wire.rank]
+            batch = torch.randint(len(labels), (_WORKERS, _BATCH), generator=draw)[transport.rank]
             loss = cross_entropy(model(images[batch]), labels[batch]) / _WORKERS
             gradients = torch.autograd.grad(loss, weights)
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            summation(wire, flat, 0, step)
+            summation(transport, flat, 0, step)
             parts = flat.split([weight.numel() for weight in weights])
             for weight, part in zip(weights, parts, strict=True):
                 weight.grad = part.view_as(weight)

@@ -73,7 +73,7 @@ def test_a_step_that_was_not_taken_leaves_no_trace() -> None:
     residual.revert()  # only what was not settled can be undone
     assert torch.equal(residual.kept["a"], whole(1, 1))
     residual.keep("a", residual.room("a", 2).fill_(3.0))
-    residual.settle()
+    residual.commit()
     residual.revert()
     assert torch.equal(residual.kept["a"], whole(3, 3))
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 def together(hosts: list[str], run: Callable[[Transport], Any]) -> list[Any]:
     """Run the same on a wire of each worker, as threads."""
-    wires = make_wires(hosts)
+    transports = make_wires(hosts)
 
     def work(rank: int) -> Any:
         try:
-            return run(wires[rank])
+            return run(transports[rank])
         finally:
-            wires[rank].close()
+            transports[rank].close()
 
     return in_threads(work, len(hosts))
 
@@ -43,7 +43,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_all_workers_get_the_same_sound_figures(hosts: list[str]) -> None:
-    first, *others = together(hosts, lambda wire: measure_links(wire, budget_s=0.05))
+    first, *others = together(hosts, lambda transport: measure_links(transport, budget_s=0.05))
     assert all(each == first for each in others)
     assert first.hosts == tuple(hosts)
     apart = ~np.eye(len(set(hosts)), dtype=bool)
@@ -55,19 +55,19 @@ def test_all_workers_get_the_same_sound_figures(hosts: list[str]) -> None:
 
 
 def test_the_slowest_worker_counts() -> None:
-    def run(wire: Transport) -> Any:
+    def run(transport: Transport) -> Any:
         cost = CodecCost(
             name="int8",
             bytes_per_value=1,
-            encode_s_per_value=1e-9 * (1 + wire.rank),
-            decode_s_per_value=1e-9 * (3 - wire.rank),
+            encode_s_per_value=1e-9 * (1 + transport.rank),
+            decode_s_per_value=1e-9 * (3 - transport.rank),
         )
         return measure_links(
-            wire,
+            transport,
             budget_s=0.02,
-            compute_s=0.1 + wire.rank,
+            compute_s=0.1 + transport.rank,
             codecs=[cost],
-            add_bytes_per_s=1e9 * (1 + wire.rank),
+            add_bytes_per_s=1e9 * (1 + transport.rank),
         )
 
     figures, *_ = together(["127.0.0.1"] * 3, run)
@@ -79,16 +79,16 @@ def test_the_slowest_worker_counts() -> None:
 
 
 def test_a_worker_without_a_step_leaves_compute_unknown() -> None:
-    def run(wire: Transport) -> Any:
-        return measure_links(wire, budget_s=0.02, compute_s=0.1 if wire.rank else None)
+    def run(transport: Transport) -> Any:
+        return measure_links(transport, budget_s=0.02, compute_s=0.1 if transport.rank else None)
 
     assert together(["127.0.0.1"] * 2, run)[0].compute_s == ()
 
 
 def test_the_sum_of_torch_is_tried_by_all_alike() -> None:
-    def run(wire: Transport) -> Any:
+    def run(transport: Transport) -> Any:
         tried: list[int] = []
-        figures = measure_links(wire, budget_s=0.02, all_reduce=tried.append)
+        figures = measure_links(transport, budget_s=0.02, all_reduce=tried.append)
         return figures.all_reduce, tried
 
     (first, tried), *others = together(["127.0.0.1"] * 3, run)
@@ -98,12 +98,12 @@ def test_the_sum_of_torch_is_tried_by_all_alike() -> None:
 
 
 def test_a_lost_worker_ends_the_measurement() -> None:
-    def run(wire: Transport) -> Any:
-        if wire.rank == 1:
+    def run(transport: Transport) -> Any:
+        if transport.rank == 1:
             return None
         with pytest.raises(LinkLostError):
-            measure_links(wire, budget_s=0.05)
-        wire.abort()
+            measure_links(transport, budget_s=0.05)
+        transport.abort()
         return True
 
     assert together(["127.0.0.1", "127.0.0.2", "127.0.0.3"], run) == [True, None, True]

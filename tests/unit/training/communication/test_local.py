@@ -32,11 +32,11 @@ def _run(function: Callable[[Transport], Found], size: int) -> list[Found]:
     store = dist.HashStore()
 
     def work(rank: int) -> Found:
-        wire = connect(store, rank, size, "127.0.0.1", within_s=LIMIT_S, patience_s=LIMIT_S)
+        transport = connect(store, rank, size, "127.0.0.1", within_s=LIMIT_S, patience_s=LIMIT_S)
         try:
-            return function(wire)
+            return function(transport)
         finally:
-            wire.close()
+            transport.close()
 
     with ThreadPoolExecutor(size) as workers:
         return list(workers.map(work, range(size)))
@@ -63,13 +63,13 @@ def _changes(rank: int, step: int) -> list[Tensor]:
 
 
 def _train(
-    wire: Transport, rules: LocalRules, steps: int, samples: tuple[float, ...] | None = None
+    transport: Transport, rules: LocalRules, steps: int, samples: tuple[float, ...] | None = None
 ) -> tuple[list[Tensor], Averaging]:
     weights = _weights()
-    averaging = Averaging(weights, wire, rules)
+    averaging = Averaging(weights, transport, rules)
     for step in range(1, steps + 1):
-        _update(weights, wire.rank, step)
-        averaging.after_update(step, samples=samples[wire.rank] if samples else 1.0)
+        _update(weights, transport.rank, step)
+        averaging.after_update(step, samples=samples[transport.rank] if samples else 1.0)
     return weights, averaging
 
 
@@ -89,11 +89,11 @@ def _rules(draw: st.DrawFn) -> LocalRules:
 def test_all_that_was_learned_arrives_once_whatever_the_rules(
     rules: LocalRules, steps: int, size: int
 ) -> None:
-    def work(wire: Transport) -> tuple[Tensor, Tensor]:
-        weights, averaging = _train(wire, rules, steps)
-        averaging.settle()
+    def work(transport: Transport) -> tuple[Tensor, Tensor]:
+        weights, averaging = _train(transport, rules, steps)
+        averaging.synchronize()
         settled = _flat(weights).clone()
-        averaging.settle(exact=True)
+        averaging.synchronize(exact=True)
         averaging.close()
         return settled, _flat(weights)
 
@@ -110,12 +110,12 @@ def test_all_that_was_learned_arrives_once_whatever_the_rules(
 
 
 def test_without_delay_weights_are_the_mean_after_every_exchange() -> None:
-    def work(wire: Transport) -> list[Tensor]:
+    def work(transport: Transport) -> list[Tensor]:
         weights = _weights()
-        averaging = Averaging(weights, wire, LocalRules(every=2))
+        averaging = Averaging(weights, transport, LocalRules(every=2))
         seen: list[Tensor] = []
         for step in range(1, 5):
-            _update(weights, wire.rank, step)
+            _update(weights, transport.rank, step)
             averaging.after_update(step)
             seen.append(_flat(weights).clone())
         averaging.close()
@@ -131,7 +131,7 @@ def test_without_delay_weights_are_the_mean_after_every_exchange() -> None:
 
 def test_steps_done_during_an_exchange_stay() -> None:
     rules = LocalRules(every=3, delay=2)
-    found = _run(lambda wire: _flat(_train(wire, rules, 5)[0]), 2)
+    found = _run(lambda transport: _flat(_train(transport, rules, 5)[0]), 2)
     mean = sum(
         (_flat(_changes(rank, step)) for rank in range(2) for step in (1, 2, 3)),
         torch.zeros(_LENGTH),
@@ -143,14 +143,14 @@ def test_steps_done_during_an_exchange_stay() -> None:
 
 def test_parts_take_turns() -> None:
     rules = LocalRules(every=4, parts=2)
-    found = _run(lambda wire: _flat(_train(wire, rules, 4)[0]), 2)
+    found = _run(lambda transport: _flat(_train(transport, rules, 4)[0]), 2)
     assert torch.equal(found[0][: _LENGTH // 2], found[1][: _LENGTH // 2])
     assert not torch.isclose(found[0][_LENGTH // 2 :], found[1][_LENGTH // 2 :]).any()
 
 
 def test_who_learned_from_more_counts_for_more() -> None:
     samples = (3.0, 1.0)
-    found = _run(lambda wire: _flat(_train(wire, LocalRules(every=1), 1, samples)[0]), 2)
+    found = _run(lambda transport: _flat(_train(transport, LocalRules(every=1), 1, samples)[0]), 2)
     mean = 0.75 * _flat(_changes(0, 1)) + 0.25 * _flat(_changes(1, 1))
     torch.testing.assert_close(found[0], _flat(_weights()) + mean)
     assert torch.equal(found[0], found[1])
@@ -158,7 +158,7 @@ def test_who_learned_from_more_counts_for_more() -> None:
 
 def test_outer_steps_are_those_of_nesterov() -> None:
     rules = replace(METHODS["diloco"], every=1)
-    found = _run(lambda wire: _flat(_train(wire, rules, 3)[0]), 1)
+    found = _run(lambda transport: _flat(_train(transport, rules, 3)[0]), 1)
     expected, momentum = _flat(_weights()), torch.zeros(_LENGTH)
     for step in range(1, 4):  # torch's formula for SGD(lr=0.7, momentum=0.9, nesterov=True)
         momentum = 0.9 * momentum + _flat(_changes(0, step))
@@ -171,15 +171,15 @@ def test_outer_steps_are_those_of_nesterov() -> None:
 def test_weights_that_are_not_finite_are_left_out_and_replaced(codec: str, delay: int) -> None:
     rules = LocalRules(every=2, delay=delay, codec=codec)
 
-    def work(wire: Transport) -> Tensor:
+    def work(transport: Transport) -> Tensor:
         weights = _weights()
-        averaging = Averaging(weights, wire, rules)
+        averaging = Averaging(weights, transport, rules)
         for step in range(1, 4):
-            _update(weights, wire.rank, step)
-            if (wire.rank, step) == (1, 2):
+            _update(weights, transport.rank, step)
+            if (transport.rank, step) == (1, 2):
                 weights[0][2, 3] = float("nan")
             averaging.after_update(step)
-        averaging.settle(exact=True)
+        averaging.synchronize(exact=True)
         averaging.close()
         return _flat(weights)
 
@@ -198,15 +198,15 @@ def test_post_local_begins_from_where_summed_steps_have_led() -> None:
     rules = LocalRules(every=2, from_step=3)
     assert [rules.sums_gradients(step) for step in (1, 3, 4)] == [True, True, False]
 
-    def work(wire: Transport) -> tuple[int, Tensor]:
+    def work(transport: Transport) -> tuple[int, Tensor]:
         weights = _weights()
-        averaging = Averaging(weights, wire, rules)
+        averaging = Averaging(weights, transport, rules)
         for step in range(1, 4):
             _update(weights, 7, step)  # the same step on all
             averaging.after_update(step)
         sent = averaging.traffic().sent_bytes
         for step in (4, 5):
-            _update(weights, wire.rank, step)
+            _update(weights, transport.rank, step)
             averaging.after_update(step)
         averaging.close()
         return sent, _flat(weights)
@@ -224,18 +224,18 @@ def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None
         for step in range(6, 10):
             _update(weights, rank, step)
             averaging.after_update(step)
-        averaging.settle()
+        averaging.synchronize()
         return _flat(weights).clone()
 
-    def work(wire: Transport) -> dict[str, Tensor]:
-        weights, averaging = _train(wire, rules, 5)
-        averaging.settle()
+    def work(transport: Transport) -> dict[str, Tensor]:
+        weights, averaging = _train(transport, rules, 5)
+        averaging.synchronize()
         saved = averaging.state()
-        unbroken = go_on(averaging, weights, wire.rank)
+        unbroken = go_on(averaging, weights, transport.rank)
         others = [torch.zeros(shape) for shape in _SHAPES]
-        again = Averaging(others, wire, rules)
+        again = Averaging(others, transport, rules)
         again.restore(saved)
-        resumed = go_on(again, others, wire.rank)
+        resumed = go_on(again, others, transport.rank)
         again.close()
         return {"unbroken": unbroken, "resumed": resumed, "left_out": saved["left_out"]}
 
@@ -245,9 +245,9 @@ def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None
 
 
 def test_after_settling_exactly_nothing_is_left_out() -> None:
-    def work(wire: Transport) -> dict[str, Tensor]:
-        _, averaging = _train(wire, LocalRules(every=2, codec="topk"), 5)
-        averaging.settle(exact=True)
+    def work(transport: Transport) -> dict[str, Tensor]:
+        _, averaging = _train(transport, LocalRules(every=2, codec="topk"), 5)
+        averaging.synchronize(exact=True)
         state = averaging.state()
         averaging.close()
         return state
@@ -259,9 +259,9 @@ def test_after_settling_exactly_nothing_is_left_out() -> None:
 
 
 def test_weights_that_were_never_the_same_are_refused() -> None:
-    def work(wire: Transport) -> str:
-        weights = [torch.full((9,), float(wire.rank))]
-        averaging = Averaging(weights, wire, LocalRules(every=1))
+    def work(transport: Transport) -> str:
+        weights = [torch.full((9,), float(transport.rank))]
+        averaging = Averaging(weights, transport, LocalRules(every=1))
         with pytest.raises(LinkLostError) as caught:
             averaging.after_update(1)
         averaging.close()
@@ -274,14 +274,14 @@ def test_weights_that_were_never_the_same_are_refused() -> None:
 def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> None:
     rules = LocalRules(every=2, delay=delay, codec="int8")
 
-    def work(wire: Transport) -> tuple[int, Tensor] | None:
-        weights, averaging = _train(wire, rules, 5 if delay else 3)
-        if wire.rank == 1:
+    def work(transport: Transport) -> tuple[int, Tensor] | None:
+        weights, averaging = _train(transport, rules, 5 if delay else 3)
+        if transport.rank == 1:
             averaging.abort()
             averaging.close()
             return None
         with pytest.raises(LinkLostError):
-            averaging.settle()
+            averaging.synchronize()
         assert _flat(weights).isfinite().all()
         averaging.fall_back()
         rounds = averaging.rounds
@@ -297,12 +297,12 @@ def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> N
 
 
 def test_abort_from_another_thread_ends_a_wait() -> None:
-    def work(wire: Transport) -> None:
-        if wire.rank == 1:
+    def work(transport: Transport) -> None:
+        if transport.rank == 1:
             gone.wait(LIMIT_S)  # never takes part
             return
         weights = _weights()
-        averaging = Averaging(weights, wire, LocalRules(every=1))
+        averaging = Averaging(weights, transport, LocalRules(every=1))
         timer = threading.Timer(0.05, averaging.abort)
         timer.start()
         with pytest.raises(LinkLostError, match="given up"):
@@ -316,10 +316,10 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
 
 
 def test_weights_may_lie_in_any_order_in_memory() -> None:
-    def work(wire: Transport) -> Tensor:
+    def work(transport: Transport) -> Tensor:
         weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
-        averaging = Averaging([weight], wire, LocalRules(every=1))
-        weight += wire.rank
+        averaging = Averaging([weight], transport, LocalRules(every=1))
+        weight += transport.rank
         averaging.after_update(1)
         averaging.close()
         return weight.contiguous()
@@ -355,7 +355,7 @@ def _train_in_sites(
         for step in range(1, steps + 1):
             _update(weights, number, step)
             averaging.after_update(step)
-        averaging.settle(exact=True)
+        averaging.synchronize(exact=True)
         return [*weights, averaging.state()["momentum"]]
     finally:
         averaging.close()
@@ -375,9 +375,9 @@ def test_sites_meet_as_single_workers_do(method: str, delay: int) -> None:
     with ThreadPoolExecutor(6) as workers:
         found = list(workers.map(train, range(6)))
 
-    def alone(wire: Transport) -> list[Tensor]:
-        weights, averaging = _train(wire, rules, 10)
-        averaging.settle(exact=True)
+    def alone(transport: Transport) -> list[Tensor]:
+        weights, averaging = _train(transport, rules, 10)
+        averaging.synchronize(exact=True)
         momentum = averaging.state()["momentum"]
         averaging.close()
         return [*weights, momentum]

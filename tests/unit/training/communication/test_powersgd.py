@@ -23,18 +23,18 @@ def total(size: int, steps: range) -> Tensor:
     return torch.stack([share(rank, step) for rank in range(size) for step in steps]).sum(0)
 
 
-def run_steps(wire: Transport, compressed: PowerSgdSum, steps: range) -> list[Tensor]:
+def run_steps(transport: Transport, compressed: PowerSgdSum, steps: range) -> list[Tensor]:
     found: list[Tensor] = []
     for step in steps:
-        flat = share(wire.rank, step)
-        compressed(wire, flat, 0, step)
+        flat = share(transport.rank, step)
+        compressed(transport, flat, 0, step)
         found.append(flat)
     return found
 
 
 def test_all_get_the_same_bits_and_what_they_lack_is_kept() -> None:
     sums = [PowerSgdSum({0: _MATRICES}, rank=3, add_up=ring_sum) for _ in range(3)]
-    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(3)), 3)
+    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(3)), 3)
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
     left = torch.stack([each.state()["worker/0"] for each in sums]).sum(0)
@@ -43,7 +43,7 @@ def test_all_get_the_same_bits_and_what_they_lack_is_kept() -> None:
 
 def test_what_is_no_matrix_is_exact_at_once() -> None:
     sums = [PowerSgdSum({0: _MATRICES}, rank=3) for _ in range(2)]
-    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(1))[0], 2)[0]
+    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(1))[0], 2)[0]
     others = torch.ones(_LENGTH, dtype=torch.bool)
     others[_PLACES] = False
     assert int(others.sum()) == 12
@@ -54,19 +54,19 @@ def test_a_sum_of_low_rank_comes_through_whole() -> None:
     left = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(1))
     right = torch.randn(2, 60, generator=torch.Generator().manual_seed(2))
 
-    def work(wire: Transport) -> Tensor:
-        flat = (left[wire.rank] @ right).reshape(-1)
-        PowerSgdSum({0: [Matrix(0, 40, 60)]}, rank=2)(wire, flat, 0, 0)
+    def work(transport: Transport) -> Tensor:
+        flat = (left[transport.rank] @ right).reshape(-1)
+        PowerSgdSum({0: [Matrix(0, 40, 60)]}, rank=2)(transport, flat, 0, 0)
         return flat.view(40, 60)
 
     assert torch.allclose(run_workers(work, 3)[0], left.sum(0) @ right, atol=1e-4)
 
 
 def test_only_factors_travel() -> None:
-    def work(wire: Transport) -> int:
+    def work(transport: Transport) -> int:
         flat = torch.ones(100 * 100)
-        PowerSgdSum({0: [Matrix(0, 100, 100)]}, rank=4)(wire, flat, 0, 0)
-        return wire.traffic.sent_bytes
+        PowerSgdSum({0: [Matrix(0, 100, 100)]}, rank=4)(transport, flat, 0, 0)
+        return transport.traffic.sent_bytes
 
     for sent_bytes in run_workers(work, 2):
         assert 2 * 100 * 4 * 4 <= sent_bytes <= 2 * 100 * 4 * 4 + 1000
@@ -75,18 +75,18 @@ def test_only_factors_travel() -> None:
 def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
     sums, clean = ([PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2)] for _ in range(2))
 
-    def work(wire: Transport) -> tuple[Tensor, Tensor]:
-        compressed = sums[wire.rank]
-        run_steps(wire, compressed, range(1))
-        flat = share(wire.rank, 1)
-        if wire.rank:
+    def work(transport: Transport) -> tuple[Tensor, Tensor]:
+        compressed = sums[transport.rank]
+        run_steps(transport, compressed, range(1))
+        flat = share(transport.rank, 1)
+        if transport.rank:
             flat[2600] = torch.inf
-        compressed(wire, flat, 0, 1)
-        return flat, run_steps(wire, compressed, range(2, 3))[0]
+        compressed(transport, flat, 0, 1)
+        return flat, run_steps(transport, compressed, range(2, 3))[0]
 
-    def without(wire: Transport) -> Tensor:
-        run_steps(wire, clean[wire.rank], range(1))
-        return run_steps(wire, clean[wire.rank], range(2, 3))[0]
+    def without(transport: Transport) -> Tensor:
+        run_steps(transport, clean[transport.rank], range(1))
+        return run_steps(transport, clean[transport.rank], range(2, 3))[0]
 
     found = run_workers(work, 2)
     assert not any(spoilt.isfinite().all() for spoilt, _ in found)
@@ -94,14 +94,14 @@ def test_one_bad_number_reaches_all_and_is_forgotten() -> None:
 
 
 def test_a_restored_run_goes_on_with_the_same_bits() -> None:
-    def whole(wire: Transport) -> Tensor:
-        return run_steps(wire, PowerSgdSum({0: _MATRICES}, rank=2), range(3))[2]
+    def whole(transport: Transport) -> Tensor:
+        return run_steps(transport, PowerSgdSum({0: _MATRICES}, rank=2), range(3))[2]
 
-    def halves(wire: Transport) -> Tensor:
+    def halves(transport: Transport) -> Tensor:
         first, second = (PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2))
-        run_steps(wire, first, range(2))
+        run_steps(transport, first, range(2))
         second.restore(first.state())
-        return run_steps(wire, second, range(2, 3))[0]
+        return run_steps(transport, second, range(2, 3))[0]
 
     assert torch.equal(run_workers(whole, 2)[0], run_workers(halves, 2)[0])
 
@@ -109,12 +109,12 @@ def test_a_restored_run_goes_on_with_the_same_bits() -> None:
 @pytest.mark.parametrize("after", [1, 3])
 def test_another_number_of_workers_delivers_what_the_others_left(after: int) -> None:
     old, new = ([PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(size)] for size in (2, after))
-    first = run_workers(lambda wire: run_steps(wire, old[wire.rank], range(2)), 2)[0]
+    first = run_workers(lambda transport: run_steps(transport, old[transport.rank], range(2)), 2)[0]
     for compressed, state in zip(
         new, share_out([each.state() for each in old], after), strict=True
     ):
         compressed.restore(state)
-    second = run_workers(lambda wire: run_steps(wire, new[wire.rank], range(2, 4)), after)
+    second = run_workers(lambda transport: run_steps(transport, new[transport.rank], range(2, 4)), after)
     assert all(torch.equal(second[0][1], other[1]) for other in second)
     arrived = torch.stack(first + second[0]).sum(0)
     states = [each.state() for each in new]
@@ -124,16 +124,16 @@ def test_another_number_of_workers_delivers_what_the_others_left(after: int) -> 
 
 def test_a_newcomer_without_factors_gets_the_same_bits() -> None:
     sums = [PowerSgdSum({0: _MATRICES}, rank=2) for _ in range(2)]
-    run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(2)), 2)
+    run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(2)), 2)
     sums[1] = PowerSgdSum({0: _MATRICES}, rank=2)
-    found = run_workers(lambda wire: run_steps(wire, sums[wire.rank], range(2, 4)), 2)
+    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(2, 4)), 2)
     assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_gradient_of_zeros_stays_zero() -> None:
-    def work(wire: Transport) -> Tensor:
+    def work(transport: Transport) -> Tensor:
         flat = torch.zeros(_LENGTH)
-        PowerSgdSum({0: _MATRICES}, rank=2)(wire, flat, 0, 0)
+        PowerSgdSum({0: _MATRICES}, rank=2)(transport, flat, 0, 0)
         return flat
 
     assert not any(found.any() for found in run_workers(work, 2))

@@ -29,12 +29,12 @@ from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
+from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.frames import pack
 from yunlu.training.communication.servers.link import ServerLink, ServerLostError
 from yunlu.training.communication.servers.messages import Pull, Push, ServerHello, TakeTicket, say
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, cut
-from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
 from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.data.sample_order import StepOrder
 from yunlu.training.optim.build import build_optimizer

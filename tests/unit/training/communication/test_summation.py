@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _ring(wire: Transport, flat: Tensor, key: int, tag: int) -> None:
+def _ring(transport: Transport, flat: Tensor, key: int, tag: int) -> None:
     if key < 0:
         raise ArithmeticError("no such key")
-    ring_sum(wire, flat, tag=tag)
+    ring_sum(transport, flat, tag=tag)
 
 
 @pytest.fixture
 def pair() -> Iterator[list[ThreadedSummation]]:
     """Two workers."""
-    both = [ThreadedSummation(wire, _ring) for wire in make_wires(["127.0.0.1"] * 2)]
+    both = [ThreadedSummation(transport, _ring) for transport in make_wires(["127.0.0.1"] * 2)]
     yield both
     for each in both:
         each.close()
@@ -99,7 +99,7 @@ def test_close_ends_what_is_under_way_and_nothing_begins_after_it(
 def test_sums_run_while_others_work() -> None:
     going, may_end = Event(), Event()
 
-    def run(_wire: Transport, flat: Tensor, _key: int, _tag: int) -> None:
+    def run(_transport: Transport, flat: Tensor, _key: int, _tag: int) -> None:
         going.set()
         may_end.wait()
         flat.mul_(2)

@@ -30,11 +30,11 @@ SIZES = (2, 3, 4, 5, 6)
 
 @contextmanager
 def _wires(*hosts: str) -> Generator[list[Transport]]:
-    wires = make_wires(hosts)
+    transports = make_wires(hosts)
     try:
-        yield wires
+        yield transports
     finally:
-        close_all(wires)
+        close_all(transports)
 
 
 def _inputs(size: int, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -45,26 +45,26 @@ def _inputs(size: int, length: int, dtype: torch.dtype = torch.float32) -> list[
 
 
 def _sum_everywhere(
-    wires: list[Transport], method: str, given: list[Tensor], tag: int
+    transports: list[Transport], method: str, given: list[Tensor], tag: int
 ) -> list[Tensor]:
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
-        SUMS[method](wires[rank], flat, tag=tag)
+        SUMS[method](transports[rank], flat, tag=tag)
         return flat
 
-    return in_threads(work, len(wires))
+    return in_threads(work, len(transports))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_way_gives_the_plain_sum_with_the_same_bits_on_all(size: int) -> None:
     # Three hosts: unequal numbers on them for most sizes, one each for three workers.
-    with _wires(*(f"127.0.0.{1 + rank % 3}" for rank in range(size))) as wires:
+    with _wires(*(f"127.0.0.{1 + rank % 3}" for rank in range(size))) as transports:
         for tag, length in enumerate((0, 1, size - 1, size, 1001, 100_003)):
             given = _inputs(size, length)
             plain = torch.stack(given).double().sum(0)
             slack = torch.stack(given).double().abs().sum(0) * 1e-6
             for method in SUMS:
-                first, *others = _sum_everywhere(wires, method, given, tag)
+                first, *others = _sum_everywhere(transports, method, given, tag)
                 assert all(torch.equal(first, other) for other in others), (method, length)
                 assert ((first.double() - plain).abs() <= slack).all(), (method, length)
 
@@ -73,16 +73,16 @@ def test_every_way_gives_the_plain_sum_with_the_same_bits_on_all(size: int) -> N
     "hosts", [(1, 1, 1), (1, 2, 3), (1, 2, 2, 2), (1, 2, 1, 2), (2, 1, 1, 3, 1)]
 )
 def test_machines_with_any_number_of_workers_add_up(hosts: tuple[int, ...]) -> None:
-    with _wires(*(f"127.0.0.{host}" for host in hosts)) as wires:
+    with _wires(*(f"127.0.0.{host}" for host in hosts)) as transports:
         given = _inputs(len(hosts), 5000)
-        found = _sum_everywhere(wires, "hierarchical", given, 0)
+        found = _sum_everywhere(transports, "hierarchical", given, 0)
         exact = torch.stack(given).double().sum(0)
         assert all(torch.equal(found[0], each) for each in found)
         assert torch.allclose(found[0].double(), exact, rtol=1e-5, atol=1e-2)
         between = {
-            wire.rank: wire.traffic.sent_bytes
-            for wire in wires
-            if wire.rank not in {ranks[0] for ranks in group_by_host(wire.hosts)}
+            transport.rank: transport.traffic.sent_bytes
+            for transport in transports
+            if transport.rank not in {ranks[0] for ranks in group_by_host(transport.hosts)}
         }
         if len(set(hosts)) > 1:  # who does not lead sends its share to its leader, and that is all
             pieces = len(segments(slice(0, 5000), 4))
@@ -95,11 +95,11 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
     in_order = given[0].clone()
     for each in given[1:]:
         in_order += each
-    with _wires(*["127.0.0.1"] * 5) as wires:
-        before = {method: _sum_everywhere(wires, method, given, 0)[0] for method in SUMS}
+    with _wires(*["127.0.0.1"] * 5) as transports:
+        before = {method: _sum_everywhere(transports, method, given, 0)[0] for method in SUMS}
         for tag in range(1, 20):
             for method in SUMS:
-                assert torch.equal(_sum_everywhere(wires, method, given, tag)[0], before[method]), (
+                assert torch.equal(_sum_everywhere(transports, method, given, tag)[0], before[method]), (
                     method
                 )
     assert torch.equal(before["direct"], in_order)
@@ -108,10 +108,10 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
 
 @pytest.mark.parametrize("method", ["ring", "direct"])
 def test_the_fewest_bytes_travel(method: str) -> None:
-    with _wires(*["127.0.0.1"] * 4) as wires:
-        _sum_everywhere(wires, method, _inputs(4, 40_000), 0)
-        for wire in wires:
-            body = wire.traffic.sent_bytes - wire.traffic.messages * _HEADER.size
+    with _wires(*["127.0.0.1"] * 4) as transports:
+        _sum_everywhere(transports, method, _inputs(4, 40_000), 0)
+        for transport in transports:
+            body = transport.traffic.sent_bytes - transport.traffic.messages * _HEADER.size
             assert body == 2 * 3 * 40_000 * 4 // 4
 
 
@@ -120,22 +120,22 @@ def test_several_servers_share_the_work() -> None:
 
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
-        served_sum(wires[rank], flat, tag=3, servers=2)
+        served_sum(transports[rank], flat, tag=3, servers=2)
         return flat
 
-    with _wires(*["127.0.0.1"] * 4) as wires:
+    with _wires(*["127.0.0.1"] * 4) as transports:
         found = in_threads(work, 4)
         assert all(torch.equal(found[0], each) for each in found)
-        sent = [wire.traffic.sent_bytes for wire in wires]
+        sent = [transport.traffic.sent_bytes for transport in transports]
         assert sent[0] == pytest.approx(sent[1], rel=0.01)
         assert sent[0] > 1.9 * sent[2]
 
 
 def test_doubles_add_up_as_doubles() -> None:
     given = _inputs(3, 301, torch.float64)
-    with _wires(*["127.0.0.1"] * 3) as wires:
+    with _wires(*["127.0.0.1"] * 3) as transports:
         for tag, method in enumerate(SUMS):
-            found = _sum_everywhere(wires, method, given, tag)[0]
+            found = _sum_everywhere(transports, method, given, tag)[0]
             assert torch.allclose(found, torch.stack(given).sum(0), rtol=1e-12, atol=1e-12)
 
 
@@ -184,14 +184,14 @@ def _check_tree(places: list[TreeNode] | tuple[TreeNode, ...]) -> None:
 
 
 def test_an_error_on_one_worker_ends_the_sum_on_all() -> None:
-    with _wires(*["127.0.0.1"] * 4) as wires:
+    with _wires(*["127.0.0.1"] * 4) as transports:
 
         def work(rank: int) -> str:
             if rank == 3:
-                wires[3].abort()
+                transports[3].abort()
                 return "gone"
             try:
-                SUMS[method](wires[rank], torch.ones(1000), tag=0)
+                SUMS[method](transports[rank], torch.ones(1000), tag=0)
             except LinkLostError:
                 return "told"
             return "not told"

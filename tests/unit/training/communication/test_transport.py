@@ -31,9 +31,9 @@ HELLO = struct.Struct("<2sBxI32s")
 @pytest.fixture
 def trio() -> Iterator[list[Transport]]:
     """Three workers on two hosts."""
-    wires = make_wires(["127.0.0.1", "127.0.0.2", "127.0.0.1"])
-    yield wires
-    close_all(wires)
+    transports = make_wires(["127.0.0.1", "127.0.0.2", "127.0.0.1"])
+    yield transports
+    close_all(transports)
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def ends() -> Iterator[tuple[Transport, socket.socket, socket.socket]]:
             stack.enter_context(far)
             near.setblocking(False)
         links = {peer: near for peer, (near, _) in enumerate(pairs, start=1)}
-        wire = Transport(0, ("a", "b", "c"), links, patience_s=LIMIT_S)
-        yield wire, pairs[0][1], pairs[1][1]
+        transport = Transport(0, ("a", "b", "c"), links, patience_s=LIMIT_S)
+        yield transport, pairs[0][1], pairs[1][1]
 
 
 def _message(
@@ -75,10 +75,10 @@ def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Transport]) -
         return [float(heard[peer].mean()) for peer in others]
 
     assert in_threads(work, 3) == [[1, 2], [0, 2], [0, 1]]
-    for wire in trio:
-        assert wire.hosts == ("127.0.0.1", "127.0.0.2", "127.0.0.1")
-        assert wire.traffic.sent_bytes == wire.traffic.received_bytes == 2 * (4000 + HEADER.size)
-        assert wire.traffic.messages == 2
+    for transport in trio:
+        assert transport.hosts == ("127.0.0.1", "127.0.0.2", "127.0.0.1")
+        assert transport.traffic.sent_bytes == transport.traffic.received_bytes == 2 * (4000 + HEADER.size)
+        assert transport.traffic.messages == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a connection choose")
@@ -100,35 +100,35 @@ def test_messages_whose_length_only_the_sender_knows(trio: list[Transport]) -> N
 @given(bodies=st.lists(st.binary(max_size=200_000), max_size=5), tag=st.integers(0, 2**33))
 @settings(max_examples=15, deadline=None)
 def test_many_messages_both_ways_arrive_whole_and_in_order(bodies: list[bytes], tag: int) -> None:
-    wires = make_wires(["127.0.0.1"] * 2)
+    transports = make_wires(["127.0.0.1"] * 2)
     found: list[list[bytearray]] = [[], []]
 
     def work(rank: int) -> list[int]:
         order: list[int] = []
         found[rank] = [bytearray(len(body)) for body in bodies]
-        with wires[rank].flow(tag=tag) as flow:
+        with transports[rank].session(tag=tag) as session:
             for number, body in enumerate(bodies):
-                flow.receive(1 - rank, found[rank][number], lambda n=number: order.append(n))
-                flow.send(1 - rank, body)
+                session.receive(1 - rank, found[rank][number], lambda n=number: order.append(n))
+                session.send(1 - rank, body)
         return order
 
     try:
         assert in_threads(work, 2) == [list(range(len(bodies)))] * 2
     finally:
-        close_all(wires)
+        close_all(transports)
     assert found == [bodies, bodies]
 
 
 def test_channels_keep_their_own_order(trio: list[Transport]) -> None:
     first, second, third = bytearray(3), bytearray(5), bytearray(3)
-    with trio[0].flow() as flow:
-        flow.send(1, b"late!", channel=1)
-        flow.send(1, b"one", channel=0)
-        flow.send(1, b"two", channel=0)
-    with trio[1].flow() as flow:
-        flow.receive(0, first, channel=0)
-        flow.receive(0, third, channel=0)
-        flow.receive(0, second, channel=1)
+    with trio[0].session() as session:
+        session.send(1, b"late!", channel=1)
+        session.send(1, b"one", channel=0)
+        session.send(1, b"two", channel=0)
+    with trio[1].session() as session:
+        session.receive(0, first, channel=0)
+        session.receive(0, third, channel=0)
+        session.receive(0, second, channel=1)
     assert (first, third, second) == (b"one", b"two", b"late!")
 
 
@@ -149,16 +149,16 @@ def test_channels_keep_their_own_order(trio: list[Transport]) -> None:
 def test_what_was_not_to_come_is_refused_and_the_others_go_on(
     ends: tuple[Transport, socket.socket, socket.socket], sent: bytes
 ) -> None:
-    wire, bad, good = ends
+    transport, bad, good = ends
     bad.sendall(sent)
     with pytest.raises(RefusedError) as caught:
-        wire.receive(1, bytearray(8))
+        transport.receive(1, bytearray(8))
     assert caught.value.peer == 1
     bad.settimeout(LIMIT_S)
     assert bad.recv(1) == b""  # it learns that nobody listens any more
     good.sendall(_message(b"fine"))
     into = bytearray(4)
-    wire.receive(2, into)
+    transport.receive(2, into)
     assert into == b"fine"
 
 
@@ -180,12 +180,12 @@ def test_every_flipped_bit_is_noticed(ends: tuple[Transport, socket.socket, sock
 def test_nothing_is_set_aside_for_a_message_that_is_too_long(
     ends: tuple[Transport, socket.socket, socket.socket],
 ) -> None:
-    wire, bad, _ = ends
+    transport, bad, _ = ends
     bad.sendall(_message(b"", length=1 << 30))
     tracemalloc.start()
     try:
         with pytest.raises(RefusedError):
-            wire.receive_some(1, limit_bytes=(1 << 30) - 1)
+            transport.receive_some(1, limit_bytes=(1 << 30) - 1)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -195,55 +195,55 @@ def test_nothing_is_set_aside_for_a_message_that_is_too_long(
 def test_a_connection_that_ends_early_is_a_loss(
     ends: tuple[Transport, socket.socket, socket.socket], sent: bytes
 ) -> None:
-    wire, bad, _ = ends
+    transport, bad, _ = ends
     bad.sendall(sent)
     bad.close()
     with pytest.raises(LinkLostError) as caught:
-        wire.receive(1, bytearray(8))
+        transport.receive(1, bytearray(8))
     assert not isinstance(caught.value, RefusedError)
     assert isinstance(caught.value, dist.DistNetworkError)
 
 
 @pytest.mark.parametrize("sent", [b"", _message(b"12345678")[:-1]])
 def test_patience_ends(ends: tuple[Transport, socket.socket, socket.socket], sent: bytes) -> None:
-    wire, silent, _ = ends
+    transport, silent, _ = ends
     silent.sendall(sent)
-    wire.patience_s = 0.05
+    transport.patience_s = 0.05
     with pytest.raises(LinkLostError, match="nothing moved"):
-        wire.receive(1, bytearray(8))
+        transport.receive(1, bytearray(8))
 
 
 def test_patience_ends_for_a_message_that_nobody_takes(
     ends: tuple[Transport, socket.socket, socket.socket],
 ) -> None:
-    wire, _, _ = ends
-    wire.patience_s = 0.05
+    transport, _, _ = ends
+    transport.patience_s = 0.05
     with pytest.raises(LinkLostError, match="nothing moved"):
-        wire.send(1, bytes(64 << 20))
+        transport.send(1, bytes(64 << 20))
 
 
 def test_abort_ends_waits_now_and_later(
     ends: tuple[Transport, socket.socket, socket.socket],
 ) -> None:
-    wire, _, _ = ends
+    transport, _, _ = ends
     starting = Event()
     raised: list[LinkLostError] = []
 
     def wait() -> None:
         starting.set()
         try:
-            wire.receive(1, bytearray(8))
+            transport.receive(1, bytearray(8))
         except LinkLostError as error:
             raised.append(error)
 
     waiting = Thread(target=wait, daemon=True)
     waiting.start()
     starting.wait()
-    wire.abort()
+    transport.abort()
     waiting.join(LIMIT_S)
     assert "given up" in str(raised[0])
     with pytest.raises(LinkLostError, match="given up"):
-        wire.receive(2, bytearray(8))
+        transport.receive(2, bytearray(8))
 
 
 def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(
@@ -289,11 +289,11 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         silent = [stack.enter_context(closing(_knock(store, said))) for said in [b"", half] * 20]
         in_threads(lambda rank: join(rank + 1), 2)
         first.join(LIMIT_S)
-        wires = sorted(joined, key=lambda wire: wire.rank)
-        stack.callback(close_all, wires)
+        transports = sorted(joined, key=lambda transport: transport.rank)
+        stack.callback(close_all, transports)
         into = bytearray(5)
-        wires[1].send(0, b"hello")
-        wires[0].receive(1, into)
+        transports[1].send(0, b"hello")
+        transports[0].receive(1, into)
         assert into == b"hello"
         for caller in (*turned_away, *silent):
             assert _is_hung_up(caller)

@@ -33,7 +33,7 @@ def in_threads(function: Callable[[int], T], size: int) -> list[T]:
         return list(pool.map(function, range(size)))
 
 
-def close_all(wires: Sequence[Transport]) -> None:
+def close_all(transports: Sequence[Transport]) -> None:
     """Hang up everywhere."""
-    for wire in wires:
-        wire.close()
+    for transport in transports:
+        transport.close()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.layout import Layout
-from yunlu.runs.worker_group import FrameError, Unpacker, pack
+from yunlu.runs.worker_group import FrameDecoder, FrameError, encode_frame
 from yunlu.training.elastic.messages import (
     Assignment,
     Heartbeat,
@@ -26,8 +26,8 @@ from yunlu.training.elastic.messages import (
 def test_messages_survive_any_cutting_of_the_stream(
     messages: list[dict[str, int]], data: st.DataObject
 ) -> None:
-    stream = b"".join(pack(message) for message in messages)
-    unpacker, found = Unpacker(), []
+    stream = b"".join(encode_frame(message) for message in messages)
+    unpacker, found = FrameDecoder(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         found += list(unpacker.feed(stream[:size]))
@@ -47,25 +47,25 @@ def test_an_assignment_arrives_as_it_was_sent() -> None:
         handoff_rank=1,
         restore=Restore(kind="start"),
     )
-    (found,) = Unpacker().feed(frame(sent))
+    (found,) = FrameDecoder().feed(frame(sent))
     assert read_message(found) == sent
 
 
 def test_layouts_by_count_and_steps_arrive_as_they_were_sent() -> None:
     for sent in (LayoutsPlanned(layouts={2: Layout(tp=2)}), Heartbeat(steps=((1, 0.5, 0.1),))):
-        (found,) = Unpacker().feed(frame(sent))
+        (found,) = FrameDecoder().feed(frame(sent))
         assert read_message(found) == sent
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(FrameError):
-        list(Unpacker(100).feed((101).to_bytes(4, "big")))
+        list(FrameDecoder(100).feed((101).to_bytes(4, "big")))
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\x80\x04."])
 def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError):
-        list(Unpacker().feed(len(body).to_bytes(4, "big") + body))
+        list(FrameDecoder().feed(len(body).to_bytes(4, "big") + body))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ __all__ = [
 class SumFunction(Protocol):
     """Adds up a flat CPU tensor over the workers of a wire, in place."""
 
-    def __call__(self, wire: Transport, /, flat: Tensor, *, tag: int) -> None:
+    def __call__(self, transport: Transport, /, flat: Tensor, *, tag: int) -> None:
         """See the class."""
         ...
 

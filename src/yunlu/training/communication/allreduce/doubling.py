@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 
 @collective
-def doubling_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def doubling_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """The fewest steps, log2 of the workers, each with the whole tensor: for small ones."""
-    sum_by_doubling(everyone(wire, tag), values_of(flat))
+    sum_by_doubling(everyone(transport, tag), values_of(flat))
 
 
-def sum_by_doubling(team: RankGroup, values: Values) -> None:
+def sum_by_doubling(group: RankGroup, values: Values) -> None:
     """See ``doubling_sum``. Both of a pair add the same two numbers, so they get the same bits."""
-    if not len(values) or team.size == 1:
+    if not len(values) or group.size == 1:
         return
-    wire, position = team.wire, team.position
-    paired = 1 << (team.size.bit_length() - 1)
+    transport, position = group.transport, group.position
+    paired = 1 << (group.size.bit_length() - 1)
     share = np.empty_like(values)
     if position >= paired:
         # One too many for pairs: someone else adds for us.
-        deputy = team.ranks[position - paired]
-        wire.exchange({deputy: values}, {deputy: values}, tag=team.tag)
+        deputy = group.ranks[position - paired]
+        transport.exchange({deputy: values}, {deputy: values}, tag=group.tag)
         return
-    ward = team.ranks[position + paired] if position + paired < team.size else None
+    ward = group.ranks[position + paired] if position + paired < group.size else None
     if ward is not None:
-        wire.receive(ward, share, tag=team.tag)
+        transport.receive(ward, share, tag=group.tag)
         add(values, share)
     distance = 1
     while distance < paired:
-        partner = team.ranks[position ^ distance]
-        wire.exchange({partner: values}, {partner: share}, tag=team.tag)
+        partner = group.ranks[position ^ distance]
+        transport.exchange({partner: values}, {partner: share}, tag=group.tag)
         add(values, share)
         distance *= 2
     if ward is not None:
-        wire.send(ward, values, tag=team.tag)
+        transport.send(ward, values, tag=group.tag)

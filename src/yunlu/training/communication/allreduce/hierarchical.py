@@ -28,25 +28,25 @@ _SMALL_BYTES, _LARGE_BYTES = 8 << 10, 128 << 10
 
 
 @collective
-def hierarchical_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def hierarchical_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Each machine sends and receives what one worker would, however many it has."""
     values = values_of(flat)
-    machines = group_by_host(wire.hosts)
+    machines = group_by_host(transport.hosts)
     if len(machines) == 1:
-        sum_by_owners(everyone(wire, tag), values, range(wire.size))
+        sum_by_owners(everyone(transport, tag), values, range(transport.size))
         return
-    mates = next(ranks for ranks in machines if wire.rank in ranks)
+    mates = next(ranks for ranks in machines if transport.rank in ranks)
     leader, *others = mates
-    if wire.rank != leader:
-        _follow(RankGroup(wire, mates, tag), leader, values)
+    if transport.rank != leader:
+        _follow(RankGroup(transport, mates, tag), leader, values)
         return
-    _lead(RankGroup(wire, mates, tag), others, values)
-    leaders = RankGroup(wire, [ranks[0] for ranks in machines], tag)
+    _lead(RankGroup(transport, mates, tag), others, values)
+    leaders = RankGroup(transport, [ranks[0] for ranks in machines], tag)
     _sum_between(leaders, values)
-    with leaders.flow() as flow:
+    with leaders.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
             for other in others:
-                flow.send(other, values[piece])
+                session.send(other, values[piece])
 
 
 def _sum_between(leaders: RankGroup, values: Values) -> None:
@@ -67,17 +67,17 @@ def group_by_host(hosts: tuple[str, ...]) -> list[list[int]]:
     return list(machines.values())
 
 
-def _follow(team: RankGroup, leader: int, values: Values) -> None:
-    with team.flow() as flow:
+def _follow(group: RankGroup, leader: int, values: Values) -> None:
+    with group.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
-            flow.send(leader, values[piece])
-            flow.receive(leader, values[piece])
+            session.send(leader, values[piece])
+            session.receive(leader, values[piece])
 
 
-def _lead(team: RankGroup, others: list[int], values: Values) -> None:
-    with team.flow() as flow:
+def _lead(group: RankGroup, others: list[int], values: Values) -> None:
+    with group.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
-            collect(flow, others, values[piece], partial(_add_all, values[piece]))
+            collect(session, others, values[piece], partial(_add_all, values[piece]))
 
 
 def _add_all(mine: Values, shares: list[Values]) -> None:

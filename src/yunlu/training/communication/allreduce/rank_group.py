@@ -30,7 +30,7 @@ _SEGMENTS = 4
 class RankGroup:
     """Some of a wire's workers, each with a position among them."""
 
-    wire: Transport
+    transport: Transport
     ranks: Sequence[int]
     tag: int
 
@@ -42,11 +42,11 @@ class RankGroup:
     @property
     def position(self) -> int:
         """Ours."""
-        return self.ranks.index(self.wire.rank)
+        return self.ranks.index(self.transport.rank)
 
-    def flow(self) -> TransportSession:
+    def session(self) -> TransportSession:
         """Messages among them."""
-        return self.wire.flow(tag=self.tag)
+        return self.transport.session(tag=self.tag)
 
 
 def collective(
@@ -55,19 +55,19 @@ def collective(
     """A sum that, when it fails, ends on all workers: also on those that wait for none of the lost ones."""
 
     @wraps(function)
-    def run(wire: Transport, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def run(transport: Transport, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            function(wire, *args, **kwargs)
+            function(transport, *args, **kwargs)
         except BaseException:
-            wire.abort()
+            transport.abort()
             raise
 
     return run
 
 
-def everyone(wire: Transport, tag: int) -> RankGroup:
+def everyone(transport: Transport, tag: int) -> RankGroup:
     """All workers of a wire."""
-    return RankGroup(wire, range(wire.size), tag)
+    return RankGroup(transport, range(transport.size), tag)
 
 
 def values_of(flat: Tensor) -> Values:
@@ -92,7 +92,7 @@ def segments(part: slice, item_bytes: int) -> list[slice]:
 
 
 def collect(
-    flow: TransportSession,
+    session: TransportSession,
     peers: Sequence[int],
     like: Values,
     then: Callable[[list[Values]], object],
@@ -113,7 +113,7 @@ def collect(
             then(shares)
 
     for peer, share in zip(peers, shares, strict=True):
-        flow.receive(peer, share, note, channel=channel)
+        session.receive(peer, share, note, channel=channel)
     if not peers:
         then([])
 

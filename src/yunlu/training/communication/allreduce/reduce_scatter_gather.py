@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 @collective
-def direct_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def direct_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Every worker owns a part: as few bytes as a ring, in two steps, over all connections."""
-    sum_by_owners(everyone(wire, tag), values_of(flat), range(wire.size))
+    sum_by_owners(everyone(transport, tag), values_of(flat), range(transport.size))
 
 
 @collective
-def served_sum(wire: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
+def served_sum(transport: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
     """The first workers own the parts: a parameter server, split over some of its own clients."""
-    sum_by_owners(everyone(wire, tag), values_of(flat), range(min(servers, wire.size)))
+    sum_by_owners(everyone(transport, tag), values_of(flat), range(min(servers, transport.size)))
 
 
-def sum_by_owners(team: RankGroup, values: Values, owners: Sequence[int]) -> None:
+def sum_by_owners(group: RankGroup, values: Values, owners: Sequence[int]) -> None:
     """Add up; the values of all in the order of their positions, whoever comes first.
 
     Args:
@@ -47,34 +47,34 @@ def sum_by_owners(team: RankGroup, values: Values, owners: Sequence[int]) -> Non
         values: Ours, replaced by the sum.
         owners: The positions of those who own a part each.
     """
-    position = team.position
-    others = [(position + turn) % team.size for turn in range(1, team.size)]
+    position = group.position
+    others = [(position + turn) % group.size for turn in range(1, group.size)]
     pieces = {
         owner: segments(part, values.itemsize)
         for owner, part in zip(owners, cut(len(values), len(owners)), strict=True)
     }
-    with team.flow() as flow:
+    with group.session() as session:
         # Between any two, all shares come before all sums.
         for number in range(max(len(places) for places in pieces.values())):
             for other in others:
                 for place in pieces.get(other, [])[number : number + 1]:
-                    flow.send(team.ranks[other], values[place])
+                    session.send(group.ranks[other], values[place])
         for place in pieces.get(position, []):
-            _own(team, flow, values[place], others)
+            _own(group, session, values[place], others)
         for other in others:
             for place in pieces.get(other, []):
-                flow.receive(team.ranks[other], values[place])
+                session.receive(group.ranks[other], values[place])
 
 
-def _own(team: RankGroup, flow: TransportSession, mine: Values, others: list[int]) -> None:
-    position = team.position
+def _own(group: RankGroup, session: TransportSession, mine: Values, others: list[int]) -> None:
+    position = group.position
 
     def finish(shares: list[Values]) -> None:
         add_in_order(mine, shares, position)
         for other in others:
-            flow.send(team.ranks[other], mine)
+            session.send(group.ranks[other], mine)
 
-    collect(flow, [team.ranks[other] for other in sorted(others)], mine, finish)
+    collect(session, [group.ranks[other] for other in sorted(others)], mine, finish)
 
 
 def add_in_order(mine: Values, shares: list[Values], position: int) -> None:

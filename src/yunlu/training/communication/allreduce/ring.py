@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 @collective
-def ring_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def ring_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Each part goes round once to be added up and once more to be known."""
-    sum_in_ring(everyone(wire, tag), values_of(flat))
+    sum_in_ring(everyone(transport, tag), values_of(flat))
 
 
-def sum_in_ring(team: RankGroup, values: Values) -> None:
+def sum_in_ring(group: RankGroup, values: Values) -> None:
     """See ``ring_sum``."""
-    size, position = team.size, team.position
+    size, position = group.size, group.position
     parts = [segments(part, values.itemsize) for part in cut(len(values), size)]
-    before, after = team.ranks[position - 1], team.ranks[(position + 1) % size]
+    before, after = group.ranks[position - 1], group.ranks[(position + 1) % size]
     last = 2 * size - 3
-    with team.flow() as flow:
+    with group.session() as session:
         for place in parts[position]:
-            flow.send(after, values[place])
+            session.send(after, values[place])
         for step in range(last + 1):
             is_partial = step < size - 1
             for place in parts[(position - step - 1) % size]:
@@ -47,12 +47,12 @@ def sum_in_ring(team: RankGroup, values: Values) -> None:
                 into = np.empty_like(mine) if is_partial else mine
                 share = into if is_partial else None
                 goes_to = after if step < last else None
-                flow.receive(before, into, partial(_go_on, flow, mine, share, goes_to))
+                session.receive(before, into, partial(_go_on, session, mine, share, goes_to))
 
 
-def _go_on(flow: TransportSession, mine: Values, share: Values | None, after: int | None) -> None:
+def _go_on(session: TransportSession, mine: Values, share: Values | None, after: int | None) -> None:
     # What is written here was sent on long ago where it was ever sent: it has come round since.
     if share is not None:
         add(mine, share)
     if after is not None:
-        flow.send(after, mine)
+        session.send(after, mine)

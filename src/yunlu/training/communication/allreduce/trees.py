@@ -33,29 +33,29 @@ class TreeNode:
 
 
 @collective
-def tree_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def tree_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """One binary tree: few steps; its leaves, half of the workers, use their links half."""
     values = values_of(flat)
-    place = place_in_heap(wire.rank, wire.size)
-    with everyone(wire, tag).flow() as flow:
+    place = place_in_heap(transport.rank, transport.size)
+    with everyone(transport, tag).session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
-            _take_part(flow, place, values[piece], channel=0)
+            _take_part(session, place, values[piece], channel=0)
 
 
 @collective
-def double_tree_sum(wire: Transport, flat: Tensor, *, tag: int) -> None:
+def double_tree_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Two trees, half of the values over each: leaves of one are inside the other (Sanders et al. 2009)."""
     values = values_of(flat)
     middle = len(values) // 2
     halves = (
         segments(half, values.itemsize) for half in (slice(0, middle), slice(middle, len(values)))
     )
-    twins = places_in_twins(wire.rank, wire.size)
-    with everyone(wire, tag).flow() as flow:
+    twins = places_in_twins(transport.rank, transport.size)
+    with everyone(transport, tag).session() as session:
         for pieces in zip_longest(*halves):
             for channel, (place, piece) in enumerate(zip(twins, pieces, strict=True)):
                 if piece is not None:
-                    _take_part(flow, place, values[piece], channel=channel)
+                    _take_part(session, place, values[piece], channel=channel)
 
 
 def place_in_heap(rank: int, size: int) -> TreeNode:
@@ -87,12 +87,12 @@ def _parent_in_order(number: int, size: int) -> int:
     return above if above < size else number ^ height
 
 
-def _take_part(flow: TransportSession, place: TreeNode, mine: Values, *, channel: int) -> None:
+def _take_part(session: TransportSession, place: TreeNode, mine: Values, *, channel: int) -> None:
     """Add the children's shares to ours, pass it up, and what comes back down."""
 
     def pass_down() -> None:
         for child in place.children:
-            flow.send(child, mine, channel=channel)
+            session.send(child, mine, channel=channel)
 
     def pass_up(shares: list[Values]) -> None:
         for share in shares:
@@ -100,8 +100,8 @@ def _take_part(flow: TransportSession, place: TreeNode, mine: Values, *, channel
         if place.parent is None:
             pass_down()
         else:
-            flow.send(place.parent, mine, channel=channel)
+            session.send(place.parent, mine, channel=channel)
 
     if place.parent is not None:
-        flow.receive(place.parent, mine, pass_down, channel=channel)
-    collect(flow, place.children, mine, pass_up, channel=channel)
+        session.receive(place.parent, mine, pass_down, channel=channel)
+    collect(session, place.children, mine, pass_up, channel=channel)

@@ -85,15 +85,15 @@ class Averaging:
     def __init__(
         self,
         weights: Sequence[Tensor],
-        wire: Transport,
+        transport: Transport,
         rules: LocalRules,
         *,
         codec: Codec | None = None,
         mates: Transport | None = None,
     ) -> None:
         self.rules = rules
-        self._wire, self._mates = wire, mates
-        self._meeting = Meeting(wire, codec or make_codec(rules.codec))
+        self._transport, self._mates = transport, mates
+        self._meeting = Meeting(transport, codec or make_codec(rules.codec))
         self._weights = [_in_memory(weight) for weight in weights]
         length = sum(len(weight) for weight in self._weights)
         self._all = slice(0, length)
@@ -130,7 +130,7 @@ class Averaging:
         self._land_until(step)
 
     @torch.no_grad()
-    def settle(self, *, exact: bool = False) -> None:
+    def synchronize(self, *, exact: bool = False) -> None:
         """Bring everything together now: afterwards all workers hold the same weights, to the bit.
 
         Before evaluating, saving, pausing and at the end; by all workers after the same step.
@@ -140,7 +140,7 @@ class Averaging:
                 workers, and fits any number of them.
         """
         self._land_until(None)
-        meeting = Meeting(self._wire, Plain()) if exact else self._meeting
+        meeting = Meeting(self._transport, Plain()) if exact else self._meeting
         for part in self._parts:
             if part.samples or exact:
                 self._begin(part, meeting, step=0, delay=0)
@@ -203,7 +203,7 @@ class Averaging:
 
     def traffic(self) -> Traffic:
         """What went over the wires so far."""
-        mine, theirs = self._wire.traffic, self._mates.traffic if self._mates else Traffic()
+        mine, theirs = self._transport.traffic, self._mates.traffic if self._mates else Traffic()
         return Traffic(
             mine.sent_bytes + theirs.sent_bytes,
             mine.received_bytes + theirs.received_bytes,
@@ -216,7 +216,7 @@ class Averaging:
 
     def abort(self) -> None:
         """End every wait with an error, now and later; from any thread."""
-        self._wire.abort()
+        self._transport.abort()
         if self._mates is not None:
             self._mates.abort()
 
@@ -226,13 +226,13 @@ class Averaging:
             self.abort()
         self._waiting.put(None)
         self._thread.join()
-        self._wire.close()
+        self._transport.close()
         if self._mates is not None:
             self._mates.close()
 
     def _make_part(self, number: int, length: int) -> _Part:
         whole = share_of(length, number, self.rules.parts)
-        share = share_of(whole.stop - whole.start, self._wire.rank, self._wire.size)
+        share = share_of(whole.stop - whole.start, self._transport.rank, self._transport.size)
         ours = slice(whole.start + share.start, whole.start + share.stop)
         return _Part(
             whole,
@@ -309,11 +309,11 @@ class Averaging:
         if self._mates is None:
             return
         flag = bytes([flight.becomes_anchor])
-        with self._mates.flow(tag=flight.number % _TAGS) as flow:
+        with self._mates.session(tag=flight.number % _TAGS) as session:
             for mate in range(1, self._mates.size):
-                flow.send(mate, flag)
+                session.send(mate, flag)
                 for values in self.told(flight.part.whole):
-                    flow.send(mate, values)
+                    session.send(mate, values)
 
     def told(self, where: slice) -> list[Any]:
         """The arrays that an exchange of this stretch changes: the anchor's, and of its momentum."""

@@ -18,10 +18,10 @@ class Following(Averaging):
     @torch.no_grad()
     def _meet(self, flight: Flight) -> None:
         flag = bytearray(1)
-        with self._wire.flow(tag=flight.number % (1 << 32)) as flow:
-            flow.receive(0, flag)
+        with self._transport.session(tag=flight.number % (1 << 32)) as session:
+            session.receive(0, flag)
             for values in self.told(flight.part.whole):
-                flow.receive(0, values)
+                session.receive(0, values)
         self._rounds += 1
         flight.becomes_anchor = bool(flag[0])
         if not flight.becomes_anchor:

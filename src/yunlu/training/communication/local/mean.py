@@ -38,10 +38,10 @@ class Meeting:
         codec: How values travel.
     """
 
-    def __init__(self, wire: Transport, codec: Codec) -> None:
+    def __init__(self, transport: Transport, codec: Codec) -> None:
         self.codec = codec
-        self._wire = wire
-        self._others = [peer for peer in range(wire.size) if peer != wire.rank]
+        self._transport = transport
+        self._others = [peer for peer in range(transport.size) if peer != transport.rank]
         self._kept: dict[tuple[str, int], Tensor] = {}
 
     def take_mean(
@@ -56,18 +56,18 @@ class Meeting:
             origin: Digest of the weights from which it was learned: the others' must be the same.
             number: Which exchange this is, on all workers.
         """
-        shares = [share_of(len(learned), rank, self._wire.size) for rank in range(self._wire.size)]
+        shares = [share_of(len(learned), rank, self._transport.size) for rank in range(self._transport.size)]
         parts = [learned[share] for share in shares]
         mean = self._collect(parts, weight, origin, number)
         mean += owed
         whole = self._keep("whole", 0, len(learned), torch.float32)
         self._spread(mean, [whole[share] for share in shares], number)
-        torch.sub(mean, whole[shares[self._wire.rank]], out=owed)
+        torch.sub(mean, whole[shares[self._transport.rank]], out=owed)
         return whole
 
     def _collect(self, parts: list[Tensor], weight: float, origin: int, number: int) -> Tensor:
         """The mean of our share; what is sent of the others' shares is taken off ``parts``."""
-        ours = parts[self._wire.rank]
+        ours = parts[self._transport.rank]
         outgoing = {peer: self._room("to", peer, len(parts[peer])) for peer in self._others}
         incoming = {peer: self._room("from", peer, len(ours)) for peer in self._others}
         header = bytearray(_HEADER.pack(weight, origin))
@@ -97,7 +97,7 @@ class Meeting:
             self._room("mean of", peer, len(part))[_HEADER.size :]
             for peer, part in enumerate(wholes)
         ]
-        ours = rooms[self._wire.rank]
+        ours = rooms[self._transport.rank]
         self._encode(mean, ours, number)
         incoming = {peer: rooms[peer] for peer in self._others}
         self._exchange(dict.fromkeys(incoming, ours), incoming, tag=2 * number + 1)
@@ -108,7 +108,7 @@ class Meeting:
     def _exchange(
         self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], *, tag: int
     ) -> None:
-        self._wire.exchange(
+        self._transport.exchange(
             {peer: _buffer(message) for peer, message in outgoing.items()},
             {peer: _buffer(message) for peer, message in incoming.items()},
             tag=tag % _TAGS,

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from yunlu.runs.worker_group import reachable
+from yunlu.runs.worker_group import reachable_address
 from yunlu.training.communication.servers.address import Address, publish_address
 from yunlu.training.communication.servers.frames import (
     CONTROL_BYTES,
@@ -93,7 +93,7 @@ class ShardServer:
         self._selector.register(self._bell, selectors.EVENT_READ)
         port = self._door.getsockname()[1]
         publish_address(
-            shard.directory, Address(host=reachable(host), port=port, token=shard.token)
+            shard.directory, Address(host=reachable_address(host), port=port, token=shard.token)
         )
 
     def run(self) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Yunlu
+from tests.waiting import wait_until
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
@@ -70,10 +71,12 @@ def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunStore,
 
 def worker_of(run: RunStore, *, life: int) -> psutil.Process:
     """The worker of a life; waits until it has told its number."""
-    while True:
-        lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
-        if len(lives) >= life:
-            return psutil.Process(lives[life - 1]["pid"])
+
+    def lives() -> list[AttemptStarted]:
+        return [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
+
+    wait_until(lambda: len(lives()) >= life, f"life {life}")
+    return psutil.Process(lives()[life - 1].pid)
 
 
 @pytest.mark.slow

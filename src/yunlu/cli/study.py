@@ -1,4 +1,6 @@
-"""``yunlu study``: what searches have found so far, and what to do with it."""
+"""``yunlu study``: results of searches, and what to do with them."""
+
+from __future__ import annotations
 
 import time
 import webbrowser
@@ -7,24 +9,11 @@ from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
-from yunlu.core.errors import StoreError
-from yunlu.render.study_report.dump import dump_best, dump_study
-from yunlu.render.terminal.page import make_console, to_json
-from yunlu.render.terminal.study_tables import (
-    answer_block,
-    failure_lines,
-    print_block,
-    studies_table,
-    study_page,
-)
-from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
-from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import StudyView, look
+from yunlu.client.connect import default_client
+from yunlu.core.errors import error_of_code
+from yunlu.render.terminal.page import make_console, print_json
 
 _FEW = 20
-_POLL_S = 0.1
-_PATIENCE_S = 150.0
-"""Longer than trials may take to save."""
 
 study = App(
     name="study",
@@ -41,51 +30,48 @@ def list_all(*, json: bool = False) -> int:
     Args:
         json: Print one JSON line for each study.
     """
-    views, damages = _look_at_all()
+    listed = default_client().studies()
     if json:
-        for view in views:
-            told = dump_study(view)
-            print(to_json({**told, "trials": len(view.trials)}))
+        from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (slow to import)
+
+        for view in listed.studies:
+            print_json({**dump_study(view), "trials": len(view.trials)})
         return 0
+    from yunlu.render.terminal.study_tables import print_block, studies_table  # noqa: PLC0415
+
     console = make_console()
-    if views:
-        print_block(console, studies_table(views, now=time.time()))
-    elif not damages:
-        console.print(f"no studies in {studies_home()}; start one: yunlu tune JOB")
-    for damage in damages:
-        console.print(f" {damage.message}", style="yellow", soft_wrap=True)
+    if listed.studies:
+        print_block(console, studies_table(listed.studies, now=time.time()))
+    elif not listed.damaged:
+        console.print(f"no studies in {listed.home}; start one: yunlu tune JOB")
+    for message in listed.damaged:
+        console.print(f" {message}", style="yellow", soft_wrap=True)
     return 0
-
-
-def _look_at_all() -> tuple[list[StudyView], list[StudyError]]:
-    """Those that can be read, and what is wrong with the others."""
-    views, damages = list[StudyView](), list[StudyError]()
-    for name in list_studies():
-        try:
-            views.append(look(name))
-        except StudyError as error:
-            damages.append(error)
-    return views, damages
 
 
 @study.command
 def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int:
-    """Show a study: its trials, the best first, and how far it is.
+    """Show a study: its trials, the best first, and its progress.
 
     Args:
         name: Its name, or: last.
         all: Every trial, not only the best.
         json: Print everything as one JSON document.
     """
-    view = look(name)
+    view = default_client().study(name)
     if json:
-        print(to_json(dump_study(view)))
+        from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (slow to import)
+
+        print_json(dump_study(view))
         return 0
+    from yunlu.render.terminal import study_tables  # noqa: PLC0415 (slow to import)
+
     console = make_console()
     rows = None if all else _FEW
-    print_block(console, study_page(view, now=time.time(), width=console.width, rows=rows))
-    for line in failure_lines(view):
-        print_block(console, line)
+    page = study_tables.study_page(view, now=time.time(), width=console.width, rows=rows)
+    study_tables.print_block(console, page)
+    for line in study_tables.failure_lines(view):
+        study_tables.print_block(console, line)
     if view.state == "stopped":
         way = f"yunlu tune --resume {view.name}"
         if view.is_told:
@@ -96,22 +82,27 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
 
 @study.command
 def best(name: str = "last", /, *, json: bool = False) -> int:
-    """Print the best setting, the command that trains with it, and where its model lies.
+    """Print the best setting, the command that trains with it, and the path of its model.
 
     Args:
         name: The study's name, or: last.
         json: Print it as one JSON object.
     """
-    view = look(name)
+    view = default_client().study(name)
     if view.best is None:
-        raise StudyError(
-            f"no trial of {view.name} has a value yet", hint=f"yunlu study show {view.name}"
+        raise error_of_code(
+            "study",
+            f"no trial of {view.name} has a value yet",
+            hint=f"yunlu study show {view.name}",
         )
     if json:
-        print(to_json(dump_best(view)))
+        from yunlu.render.study_report.dump import dump_best  # noqa: PLC0415 (slow to import)
+
+        print_json(dump_best(view))
         return 0
-    console = make_console()
-    print_block(console, answer_block(view, now=time.time()))
+    from yunlu.render.terminal.study_tables import answer_block, print_block  # noqa: PLC0415
+
+    print_block(make_console(), answer_block(view, now=time.time()))
     return 0
 
 
@@ -124,64 +115,40 @@ def report(
     open_: Annotated[bool, Parameter(name="--open")] = False,
     json_: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
-    """Write the report of a study: one HTML page with all its pictures.
+    """Write the report of a study: one HTML page with all its figures.
 
     Args:
         name: Its name, or: last.
         html: Write the page here instead of into the study's directory.
         open_: Open the page in the browser.
-        json_: Print where it lies as JSON.
+        json_: Print the path of the page as JSON.
     """
-    view = look(name)
-    page = _write(view, None if html is None else html.expanduser())
+    page = None if html is None else html.expanduser()
+    result = default_client().report_study(name, page=page)
     if json_:
-        print(to_json({"study": view.name, "report": str(page)}))
+        print_json({"study": result.view.name, "report": result.report})
     else:
-        make_console().print(f" report      {page}", soft_wrap=True)
-    if open_:
-        webbrowser.open(page.absolute().as_uri())
+        make_console().print(f" report      {result.report}", soft_wrap=True)
+    if open_ and result.report is not None:
+        webbrowser.open(Path(result.report).absolute().as_uri())
     return 0
 
 
 @study.command
 def stop(name: str = "last", /) -> int:
-    """Ask a running study to rest: its trials save and hold, and it can go on later.
+    """Ask a running study to stop: its trials save and hold, and it can continue later.
 
     Args:
         name: Its name, or: last.
     """
-    directory = find_study(name)
     console = make_console()
-    if not directory.is_conducted():
-        console.print(f" {directory.name} rests already: nobody conducts it")
-        busy = [each.run for each in look(directory.name).trials if _is_busy(each.state)]
-        for run in busy:
+    with console.status(f"stopping {name}: its trials save and hold"):
+        stopped = default_client().stop_study(name)
+    if not stopped.was_running:
+        console.print(f" {stopped.name} is not running: nobody conducts it")
+        for run in stopped.active_runs:
             console.print(f" its trial still runs: yunlu stop {run}", style="yellow")
         return 0
-    directory.request_stop()
-    deadline = time.monotonic() + _PATIENCE_S
-    with console.status(f"stopping {directory.name}: its trials save and hold"):
-        while directory.is_conducted():
-            if time.monotonic() > deadline:
-                raise StudyError(
-                    f"{directory.name} was asked to rest, but has not done so yet",
-                    hint=f"yunlu study show {directory.name} tells what it waits for",
-                )
-            time.sleep(_POLL_S)
-    again = f"yunlu tune --resume {directory.name} goes on"
-    console.print(f" [yellow]■ stopped[/]  {directory.name}; {again}")
+    again = f"yunlu tune --resume {stopped.name} goes on"
+    console.print(f" [yellow]■ stopped[/]  {stopped.name}; {again}")
     return 0
-
-
-def _write(view: StudyView, path: Path | None) -> Path:
-    # Arrays are slow to import.
-    from yunlu.render.study_report.page import write_report, write_run_reports  # noqa: PLC0415
-
-    if path is not None and not path.absolute().parent.is_dir():
-        raise StoreError(f"--html: there is no directory {path.absolute().parent}.")
-    write_run_reports(view)
-    return write_report(view, path)
-
-
-def _is_busy(state: TrialState) -> bool:
-    return state is TrialState.RUNNING

@@ -211,7 +211,7 @@ class Engine:
 
     def _backward_with_noise(self, micros: Sequence[Batch]) -> Callable[[Tensor], None]:
         self.wrapped.is_watched = self.noise.is_due(self.steps_done)
-        alone = micros if self.communication.steps_alone else ()
+        alone = micros if self.communication.is_stepping_alone else ()
         return self.noise.begin(self.steps_done, alone, self.precision)
 
     def norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,8 +225,8 @@ class Engine:
             for weight in self.weights:
                 if weight.grad is not None:
                     weight.grad.add_(weight.detach().sign(), alpha=self.job.train.l1)
-        if self.communication.steps_alone:
-            loss, norm = self.communication.share_loss(loss), measure_norm(self._gradients())
+        if self.communication.is_stepping_alone:
+            loss, norm = self.communication.sum_loss(loss), measure_norm(self._gradients())
             self.note_waiting(is_over=True)
             return loss, norm
         share = loss.double() / self.world.layout.tp
@@ -237,12 +237,12 @@ class Engine:
         )
         sums = self.world.sum_over_all(torch.stack(local))
         self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
-        self.communication.note_exchange(self.wrapped.exchange_s)
+        self.communication.record_exchange(self.wrapped.exchange_s)
         self.note_waiting(is_over=True)
         return sums[0].float(), sums[1].sqrt().float()
 
     def _measure_norm(self) -> Tensor:
-        if self.communication.steps_alone:
+        if self.communication.is_stepping_alone:
             return measure_norm(self._gradients())
         local_square = measure_square(self.weights, self.wrapped.copies)
         return self.world.sum_over_all(local_square).sqrt().float()

@@ -66,8 +66,8 @@ def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
             return ""
         fetched_at, computed_s = perf_counter(), thread_time()
         totals = engine.sync_step(micros, callbacks.before_step())
-        if totals.ask:
-            return totals.ask
+        if totals.request:
+            return totals.request
         step = _run_step(engine, micros, totals.items)
         if step is None:  # memory ran out: the same step again, in smaller pieces
             batches = engine.batches()
@@ -94,7 +94,7 @@ def _run_step(engine: Engine, micros: Sequence[Batch], items: int) -> Step | Non
     accumulated = engine.accumulate(micros, items)
     if accumulated is None:
         return None
-    engine.communication.note_computing(perf_counter() - began_at)
+    engine.communication.record_compute(perf_counter() - began_at)
     total, gradient_norm = engine.norm(accumulated)
     loss, norm, verdict = engine.judge(total, gradient_norm)
     is_good = verdict.action == "good"

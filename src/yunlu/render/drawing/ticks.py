@@ -33,12 +33,20 @@ def find_ticks(axis: Axis) -> tuple[Tick, ...]:
         )
     if axis.low >= axis.high:
         return (Tick(at=0.5, label=show_on_axis(axis.low, axis.unit)),)
-    values = _log_values(axis) if axis.log else _linear_values(axis)
-    return tuple(Tick(at=axis.share(at), label=show_on_axis(at, axis.unit)) for at in values)
+    if axis.log:
+        return tuple(
+            Tick(at=axis.share(at), label=show_on_axis(at, axis.unit)) for at in _log_values(axis)
+        )
+    # Labels of one axis look alike: 0.0008 beside 0.001, 8e-4 beside 5e-4.
+    largest = max(abs(axis.low), abs(axis.high))
+    return tuple(
+        Tick(at=axis.share(at), label=show_on_axis(at, axis.unit, largest=largest))
+        for at in _linear_values(axis)
+    )
 
 
-def show_on_axis(value: float, unit: Unit) -> str:
-    """A value as a label."""
+def show_on_axis(value: float, unit: Unit, *, largest: float | None = None) -> str:
+    """A value as a label; ``largest`` of the axis decides on the notation of small numbers."""
     if unit == "bytes":
         return show_bytes(value).replace(".0 ", " ")
     if unit == "rate":
@@ -51,7 +59,7 @@ def show_on_axis(value: float, unit: Unit) -> str:
         return f"{value * 100:.4g} %"
     if unit == "count" or 1e4 <= abs(value) < 1e6:
         return f"{value:,.0f}"
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+    if value != 0 and not 1e-3 <= (largest or abs(value)) < 1e6:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.4g}"

@@ -30,7 +30,7 @@ _FRAME = 12
 _LINE_EVERY_S = 30.0
 
 
-class Watch(Protocol):
+class StudyDisplay(Protocol):
     """Shows a study as it goes on."""
 
     def show(self, view: StudyView) -> None:

@@ -67,6 +67,7 @@ class ProgressPolicy:
                 manners=manners,
                 lengths=notes.lengths,
                 waiting_since=notes.since,
+                stopped_at_devices=notes.tell_stopped(state, manners.turn_s),
             )
         return MixedRound(
             state,
@@ -106,6 +107,8 @@ class _Last:
     """With what it was given then."""
     at: float
     runs: bool
+    devices: int
+    """What it was given then, or held when it was last stopped."""
 
 
 @dataclass(slots=True)
@@ -151,4 +154,17 @@ class _Notes:
             runs = job.id in decision.placements
             if runs != bool(job.held):
                 self.since[job.id] = state.now
-            self.last[job.id] = _Last(job.program, job.done, slow, rate, state.now, runs)
+            devices = decision.placements[job.id].devices if runs else self._held(job)
+            self.last[job.id] = _Last(job.program, job.done, slow, rate, state.now, runs, devices)
+
+    def _held(self, job: Demand) -> int:
+        was = self.last.get(job.id)
+        return job.held.devices if job.held or was is None else was.devices
+
+    def tell_stopped(self, state: PoolState, turn_s: float) -> dict[str, int]:
+        """Devices that each job held that was stopped less than a turn ago."""
+        return {
+            job.id: self.last[job.id].devices
+            for job in state.jobs
+            if not job.held and job.id in self.last and state.now - self.since[job.id] < turn_s
+        }

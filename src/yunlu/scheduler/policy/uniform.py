@@ -51,6 +51,7 @@ class UniformRound:
         manners: Manners,
         lengths: Lengths | None,
         waiting_since: Mapping[str, float],
+        stopped_at_devices: Mapping[str, int],
     ) -> None:
         """Weighs everything up."""
         self.state = state
@@ -78,6 +79,7 @@ class UniformRound:
             lengths=lengths,
             weights=tell_weights(self.jobs, self.allowances),
             dollars_per_device_hour=max(dollars, default=0.0),
+            stopped_at_devices=stopped_at_devices,
         )
         can_run = np.isfinite(self.outlook.values)
         first = can_run.argmax(axis=1) if len(self.sizes.devices) else np.zeros(len(self.jobs), int)

@@ -16,7 +16,7 @@ from yunlu.scheduler.policy.sizes import may_take
 from yunlu.scheduler.policy.urgency import tell_urgency
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -67,8 +67,13 @@ def tell_outlook(
     lengths: Lengths | None,
     weights: Floats,
     dollars_per_device_hour: float = 0.0,
+    stopped_at_devices: Mapping[str, int] | None = None,
 ) -> Outlook:
-    """Everything that a choice between sizes depends on."""
+    """Everything that a choice between sizes depends on.
+
+    ``stopped_at_devices`` is what jobs that were stopped only just now held: coming back with more is
+    growth, as if they had never been stopped.
+    """
     speeds = _tell_speeds(jobs, sizes, device_type)
     goodputs = np.where(may_take(sizes, jobs), speeds, 0.0)
     held = _find_columns(sizes, np.array([job.held.devices for job in jobs], dtype=np.int64))
@@ -86,7 +91,9 @@ def tell_outlook(
     urgency = tell_urgency(work_s, speedups, sizes.devices, sizes.capacity, taste)
     restart_s = np.array([job.restart_s for job in jobs])
     dwell_s = _tell_dwell(jobs, now, taste)
-    grows = (held[:, None] >= 0) & (np.arange(len(sizes.devices)) > held[:, None])
+    had = [(stopped_at_devices or {}).get(job.id, 0) for job in jobs]
+    had = np.where(held >= 0, sizes.devices[held], np.array(had, dtype=np.int64))[:, None]
+    grows = (had > 0) & (sizes.devices > had)
     change_s = np.where(grows, taste.growth, 1.0) * taste.inertia * restart_s[:, None]
     change_s = change_s * np.maximum(1.0, left_s / dwell_s[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,7 +1,7 @@
-"""How the workers of a world keep together: the engine's door to all communication.
+"""Communicators: how the workers of a world keep their weights in agreement.
 
-*Together* they add up the gradients of every step and make the same update. *Apart* each makes its own
-steps on its own samples, and their weights are brought together now and then.
+A *synchronous* communicator sums the gradients of every step, so that all workers make the same update.
+With *local updates* each worker makes its own steps, and the weights are averaged now and then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from yunlu.core.errors import TrainingError
-from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.error_feedback import redistribute_residuals
 from yunlu.training.communication.step_sync import StepTotals, sync_step, decode_request, encode_request
 
 if TYPE_CHECKING:
@@ -29,93 +29,93 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
 
-_NOTES_EVERY = 8
-"""Steps that workers on their own may be ahead of each other."""
-_PIECE = 1 << 32
-_REMEMBERED = 1024
+_NOTE_INTERVAL = 8
+"""Steps that workers with local updates may be ahead of each other."""
+_WORD = 1 << 32
+_MAX_ROUNDS = 1024
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """What a step holds by the order of the data: every worker knows it without asking."""
+    """Samples of a step by the sample order, known to every worker."""
 
     samples: int
     digest: int
 
 
 class Communicator(Protocol):
-    """What the engine asks of it in each step."""
+    """Interface of the engine to communication, called in each step."""
 
     is_local_update: bool
     """Whether each worker makes its own steps."""
     summation: Summation | None
-    """How gradients are added up; none where nothing is, or where torch does it."""
+    """All-reduce of gradients; None if there is none, or torch does it."""
     bucket_bytes: int
-    """How much of them is sent at a time."""
+    """Bytes of gradients per bucket."""
     holds_moments: bool
-    """Whether gradients no longer tell how large they are: Adam's second moment is then to be held."""
+    """Whether gradients lose their scale, so that Adam's second moment must be frozen."""
     samples: int
-    """Of how many the update of the step agreed on last will be."""
+    """Samples in the update of the last synchronized step."""
 
     def begin(self, step: int) -> None:
-        """All hold the same weights, after ``step`` steps, and are about to go on."""
+        """Begin after ``step`` steps; all workers hold the same weights."""
         ...
 
-    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
-        """What the step to come holds, and whether all end before it."""
+    def sync_step(self, micros: Sequence[Batch], request: StepRequest, step: int) -> StepTotals:
+        """Totals of the next step, and whether all workers stop before it."""
         ...
 
-    def share_loss(self, loss: Tensor) -> Tensor:
-        """The loss of those with whom this worker makes a step, where they are not all."""
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """Loss over the workers that make this step together, if not all do."""
         ...
 
     def after_update(self, step: int, samples: int) -> None:
-        """This step, counted from 1, is done; it learned from so many ``samples``."""
+        """The step, counted from 1, updated the weights with so many ``samples``."""
         ...
 
     def after_discarded(self) -> None:
-        """This step changes no weights."""
+        """The step changed no weights."""
         ...
 
     def synchronize(self) -> bool:
-        """Bring all weights together: before evaluating, saving, pausing, and at the end.
+        """Average all weights: before evaluation, checkpoints, pauses, and at the end.
 
-        False where they are together already.
+        False if they already are equal.
         """
         ...
 
     def exchange_s(self) -> float | None:
-        """What an exchange took that has ended since this was asked last; none where none has."""
+        """Time of an exchange that ended since the last call; None if none did."""
         ...
 
     def abandon(self) -> int | None:
-        """Others are lost: hold weights that were agreed on; after how many steps, where that changed."""
+        """Peers are lost: return to weights all agreed on; the step of these weights, if it changed."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What this worker keeps from exchange to exchange, once settled."""
+        """Communication state of this worker, after ``synchronize``."""
         ...
 
     def restore(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from what workers had kept, as many as there were; before ``begin``."""
+        """Restore the states of all previous workers; before ``begin``."""
         ...
 
     def traffic(self) -> Traffic | None:
-        """What was sent so far; none where nobody counts."""
+        """Bytes sent so far; None if not counted."""
         ...
 
     def error(self) -> float | None:
-        """What compression left out of the last exchange, relative to what it was given."""
+        """Relative compression error of the last exchange."""
         ...
 
     def close(self) -> None:
-        """End it; others may follow in the same world."""
+        """Close the connections; another communicator may follow."""
         ...
 
 
 class SyncCommunicator:
-    """Every step is made by all."""
+    """All workers make every step together."""
 
     is_local_update = False
 
@@ -132,52 +132,52 @@ class SyncCommunicator:
         self.samples = 0
 
     def begin(self, step: int) -> None:
-        """Nothing is kept of the weights."""
+        """No state to initialize."""
 
-    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:  # noqa: ARG002
-        """One short sum."""
-        totals = sync_step(self._world, micros, ask)
+    def sync_step(self, micros: Sequence[Batch], request: StepRequest, step: int) -> StepTotals:  # noqa: ARG002
+        """One small all-reduce."""
+        totals = sync_step(self._world, micros, request)
         self.samples = totals.samples
         return totals
 
-    def share_loss(self, loss: Tensor) -> Tensor:
-        """It is ours alone, or summed with the norm."""
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """Unchanged: it is summed with the norm, or local."""
         return loss
 
     def after_update(self, step: int, samples: int) -> None:  # noqa: ARG002
-        """All made the same update: what the exchange left out is still to come."""
+        """Keep the compression residual for the next exchange."""
         if self.summation is not None:
             self.summation.commit()
 
     def after_discarded(self) -> None:
-        """What was left out before is still to come."""
+        """Return to the residual before the step."""
         if self.summation is not None:
             self.summation.revert()
 
     def synchronize(self) -> bool:
-        """They hold the same."""
+        """The weights are always equal."""
         return False
 
     def exchange_s(self) -> float | None:
-        """Gradients are timed where they are added up."""
+        """Gradient exchanges are timed by the summation."""
         return None
 
     def abandon(self) -> int | None:
-        """What a worker holds is what all held before the step."""
+        """The weights are those before the step, on all workers."""
         self.after_discarded()
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """What exchanges left out."""
+        """Compression residuals."""
         return {} if self.summation is None else self.summation.state()
 
     def restore(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """What others left out goes to somebody, so that none of it is lost."""
+        """Residuals of previous workers are redistributed, so that none is lost."""
         if self.summation is None or not any(states):
             return
         size, rank = self._world.layout.world, self._world.rank
         is_same = len(states) == size
-        self.summation.restore(states[rank] if is_same else share_out(states, size)[rank])
+        self.summation.restore(states[rank] if is_same else redistribute_residuals(states, size)[rank])
 
     def traffic(self) -> Traffic | None:
         """Of the gradients."""
@@ -188,22 +188,22 @@ class SyncCommunicator:
         return None if self.summation is None else self.summation.error()
 
     def close(self) -> None:
-        """The connections are ours."""
+        """Close the connections."""
         if self.summation is not None:
             self.summation.close()
 
 
 class LocalUpdateCommunicator:
-    """Every worker makes steps of its own.
+    """Each worker makes its own steps.
 
-    What one asks of all, and that every sample was taken once, goes round in notes: each is on its way
-    while some steps are computed, and read by all before the same step.
+    Requests and sample counts are exchanged as notes: each is in flight
+    while some steps are computed, and read by all workers before the same step.
 
     Args:
-        averaging: Brings the weights together.
-        notes: Sums of a few whole numbers, over connections of their own.
-        expected: What a step (counted from 0) holds.
-        site: With whom we make our steps; none where we make them alone.
+        averaging: Averages the weights.
+        note_sums: All-reduce of a few integers, on connections of its own.
+        expected: Samples of a step, counted from 0.
+        site: The workers that step together with this one; None if it steps alone.
     """
 
     is_local_update = True
@@ -213,50 +213,50 @@ class LocalUpdateCommunicator:
     def __init__(
         self,
         averaging: Averaging,
-        notes: Summation,
+        note_sums: Summation,
         expected: Callable[[int], ExpectedStep],
         site: Site | None = None,
     ) -> None:
-        self._averaging, self._notes, self._expected = averaging, notes, expected
+        self._averaging, self._note_sums, self._expected = averaging, note_sums, expected
         self._site, self.samples = site, 0
         self.summation = None if site is None else site.summation
-        self._step, self._is_settled = 0, True
-        self._begun: deque[int] = deque()
-        """After which steps the latest exchanges began."""
-        self._begun_count = 0
-        self._under_way: tuple[Pending, Tensor] | None = None
-        self._asking: StepRequest = ""
-        """What is to go with the next notes."""
+        self._step, self._is_synchronized = 0, True
+        self._round_steps: deque[int] = deque()
+        """Steps after which the latest exchanges began."""
+        self._first_round = 0
+        self._pending_notes: tuple[Pending, Tensor] | None = None
+        self._pending_request: StepRequest = ""
+        """Request to send with the next notes."""
         self._timed_rounds = 0
-        self._taken = self._due = ExpectedStep(0, 0)
-        self._sent_due = self._due
+        self._used = self._expected_total = ExpectedStep(0, 0)
+        self._sent_expected = self._expected_total
 
     def begin(self, step: int) -> None:
-        """These weights are what all agree on."""
+        """All workers agree on these weights."""
         self._averaging.begin()
-        self._step, self._is_settled = step, True
+        self._step, self._is_synchronized = step, True
         parts = self._averaging.rules.parts
-        self._begun = deque([step] * parts, maxlen=_REMEMBERED)
-        self._begun_count = self._averaging.rounds + parts
-        self._taken = self._due = ExpectedStep(0, 0)
+        self._round_steps = deque([step] * parts, maxlen=_MAX_ROUNDS)
+        self._first_round = self._averaging.rounds + parts
+        self._used = self._expected_total = ExpectedStep(0, 0)
 
-    def sync_step(self, micros: Sequence[Batch], ask: StepRequest, step: int) -> StepTotals:
-        """What is ours of the step; what one asked reaches all some steps later."""
+    def sync_step(self, micros: Sequence[Batch], request: StepRequest, step: int) -> StepTotals:
+        """Totals of this worker; a request reaches all workers some steps later."""
         samples = sum(micro.samples for micro in micros)
         ours = self._count(micros, samples)
-        self._asking = max(self._asking, ask, key=encode_request)
-        asked: StepRequest = (
-            self._pass_notes(self._asking, step) if step % _NOTES_EVERY == 0 else ""
+        self._pending_request = max(self._pending_request, request, key=encode_request)
+        received: StepRequest = (
+            self._exchange_notes(self._pending_request, step) if step % _NOTE_INTERVAL == 0 else ""
         )
         expected = self._expected(step)
-        self._taken = ExpectedStep(
-            self._taken.samples + samples,
-            self._taken.digest + sum(micro.digest for micro in micros),
+        self._used = ExpectedStep(
+            self._used.samples + samples,
+            self._used.digest + sum(micro.digest for micro in micros),
         )
-        self._due = ExpectedStep(
-            self._due.samples + expected.samples, self._due.digest + expected.digest
+        self._expected_total = ExpectedStep(
+            self._expected_total.samples + expected.samples, self._expected_total.digest + expected.digest
         )
-        return replace(ours, samples=expected.samples, digest=expected.digest, ask=asked)
+        return replace(ours, samples=expected.samples, digest=expected.digest, request=received)
 
     def _count(self, micros: Sequence[Batch], samples: int) -> StepTotals:
         counts = [
@@ -266,53 +266,53 @@ class LocalUpdateCommunicator:
             samples,
         ]
         if self._site is not None:
-            counts = [int(number) for number in self._site.add_up(counts)]
-        *told, self.samples = counts
-        return StepTotals(items=told[0], tokens=told[1], padding=told[2])
+            counts = [int(number) for number in self._site.sum_over_site(counts)]
+        *totals, self.samples = counts
+        return StepTotals(items=totals[0], tokens=totals[1], padding=totals[2])
 
-    def share_loss(self, loss: Tensor) -> Tensor:
-        """Of our site."""
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """Over the site."""
         if self._site is None:
             return loss
-        return torch.tensor(self._site.add_up([float(loss)])[0])
+        return torch.tensor(self._site.sum_over_site([float(loss)])[0])
 
     def after_update(self, step: int, samples: int) -> None:
-        """Exchange weights where it is time."""
-        self._step, self._is_settled = step, False
-        self._note_begun(len(self._averaging.rules.parts_at(step)))
+        """Exchange weights if due."""
+        self._step, self._is_synchronized = step, False
+        self._record_rounds(len(self._averaging.rules.parts_at(step)))
         self._averaging.after_update(step, samples=samples)
 
     def after_discarded(self) -> None:
-        """Nobody else knows."""
+        """Local to this worker."""
 
     def synchronize(self) -> bool:
-        """By all, after the same step; once is enough, a second outer step would move the weights."""
-        if self._is_settled:
+        """Called by all workers after the same step; only once, since a second outer step would move the weights."""
+        if self._is_synchronized:
             return False
-        self._is_settled = True
-        self._note_begun(self._averaging.rules.parts)
+        self._is_synchronized = True
+        self._record_rounds(self._averaging.rules.parts)
         self._averaging.synchronize(exact=True)
         return True
 
     def exchange_s(self) -> float | None:
-        """Of weights, each once."""
+        """Of weights, each exchange once."""
         rounds, self._timed_rounds = self._timed_rounds, self._averaging.rounds
         return None if rounds == self._timed_rounds else self._averaging.exchange_s
 
     def abandon(self) -> int | None:
-        """Back to what all agreed on: to the oldest part of it, so that no sample is lost."""
+        """Return to the oldest weights all workers agreed on, so that no sample is lost."""
         self._averaging.fall_back()
-        return self._begun[self._averaging.rounds - self._begun_count]
+        return self._round_steps[self._averaging.rounds - self._first_round]
 
     def state(self) -> dict[str, Tensor]:
-        """The outer momentum, the same on all: an exact exchange leaves nothing out."""
-        kept = self._averaging.state()
-        return {name: kept[name] for name in ("momentum",) if len(kept[name])}
+        """Outer momentum, equal on all workers: an exact exchange leaves no residual."""
+        state = self._averaging.state()
+        return {name: state[name] for name in ("momentum",) if len(state[name])}
 
     def restore(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Anybody's: they are the same."""
+        """From any worker: the states are equal."""
         if states and states[0]:
-            self._averaging.begin()  # with the weights as they are now: those of before are gone
+            self._averaging.begin()  # from the current weights
             self._averaging.restore({"anchor": self._averaging.state()["anchor"], **states[0]})
 
     def traffic(self) -> Traffic | None:
@@ -324,38 +324,38 @@ class LocalUpdateCommunicator:
         return self._averaging.error()
 
     def close(self) -> None:
-        """The connections are ours."""
+        """Close the connections."""
         self._averaging.close()
-        self._notes.close()
+        self._note_sums.close()
         if self._site is not None:
             self._site.close()
 
-    def _note_begun(self, parts: int) -> None:
-        self._begun.extend([self._step] * parts)
-        self._begun_count += parts
+    def _record_rounds(self, parts: int) -> None:
+        self._round_steps.extend([self._step] * parts)
+        self._first_round += parts
 
-    def _pass_notes(self, ask: StepRequest, step: int) -> StepRequest:
-        asked: StepRequest = ""
-        if self._under_way is not None:
-            pending, numbers = self._under_way
+    def _exchange_notes(self, request: StepRequest, step: int) -> StepRequest:
+        received: StepRequest = ""
+        if self._pending_notes is not None:
+            pending, numbers = self._pending_notes
             pending.wait()
-            asked = self._read(numbers, step)
-        low, high = self._taken.digest % _PIECE, self._taken.digest // _PIECE % _PIECE
+            received = self._check_notes(numbers, step)
+        low, high = self._used.digest % _WORD, self._used.digest // _WORD % _WORD
         numbers = torch.tensor(
-            [encode_request(ask), self._taken.samples, low, high], dtype=torch.float64
+            [encode_request(request), self._used.samples, low, high], dtype=torch.float64
         )
-        self._under_way = self._notes.begin(numbers, key=0), numbers
-        self._asking = ""
-        self._sent_due = self._due
-        self._taken = self._due = ExpectedStep(0, 0)
-        return asked
+        self._pending_notes = self._note_sums.begin(numbers, key=0), numbers
+        self._pending_request = ""
+        self._sent_expected = self._expected_total
+        self._used = self._expected_total = ExpectedStep(0, 0)
+        return received
 
-    def _read(self, numbers: Tensor, step: int) -> StepRequest:
-        asked, samples, low, high = (int(number) for number in numbers.tolist())
-        digest = (low + high * _PIECE) % (1 << 64)
-        if (samples, digest) != (self._sent_due.samples, self._sent_due.digest % (1 << 64)):
+    def _check_notes(self, numbers: Tensor, step: int) -> StepRequest:
+        received, samples, low, high = (int(number) for number in numbers.tolist())
+        digest = (low + high * _WORD) % (1 << 64)
+        if (samples, digest) != (self._sent_expected.samples, self._sent_expected.digest % (1 << 64)):
             raise TrainingError(
                 f"The workers did not take the samples of the steps before {step} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",
             )
-        return decode_request(asked)
+        return decode_request(received)

@@ -1,4 +1,4 @@
-"""A communicator, opened by the setting that was chosen."""
+"""Factory of communicators for a setting."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def open_communicator(
     is_slow: bool = False,
     clip_norm: float | None = None,
 ) -> Communicator:
-    """Connect the workers of a world by a setting; everyone calls this at the same point.
+    """Connect the workers of a world; called by all of them at the same point.
 
     Args:
-        setting: What was chosen.
-        spec: What the job says besides.
-        world: Who takes part.
-        model: Whose weights or gradients travel.
-        expected: What a step, counted from 0, holds.
-        is_slow: Whether the links are slow enough to be filled by few connections.
-        clip_norm: What gradients are clipped to: outliers are before they are compressed, too.
+        setting: The chosen method.
+        spec: Further options of the job.
+        world: The workers.
+        model: Its weights or gradients are communicated.
+        expected: Samples of a step, counted from 0.
+        is_slow: Whether few connections saturate the links.
+        clip_norm: Gradient clipping norm; outliers are also clipped before compression.
     """
 
     def open_transport(among: Sequence[int] | None = None) -> Transport:
@@ -64,7 +64,7 @@ def open_communicator(
     if setting.method in METHODS:
         sites = _find_sites(spec, world)
         if len(sites) > 1:
-            return _open_apart(
+            return _open_local(
                 setting, spec, open_transport, model, expected, rank=world.rank, sites=sites
             )
         setting = MethodSetting(method="direct", bucket_bytes=setting.bucket_bytes)
@@ -82,13 +82,13 @@ def open_communicator(
 
 
 def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
-    """Who makes steps together; each worker alone, where the job does not ask for sites."""
+    """Workers that step together: sites if the job asks for them, else each worker alone."""
     if spec.together == "worker":
         return [[rank] for rank in range(world.layout.world)]
     return group_by_site(world.gather(read_site() or world.host))
 
 
-def _open_apart(
+def _open_local(
     setting: MethodSetting,
     spec: CommunicationSpec,
     open_transport: Callable[..., Transport],
@@ -100,48 +100,48 @@ def _open_apart(
 ) -> Communicator:
     codec = None if setting.codec == "none" else make_codec(setting.codec, share=spec.keep)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    rules = rules_of(setting, spec)
-    mates = next(ranks for ranks in sites if rank in ranks)
-    notes = ThreadedSummation(open_transport(), _plain(SUMS["doubling"]))
-    if len(mates) == 1 and all(len(ranks) == 1 for ranks in sites):
+    rules = local_rules_of(setting, spec)
+    site_ranks = next(ranks for ranks in sites if rank in ranks)
+    note_sums = ThreadedSummation(open_transport(), _without_key(SUMS["doubling"]))
+    if len(site_ranks) == 1 and all(len(ranks) == 1 for ranks in sites):
         return LocalUpdateCommunicator(
-            Averaging(weights, open_transport(), rules, codec=codec), notes, expected
+            Averaging(weights, open_transport(), rules, codec=codec), note_sums, expected
         )
     site = Site(
-        ThreadedSummation(open_transport(mates), _plain(SUMS["direct"])),
-        ThreadedSummation(open_transport(mates), _plain(SUMS["doubling"])),
+        ThreadedSummation(open_transport(site_ranks), _without_key(SUMS["direct"])),
+        ThreadedSummation(open_transport(site_ranks), _without_key(SUMS["doubling"])),
     )
-    inside = open_transport(mates)
-    if rank == mates[0]:
-        between = open_transport([ranks[0] for ranks in sites])
-        averaging = Averaging(weights, between, rules, codec=codec, mates=inside)
+    site_transport = open_transport(site_ranks)
+    if rank == site_ranks[0]:
+        leader_transport = open_transport([ranks[0] for ranks in sites])
+        averaging = Averaging(weights, leader_transport, rules, codec=codec, site_ranks=site_transport)
     else:
-        averaging = Following(weights, inside, rules)
-    return LocalUpdateCommunicator(averaging, notes, expected, site)
+        averaging = Following(weights, site_transport, rules)
+    return LocalUpdateCommunicator(averaging, note_sums, expected, site)
 
 
-def rules_of(setting: MethodSetting, spec: CommunicationSpec) -> LocalRules:
-    """When workers on their own meet."""
-    usual = METHODS[setting.method]
-    start = usual.from_step if spec.start == "auto" else spec.start
+def local_rules_of(setting: MethodSetting, spec: CommunicationSpec) -> LocalRules:
+    """Schedule of local updates."""
+    defaults = METHODS[setting.method]
+    start = defaults.from_step if spec.start == "auto" else spec.start
     return LocalRules(
         every=setting.every,
         from_step=start if setting.method == "post-local" else 0,
         delay=min(setting.delay_steps, setting.every),
         parts=min(spec.parts, setting.every),
-        outer_lr=usual.outer_lr if spec.outer_lr == "auto" else spec.outer_lr,
+        outer_lr=defaults.outer_lr if spec.outer_lr == "auto" else spec.outer_lr,
         outer_momentum=(
-            usual.outer_momentum if spec.outer_momentum == "auto" else spec.outer_momentum
+            defaults.outer_momentum if spec.outer_momentum == "auto" else spec.outer_momentum
         ),
     )
 
 
-def start_of(
+def start_step_of(
     setting: MethodSetting, spec: CommunicationSpec, *, steps: int, memory_steps: int
 ) -> int:
-    """From which step on a setting is itself: before, workers are together, or send more bits."""
+    """Step from which the setting applies; before it, workers are synchronous or send more bits."""
     if setting.method == "post-local":
-        return rules_of(setting, spec).from_step
+        return local_rules_of(setting, spec).from_step
     if setting.codec != "onebit" or setting.method in METHODS:
         return 0
     return one_bit_from(steps, memory_steps=memory_steps) if spec.start == "auto" else spec.start
@@ -167,17 +167,17 @@ def _open_summation(
         return compressed_summation(
             open_transport(), setting.codec, share=spec.keep, clip_norm=clip_norm
         )
-    return ThreadedSummation(open_transport(), _plain(_sum_of(setting, spec)))
+    return ThreadedSummation(open_transport(), _without_key(_allreduce_of(setting, spec)))
 
 
-def _sum_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
+def _allreduce_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
     if setting.method == "server" and spec.servers != "auto":
         return partial(served_sum, servers=spec.servers)
     return SUMS[setting.method]
 
 
-def _plain(add_up: SumFunction) -> Callable[[Transport, Tensor, int, int], None]:
+def _without_key(allreduce: SumFunction) -> Callable[[Transport, Tensor, int, int], None]:
     def run(transport: Transport, flat: Tensor, _key: int, tag: int) -> None:
-        add_up(transport, flat, tag=tag)
+        allreduce(transport, flat, tag=tag)
 
     return run

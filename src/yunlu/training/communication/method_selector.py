@@ -1,4 +1,4 @@
-"""Chooses how workers communicate, and chooses again when the links are no longer what they were."""
+"""Choice of the communication method, repeated when the links change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from yunlu.runs.events import CommunicationChosen, MeasuredLinks
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import SyncCommunicator
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
-from yunlu.training.communication.factory import open_communicator, start_of
+from yunlu.training.communication.factory import open_communicator, start_step_of
 from yunlu.training.communication.links import measure_links
 from yunlu.training.communication.local.rules import METHODS as LOCAL_RULES
 from yunlu.training.communication.timed_comparison import TimedComparison
@@ -45,47 +45,47 @@ if TYPE_CHECKING:
 
 _BACKWARD_SHARE = 0.6
 _SLOW_BYTES_PER_S = 60e6
-_LEAST_S = 30.0
-"""Between two measurements while training; longer each time that nothing came of it."""
+_MIN_INTERVAL_S = 30.0
+"""Minimum time between two measurements while training; doubled when nothing changed."""
 
 
 class MethodSelector:
-    """One worker's side of the choice: every worker measures, and all come to the same.
+    """Method selection on one worker: all workers measure, and decide alike.
 
     Args:
-        job: What is asked.
-        plan: How long a step should take.
-        tell: Takes what was decided: the run's log of events.
-        pacer: Knows how fast this worker computes.
+        job: The job.
+        plan: The plan, with the predicted step time.
+        emit: Receives events.
+        pacer: Measures how fast this worker computes.
     """
 
     def __init__(self, job: Job, plan: Plan, emit: Callable[..., Any], pacer: Pacer) -> None:
         self._job, self._plan, self._emit, self._pacer = job, plan, emit, pacer
         self._decision: MethodDecision | None = None
-        self._figures: WireFigures | None = None
-        self._watch: LinkMonitor | None = None
-        self._patience_s = _LEAST_S
+        self._measurements: WireFigures | None = None
+        self._monitor: LinkMonitor | None = None
+        self._interval_s = _MIN_INTERVAL_S
         self._measured_at = 0.0
-        self._news: dict[str, Any] | None = None
-        """What was decided and not told yet."""
-        self._told: MethodSetting | None = None
+        self._pending_event: dict[str, Any] | None = None
+        """Decision not yet reported."""
+        self._reported_setting: MethodSetting | None = None
         self.switch_at: int | None = None
-        """After how many steps the communicator is to be opened anew."""
+        """Step after which the communicator is opened again."""
         self.excluded: tuple[int, ...] = ()
-        """Ranks for whom the others had better not wait: they are to leave at the next chance."""
-        self._aside_words = ""
+        """Ranks of stragglers to exclude at the next opportunity."""
+        self._exclusion_reason = ""
         self._comparison: TimedComparison | None = None
-        self._is_trying = False
-        """Whether the communicator is opened anew by ``try_out``, and not because workers came or went."""
+        self._is_comparing = False
+        """Whether the communicator is reopened by a comparison, not because workers came or went."""
 
     @property
     def setting(self) -> MethodSetting | None:
-        """What was chosen last."""
+        """The current setting."""
         return None if self._decision is None else self._decision.setting
 
     @property
-    def is_to_be_served(self) -> bool:
-        """Whether asynchronous workers were chosen: others than these, which are to make room."""
+    def switches_to_async(self) -> bool:
+        """Whether asynchronous training was chosen: these workers are replaced by others."""
         is_chosen = self.setting is not None and self.setting.method == "asynchronous"
         return is_chosen and self._job.communication.method == "auto"
 
@@ -97,30 +97,30 @@ class MethodSelector:
         *,
         steps_done: int,
     ) -> Communicator:
-        """How the workers of a world communicate from now on; everyone calls this."""
+        """Open the communicator of a world; called by all workers."""
         spec = self._job.communication
-        if not self._is_trying:
-            self._comparison = None  # not all who are here now need have seen the same of it
-        self._is_trying = False
-        if self._figures is None or self._figures.hosts != world.hosts:
-            self.excluded, self._aside_words = (), ""  # ranks of another world
+        if not self._is_comparing:
+            self._comparison = None  # new workers may have missed a part of it
+        self._is_comparing = False
+        if self._measurements is None or self._measurements.hosts != world.hosts:
+            self.excluded, self._exclusion_reason = (), ""  # ranks of the previous world
         if world.layout.is_single:
             return SyncCommunicator(world)
-        reason = _against_choosing(world, model)
+        reason = _fixed_method_reason(world, model)
         if reason is not None:
-            _check_unpinned(spec, reason)
-            self._note_unmeasured(MethodSetting(method="all-reduce"), reason)
+            _check_auto(spec, reason)
+            self._report_unmeasured(MethodSetting(method="all-reduce"), reason)
             return SyncCommunicator(world)
         setting = self._choose(world, model, steps_done=steps_done)
-        if self.is_to_be_served:
-            return SyncCommunicator(world)  # no step is made with it
+        if self.switches_to_async:
+            return SyncCommunicator(world)  # not used for any step
         if setting.method not in _available(world):
             raise JobError(
                 f"communication: {setting.method} cannot be used with layout {world.layout}"
                 + (" and zero1." if world.layout.zero1 else "."),
-                hint="Workers on their own each need all of the optimiser's state: remove zero1.",
+                hint="Workers that step on their own need the complete optimizer state: remove zero1.",
             )
-        setting = self._begin_phase(setting, steps_done)
+        setting = self._starting_setting(setting, steps_done)
         return open_communicator(
             setting,
             spec,
@@ -131,9 +131,9 @@ class MethodSelector:
             clip_norm=_clip_norm(self._job, self._plan),
         )
 
-    def _begin_phase(self, setting: MethodSetting, steps_done: int) -> MethodSetting:
-        """What to do now of a setting that is something else at first."""
-        start = start_of(
+    def _starting_setting(self, setting: MethodSetting, steps_done: int) -> MethodSetting:
+        """Setting to start with, if the method begins later."""
+        start = start_step_of(
             setting,
             self._job.communication,
             steps=self._plan.steps,
@@ -146,53 +146,53 @@ class MethodSelector:
             return setting.model_copy(update={"codec": BEFORE_ONE_BIT})
         return MethodSetting(method="all-reduce", bucket_bytes=setting.bucket_bytes)
 
-    def note(self, exchange_s: float) -> bool:
-        """Take in what an exchange took; true where the links should be measured again."""
-        if self._watch is None:
+    def record(self, exchange_s: float) -> bool:
+        """Record the time of an exchange; whether to measure the links again."""
+        if self._monitor is None:
             return False
-        self._watch = self._watch.note(exchange_s)
+        self._monitor = self._monitor.record(exchange_s)
         waited_s = time.monotonic() - self._measured_at
-        return self._watch.has_changed and waited_s > self._patience_s
+        return self._monitor.has_changed and waited_s > self._interval_s
 
-    def rethink(self, world: World, *, steps_done: int) -> bool:
-        """Measure again; true where another way is chosen. Everyone calls this in the same step."""
-        before = self._decision
-        assert before is not None
-        figures = self._measure(world)
-        found = should_switch(before, figures, steps_left=self._plan.steps - steps_done)
-        self._patience_s *= 2
-        decision = found or renew(before, figures)
-        self._find_aside(world, decision, figures, steps_done=steps_done)
-        if found is None and not self.excluded:
-            self._begin_watch(before)
+    def reconsider(self, world: World, *, steps_done: int) -> bool:
+        """Measure again; returns whether another method was chosen. Called by all workers in the same step."""
+        previous = self._decision
+        assert previous is not None
+        measurements = self._measure(world)
+        switched = should_switch(previous, measurements, steps_left=self._plan.steps - steps_done)
+        self._interval_s *= 2
+        decision = switched or renew(previous, measurements)
+        self._find_stragglers(world, decision, measurements, steps_done=steps_done)
+        if switched is None and not self.excluded:
+            self._begin_monitor(previous)
             return False
-        self._adopt(decision, figures)
-        if found is None:
+        self._adopt(decision, measurements)
+        if switched is None:
             return False
-        self._begin_comparison(found, steps_done=steps_done)
-        self._is_trying = True
+        self._begin_comparison(switched, steps_done=steps_done)
+        self._is_comparing = True
         return True
 
-    def try_out(self, world: World, step: int) -> bool:
-        """Called before every step by all: true where another way is to be used from it on."""
+    def advance_comparison(self, world: World, step: int) -> bool:
+        """Called by all workers before every step; whether to use another method from now on."""
         comparison = self._comparison
         if comparison is None or self._decision is None:
             return False
-        heard = comparison.listen(world, step)
-        if heard == "go on":
+        action = comparison.advance(world, step)
+        if action == "continue":
             return False
-        before = self._decision
-        if heard == "change":
-            found, words = comparison.second, f"tried beside {comparison.first.setting.name}"
-            words = f"{found.setting.name}: {words}, which is predicted to be about as fast"
+        previous = self._decision
+        if action == "switch":
+            switched = comparison.second
+            reason = f"{switched.setting.name}: timed against {comparison.first.setting.name}, whose predicted time is close"
         else:
             self._comparison = None
-            found, words = comparison.winner, comparison.explain()
-        assert self._figures is not None
-        decision = before.model_copy(update={"chosen": found, "reason": words})
-        self._adopt(decision, self._figures)
-        self._is_trying = decision.setting != before.setting
-        return self._is_trying
+            switched, reason = comparison.winner, comparison.describe()
+        assert self._measurements is not None
+        decision = previous.model_copy(update={"chosen": switched, "reason": reason})
+        self._adopt(decision, self._measurements)
+        self._is_comparing = decision.setting != previous.setting
+        return self._is_comparing
 
     def _begin_comparison(self, decision: MethodDecision, *, steps_done: int) -> None:
         self._comparison = None
@@ -203,46 +203,46 @@ class MethodSelector:
     def _choose(self, world: World, model: nn.Module, *, steps_done: int) -> MethodSetting:
         spec = self._job.communication
         if len(set(world.hosts)) == 1 and (setting := _without_measuring(spec)) is not None:
-            is_free = spec.method == "auto"
-            reason = "all workers are on one machine" if is_free else "the job names it"
-            self._note_unmeasured(setting, reason)
+            is_auto = spec.method == "auto"
+            reason = "all workers are on one machine" if is_auto else "set by the job"
+            self._report_unmeasured(setting, reason)
             return setting
-        known = self._figures
-        if self._decision is not None and known is not None and known.hosts == world.hosts:
+        last = self._measurements
+        if self._decision is not None and last is not None and last.hosts == world.hosts:
             return self._decision.setting
-        figures = self._measure(world)
-        question = MethodQuery(
+        measurements = self._measure(world)
+        query = MethodQuery(
             work=_work_of(self._job, self._plan, model, self._plan.steps - steps_done),
             guarantee=spec.kept,
             pinned=_pinned(spec),
             available=_available(world),
             hindrances={"asynchronous": world.async_obstacle},
         )
-        decision = choose(figures, question)
-        self._find_aside(world, decision, figures, steps_done=steps_done)
-        self._adopt(decision, figures)
+        decision = choose(measurements, query)
+        self._find_stragglers(world, decision, measurements, steps_done=steps_done)
+        self._adopt(decision, measurements)
         self._begin_comparison(decision, steps_done=steps_done)
         return decision.setting
 
-    def _find_aside(
-        self, world: World, decision: MethodDecision, figures: WireFigures, *, steps_done: int
+    def _find_stragglers(
+        self, world: World, decision: MethodDecision, measurements: WireFigures, *, steps_done: int
     ) -> None:
-        """Look for those who had better leave; where the job names the way, everybody takes it."""
-        self.excluded, self._aside_words = (), ""
-        is_free = self._job.communication.method == "auto"
-        if not (world.can_exclude_workers and is_free) or decision.setting.method == "asynchronous":
+        """Find stragglers to exclude, unless the job fixes the method."""
+        self.excluded, self._exclusion_reason = (), ""
+        is_auto = self._job.communication.method == "auto"
+        if not (world.can_exclude_workers and is_auto) or decision.setting.method == "asynchronous":
             return
-        found = find_stragglers_to_exclude(
-            decision, figures, steps_left=self._plan.steps - steps_done
+        switched = find_stragglers_to_exclude(
+            decision, measurements, steps_left=self._plan.steps - steps_done
         )
-        if found is not None:
-            self.excluded, self._aside_words = found.ranks, found.reason
+        if switched is not None:
+            self.excluded, self._exclusion_reason = switched.ranks, switched.reason
 
     def _has_slow_links(self, world: World) -> bool:
-        figures = self._figures
-        if figures is None or figures.hosts != world.hosts:
+        measurements = self._measurements
+        if measurements is None or measurements.hosts != world.hosts:
             return False
-        return min(*figures.send_bytes_per_s, *figures.receive_bytes_per_s) < _SLOW_BYTES_PER_S
+        return min(*measurements.send_bytes_per_s, *measurements.receive_bytes_per_s) < _SLOW_BYTES_PER_S
 
     def _measure(self, world: World) -> WireFigures:
         spec = self._job.communication
@@ -260,7 +260,7 @@ class MethodSelector:
             return measure_links(
                 transport,
                 compute_s=spans[world.rank],
-                all_reduce=_sum_bytes,
+                all_reduce=_allreduce_bytes,
                 codecs=costs,
                 add_bytes_per_s=measure_adding(),
             )
@@ -268,50 +268,50 @@ class MethodSelector:
             transport.close()
 
     def announce(self, step: int) -> None:
-        """Tell what was decided, now that it is known after which step; one worker speaks for all."""
-        if self._news is not None:
-            self._emit(CommunicationChosen(step=step, **self._news))
-        self._news = None
+        """Report the decision once its step is known; called on one worker."""
+        if self._pending_event is not None:
+            self._emit(CommunicationChosen(step=step, **self._pending_event))
+        self._pending_event = None
 
-    def _adopt(self, decision: MethodDecision, figures: WireFigures) -> None:
-        self._decision, self._figures = decision, figures
-        self._begin_watch(decision)
-        self._news = {
+    def _adopt(self, decision: MethodDecision, measurements: WireFigures) -> None:
+        self._decision, self._measurements = decision, measurements
+        self._begin_monitor(decision)
+        self._pending_event = {
             "chosen": decision.setting.name,
             "setting": decision.setting.model_dump(),
-            "guarantee": decision.question.guarantee,
-            "reason": "; ".join(filter(None, (decision.reason, self._aside_words))),
+            "guarantee": decision.query.guarantee,
+            "reason": "; ".join(filter(None, (decision.reason, self._exclusion_reason))),
             "predicted": decision.chosen.model_dump(exclude={"setting"}),
             "candidates": [
-                {"name": each.setting.name, "step_s": each.step_s, "cost_s": each.cost_s}
-                for each in decision.candidates
+                {"name": candidate.setting.name, "step_s": candidate.step_s, "cost_s": candidate.cost_s}
+                for candidate in decision.candidates
             ],
-            "refused": [each.model_dump() for each in decision.refused],
-            "links": figures.model_dump(include=set(MeasuredLinks.model_fields)),
+            "refused": [candidate.model_dump() for candidate in decision.refused],
+            "links": measurements.model_dump(include=set(MeasuredLinks.model_fields)),
             "excluded": self.excluded,
         }
 
-    def _note_unmeasured(self, setting: MethodSetting, reason: str) -> None:
-        if self._told == setting:
+    def _report_unmeasured(self, setting: MethodSetting, reason: str) -> None:
+        if self._reported_setting == setting:
             return
-        self._told = setting
-        self._news = {
+        self._reported_setting = setting
+        self._pending_event = {
             "chosen": setting.name,
             "setting": setting.model_dump(),
             "guarantee": self._job.communication.kept,
             "reason": reason,
         }
 
-    def _begin_watch(self, decision: MethodDecision) -> None:
+    def _begin_monitor(self, decision: MethodDecision) -> None:
         self._measured_at = time.monotonic()
-        self._watch = LinkMonitor(decision.chosen.one_exchange_s)
+        self._monitor = LinkMonitor(decision.chosen.one_exchange_s)
 
 
-def _against_choosing(world: World, model: nn.Module) -> str | None:
-    """Why only torch's own sums can be used; none where there is a choice."""
+def _fixed_method_reason(world: World, model: nn.Module) -> str | None:
+    """Why only torch's all-reduce can be used; None if there is a choice."""
     layout = world.layout
     if layout.dp != layout.world:
-        return f"the layout {layout} is not one of replicas only"
+        return f"the layout {layout} has other axes than dp"
     if world.device.type != "cpu":
         return f"gradients lie on a {world.device.type} device"
     if any(weight.requires_grad and weight.dtype != torch.float32 for weight in model.parameters()):
@@ -329,7 +329,7 @@ def _available(world: World) -> tuple[str, ...]:
     )
 
 
-def _check_unpinned(spec: CommunicationSpec, reason: str) -> None:
+def _check_auto(spec: CommunicationSpec, reason: str) -> None:
     if spec.method not in {"auto", "all-reduce"} or spec.codec not in {"auto", "none"}:
         raise JobError(
             f"communication: {spec} cannot be used: {reason}.",
@@ -339,12 +339,12 @@ def _check_unpinned(spec: CommunicationSpec, reason: str) -> None:
 
 def _clip_norm(job: Job, plan: Plan) -> float | None:
     norm = job.train.clip.norm
-    # What fp16 scales by is not known here; a norm that adapts is known after the sum only.
+    # The fp16 loss scale is not known here; an adaptive norm is known only after the all-reduce.
     return None if norm == "adaptive" or plan.precision == "fp16" else norm
 
 
 def _without_measuring(spec: CommunicationSpec) -> MethodSetting | None:
-    """What to do within one machine; none where there is something to gain by measuring."""
+    """Setting within one machine; None if measuring may help."""
     if spec.method == "auto" and spec.codec == "auto" and spec.kept == "exact":
         return MethodSetting(method="all-reduce")
     if spec.method == "auto":
@@ -390,5 +390,5 @@ def _memory_steps(job: Job) -> int:
     return round(1 / max(1 - job.train.optimizer.betas[1], 1e-6))
 
 
-def _sum_bytes(count: int) -> None:
+def _allreduce_bytes(count: int) -> None:
     dist.all_reduce(torch.zeros(max(count // 4, 1)))

@@ -1,4 +1,4 @@
-"""What all workers agree on before a step: how much it holds, of which samples, and whether to go on."""
+"""Step synchronization: totals over all workers, the sample digest, and requests to pause or stop."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch
 
 StepRequest = Literal["", "relink", "pause", "stop", "serve"]
-"""``relink``: measure the links, they are no longer what they were. ``serve``: train for servers from now
-on; nobody need ask that of the others, since all have chosen it."""
-_WEIGHT = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
+"""``relink``: measure the links again. ``serve``: switch to asynchronous training; every worker
+has chosen it, so it is never sent."""
+_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """One step, over all workers."""
+    """Totals of one step over all workers."""
 
     items: int
     tokens: int
     padding: int
     samples: int = 0
     digest: int = 0
-    """Of the samples that the workers took, in any order."""
-    ask: StepRequest = ""
-    """What one of them asked for: everyone then stands before the same step."""
+    """Order-independent digest of the samples used."""
+    request: StepRequest = ""
+    """Strongest request of any worker; all workers then stop before the same step."""
 
 
-def sync_step(world: World, micros: Sequence[Batch], ask: StepRequest = "") -> StepTotals:
-    """Add up the parts of a step; one short collective."""
+def sync_step(world: World, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
+    """Sum the counts of a step over all workers, in one small collective."""
     items = tokens = padding = samples = digest = 0
     for micro in micros:
         items += micro.items
@@ -43,26 +43,26 @@ def sync_step(world: World, micros: Sequence[Batch], ask: StepRequest = "") -> S
         samples += micro.samples
         digest += micro.digest
     if world.layout.is_single:
-        return StepTotals(items, tokens, padding, samples, digest % _RANGE, ask)
-    ours = [items, tokens, padding, samples, _signed(digest), encode_request(ask)]
+        return StepTotals(items, tokens, padding, samples, digest % _RANGE, request)
+    counts = [items, tokens, padding, samples, _signed(digest), encode_request(request)]
     if world.place.tp or world.place.pp:
-        # Workers that cut one model between them took the same samples: one of them tells.
-        ours[:5] = [0] * 5
-    found: list[int] = world.sum_over_all(torch.tensor(ours)).tolist()
-    items, tokens, padding, samples, digest, asked = found
-    return StepTotals(items, tokens, padding, samples, digest % _RANGE, decode_request(asked))
+        # Tensor- and pipeline-parallel workers use the same samples: count them once.
+        counts[:5] = [0] * 5
+    summed: list[int] = world.sum_over_all(torch.tensor(counts)).tolist()
+    items, tokens, padding, samples, digest, code = summed
+    return StepTotals(items, tokens, padding, samples, digest % _RANGE, decode_request(code))
 
 
-def encode_request(ask: StepRequest) -> int:
-    """What one asks, as a number to be summed over all workers."""
-    return _WEIGHT[ask]
+def encode_request(request: StepRequest) -> int:
+    """Encode a request as a number that is summed over all workers."""
+    return _REQUEST_CODES[request]
 
 
 def decode_request(total: int) -> StepRequest:
-    """What is asked for, by such a sum."""
-    if total >= _WEIGHT["stop"]:
+    """Strongest request in a sum of encoded requests."""
+    if total >= _REQUEST_CODES["stop"]:
         return "stop"
-    if total >= _WEIGHT["pause"]:
+    if total >= _REQUEST_CODES["pause"]:
         return "pause"
     return "relink" if total else ""
 

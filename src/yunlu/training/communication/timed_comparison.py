@@ -1,4 +1,4 @@
-"""Two ways to add up that predictions cannot tell apart: each makes a few steps, and the faster one stays."""
+"""Time two all-reduce algorithms whose predicted costs are close; keep the faster."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ if TYPE_CHECKING:
     from yunlu.planning.communication.step_forecast import StepForecast
     from yunlu.training.parallel.world import World
 
-_SETTLING = 4
-"""Steps after a change that are not counted: connections and caches are cold."""
-_COUNTED = 8
-STEPS = _SETTLING + _COUNTED
-"""Of each of the two."""
+_WARMUP_STEPS = 4
+"""Steps after a switch that are not timed: connections and caches are cold."""
+_TIMED_STEPS = 8
+STEPS_PER_METHOD = _WARMUP_STEPS + _TIMED_STEPS
+"""Steps with each of the two."""
 
 
 class TimedComparison:
-    """Every worker times its own steps; after the same ones all compare, and come to the same.
+    """Each worker times its own steps; all compare after the same step and decide alike.
 
     Args:
-        first: What was chosen, and is in use.
-        second: What may be as fast.
-        step: Steps done when it begins.
+        first: The method in use.
+        second: The method that may be as fast.
+        step: Completed steps at the start.
     """
 
     def __init__(self, first: StepForecast, second: StepForecast, *, step: int) -> None:
         self.first, self.second = first, second
-        self._begun = step
-        self._ends: list[float] = []
+        self._began_step = step
+        self._step_ends: list[float] = []
         self._medians: list[float] = []
         self.step_s: tuple[float, float] | None = None
-        """What a step took with each of them, in the mean over the workers; once it is over."""
+        """Step time with each of them, averaged over the workers; None until the end."""
 
-    def listen(self, world: World, step: int) -> Literal["go on", "change", "over"]:
-        """Called before each step by all workers: what to do before this one."""
-        self._ends.append(perf_counter())
-        if step < self._begun + STEPS:
-            return "go on"
-        spans = [late - early for early, late in zip(self._ends, self._ends[1:], strict=False)]
-        self._medians.append(median(spans[-_COUNTED:]))
-        self._ends, self._begun = [], step
+    def advance(self, world: World, step: int) -> Literal["continue", "switch", "done"]:
+        """Called by all workers before each step; what to do before it."""
+        self._step_ends.append(perf_counter())
+        if step < self._began_step + STEPS_PER_METHOD:
+            return "continue"
+        spans = [late - early for early, late in zip(self._step_ends, self._step_ends[1:], strict=False)]
+        self._medians.append(median(spans[-_TIMED_STEPS:]))
+        self._step_ends, self._began_step = [], step
         if len(self._medians) == 1:
-            return "change"
+            return "switch"
         sums = world.sum_over_all(torch.tensor(self._medians, dtype=torch.float64))
-        one, other = (sums / world.layout.world).tolist()
-        self.step_s = one, other
-        return "over"
+        first_s, second_s = (sums / world.layout.world).tolist()
+        self.step_s = first_s, second_s
+        return "done"
 
     @property
     def winner(self) -> StepForecast:
-        """Whose steps were faster."""
+        """The method with the faster steps."""
         assert self.step_s is not None
         return self.first if self.step_s[0] <= self.step_s[1] else self.second
 
-    def explain(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """Result as text."""
         assert self.step_s is not None
         times = zip((self.first, self.second), self.step_s, strict=True)
-        told = " and ".join(f"{each.setting.name} {s * 1e3:.4g} ms" for each, s in times)
-        return f"{self.winner.setting.name}: tried, {told} a step"
+        times_text = " and ".join(f"{forecast.setting.name} {s * 1e3:.4g} ms" for forecast, s in times)
+        return f"{self.winner.setting.name}: timed, {times_text} a step"

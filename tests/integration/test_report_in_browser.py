@@ -28,7 +28,7 @@ SWITCHES = (
     "--disable-sync",
 )
 RUNS: dict[str, Any] = runpy.run_path(
-    str(Path(__file__).parents[1] / "unit" / "jobs" / "test_report.py")
+    str(Path(__file__).parents[1] / "unit" / "jobs" / "test_report_builder.py")
 )
 
 pytestmark = [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__)
 BROWSER: dict[str, Any] = runpy.run_path(str(HERE.with_name("test_report_in_browser.py")))
-RUNS: dict[str, Any] = runpy.run_path(str(HERE.parents[1] / "unit" / "jobs" / "test_crew.py"))
+RUNS: dict[str, Any] = runpy.run_path(str(HERE.parents[1] / "unit" / "jobs" / "test_worker_groups.py"))
 
 pytestmark = BROWSER["pytestmark"]
 

@@ -43,7 +43,7 @@ from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import LOCAL, send_request, read_worker_group
+from yunlu.runs.worker_group import LOCAL, read_worker_group, send_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -43,7 +43,7 @@ from yunlu.hardware.fleet import Node
 from yunlu.runs.documents import read_raw_job
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document, require_local, text_logs
-from yunlu.runs.worker_group import send_request, count_workers, read_worker_group
+from yunlu.runs.worker_group import count_workers, read_worker_group, send_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.runs.home import open_run
-from yunlu.runs.worker_group import WorkerGroup, send_request, read_worker_group
+from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -154,7 +154,7 @@ def send_request(
                 for answer in unpacker.feed(data):
                     if answer.get("text") == WRONG_TOKEN:
                         raise StoreError(
-                            f"the supervisor at {group.host}:{group.port} refused the token",
+                            f"the supervisor at {group.host}:{group.port} refused the token: {WRONG_TOKEN}",
                             hint=f"the {Document.WORKER_GROUP} of the run holds the right one",
                         )
                     return answer

@@ -1,64 +1,65 @@
-"""Curves as they are thinned, smoothed and drawn."""
+"""Line and stack figures as SVG."""
 
 from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.jobs.curves import smooth, thin
-from yunlu.render.drawing.charts import Mark, Series, draw_lines, draw_stack
-from yunlu.render.format import show_metric
+from yunlu.render.drawing.charts import draw_chart
+from yunlu.render.figures.axes import fit_axis, step_axis
+from yunlu.render.figures.values import EventMarks, LineFigure, Series, StackFigure, StackLayer
+from yunlu.render.i18n.texts import same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.render.drawing.charts import Drawing
 
 anything = st.lists(st.floats(), min_size=1, max_size=400)
 
 
-def numbered(values: list[float]) -> list[tuple[int, float]]:
-    return list(enumerate(values, 1))
+def draw_line(
+    values: Sequence[float],
+    *,
+    steps: Sequence[int] | None = None,
+    log: bool = False,
+    marks: tuple[EventMarks, ...] = (),
+    **axis: Any,
+) -> Drawing:
+    at = tuple(steps or range(1, len(values) + 1))
+    figure = LineFigure(
+        id="x",
+        title=same("x"),
+        x=step_axis(at, same("step")),
+        y=fit_axis(values, padding=0.06, **axis),
+        log_y=fit_axis(values, log=True, padding=0.06, **axis) if log else None,
+        series=(Series(key="x", name=same("x"), x=at, y=tuple(values)),),
+        marks=marks,
+    )
+    return draw_chart(figure)["log" if log else "linear"]
 
 
-@given(anything, st.integers(20, 80))
-def test_thinning_keeps_ends_extremes_and_what_broke(values: list[float], limit: int) -> None:
-    points = numbered(values)
-    kept = thin(points, limit)
-
-    assert len(kept) <= max(limit, 1)
-    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
-    assert {step for step, _ in kept} <= {step for step, _ in points}
-    assert (kept[0][0], kept[-1][0]) == (1, len(points))
-    finite = [value for value in values if math.isfinite(value)]
-    if finite:
-        assert {min(finite), max(finite)} <= {value for _, value in kept}
-    if len(finite) < len(values):
-        assert any(not math.isfinite(value) for _, value in kept)
-
-
-def test_one_spike_among_a_hundred_thousand_steps_stays_visible() -> None:
-    points = numbered([1.0] * 100_000)
-    points[61_803] = (61_804, 50.0)
-
-    kept = thin(points)
-    assert len(kept) <= 1000
-    assert (61_804, 50.0) in kept
-
-
-def test_a_smoothed_line_does_not_trail_a_falling_one() -> None:
-    points = numbered([100.0 - step for step in range(100)])
-
-    middle = smooth(points)[30:70]
-    assert [value for _, value in middle] == pytest.approx([v for _, v in points[30:70]], abs=0.1)
-
-
-def test_smoothing_passes_over_what_is_not_finite() -> None:
-    assert smooth([(1, 2.0), (2, math.nan), (3, 2.0)]) == [(1, 2.0), (3, 2.0)]
+def draw_stack(positions: Sequence[int], layers: Sequence[Sequence[float]]) -> Drawing:
+    figure = StackFigure(
+        id="x",
+        title=same("x"),
+        x=step_axis(positions, same("step")),
+        positions=tuple(positions),
+        layers=tuple(
+            StackLayer(key=str(number), name=same("x"), shares=tuple(shares))
+            for number, shares in enumerate(layers)
+        ),
+    )
+    return draw_chart(figure)["linear"]
 
 
 @given(anything)
 def test_any_numbers_can_be_drawn(values: list[float]) -> None:
-    drawing = draw_lines([Series(key="x", points=numbered(values), colour=1)], unit="number")
+    drawing = draw_line(values)
 
     assert "nan" not in drawing.svg
     assert "inf" not in drawing.svg
@@ -66,34 +67,31 @@ def test_any_numbers_can_be_drawn(values: list[float]) -> None:
 
 @given(st.lists(st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1))
 def test_any_positive_numbers_can_be_drawn_on_a_log_scale(values: list[float]) -> None:
-    series = Series(key="x", points=numbered(values), colour=1)
-    drawing = draw_lines([series], unit="number", log=True)
+    drawing = draw_line(values, log=True)
 
     assert "nan" not in drawing.svg
-    assert all(-0.01 <= tick.at <= 1.01 for tick in drawing.y_ticks)
+    assert all(0 <= tick.at <= 1 for tick in drawing.y_ticks)
 
 
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:
-    points = numbered([1.0, 2.0, math.nan, 2.0, 1.0])
-    svg = draw_lines([Series(key="loss", points=points, colour=1)], unit="number").svg
+    drawing = draw_line([1.0, 2.0, math.nan, 2.0, 1.0])
 
-    line = re.search(r'class="line c1" data-key="loss" d="([^"]+)"', svg)
+    line = re.search(r'class="line c1" data-key="x" d="([^"]+)"', drawing.svg)
     assert line is not None
     assert line[1].count("M") == 2
-    assert 'class="broken" d="M500 0V400"' in svg
+    assert 'class="broken" d="M500 0V400"' in drawing.svg
+    assert drawing.has_breaks
 
 
 def test_ticks_are_round_numbers_inside_the_chart() -> None:
-    points = numbered([0.13, 2.41])
-    drawing = draw_lines([Series(key="x", points=points, colour=1)], unit="number")
+    drawing = draw_line([0.13, 2.41])
 
     assert [tick.label for tick in drawing.y_ticks] == ["0", "0.5", "1", "1.5", "2", "2.5"]
     assert all(0 <= tick.at <= 1 for tick in drawing.y_ticks)
 
 
 def test_memory_ticks_are_round_in_powers_of_1024() -> None:
-    points = numbered([0.0, 2.2 * 2**30])
-    drawing = draw_lines([Series(key="x", points=points, colour=1)], unit="bytes")
+    drawing = draw_line([0.0, 2.2 * 2**30], unit="bytes")
 
     assert [tick.label for tick in drawing.y_ticks][:3] == ["0 B", "512 MiB", "1 GiB"]
 
@@ -109,29 +107,14 @@ def test_a_stack_of_one_stretch_has_a_width() -> None:
     assert 'd="M0 0L1000 0L1000 400L0 400Z"' in draw_stack([10], [[1.0]]).svg
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("accuracy", 0.9722, "97.22 %"),
-        ("accuracy", 97.22, "97.22"),
-        ("rmse", 0.5, "0.5"),
-        ("loss", math.nan, "nan"),
-        ("macro_f1", None, "–"),
-    ],
-)
-def test_metrics_are_shown_as_people_say_them(name: str, value: float | None, words: str) -> None:
-    assert show_metric(name, value) == words
-
-
 def test_the_axis_of_a_perfect_share_ends_at_100_percent() -> None:
-    points = numbered([1.0, 1.0, 1.0])
-    drawing = draw_lines([Series(key="accuracy", points=points, colour=1)], unit="percent")
+    drawing = draw_line([1.0, 1.0, 1.0], unit="percent")
     assert max(float(tick.label.removesuffix(" %")) for tick in drawing.y_ticks) == 100
 
 
 def test_marks_stand_at_their_steps_and_take_the_place_of_broken_ones() -> None:
-    series = Series(key="loss", points=[(0, 1.0), (50, math.nan), (100, 2.0)], colour=1)
-    svg = draw_lines([series], unit="number", marks=[Mark(kind="skip", steps=[25, 50, 101])]).svg
+    marks = (EventMarks(kind="skip", name=same("skip"), x=(25, 50, 101)),)
+    svg = draw_line([1.0, math.nan, 2.0], steps=[0, 50, 100], marks=marks).svg
 
     assert '<path class="mark skip" d="M250 0V400M500 0V400"/>' in svg
     assert "broken" not in svg

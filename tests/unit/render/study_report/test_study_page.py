@@ -28,18 +28,13 @@ from tests.unit.tuning.made_studies import (
     with_trials,
 )
 from yunlu.core.errors import StoreError
-from yunlu.render.drawing.landscape import draw_ground
-from yunlu.render.drawing.study_axes import Axis, DimensionAxis, value_axis
 from yunlu.render.format import shorten
 from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
 from yunlu.render.study_report.page import render_page, write_report
-from yunlu.render.study_report.words import TEMPLATES
 from yunlu.tuning.importance import expect_finals, rank, weigh
-from yunlu.tuning.values import Dimension, ParamValue, Point, Trial, TrialState
+from yunlu.tuning.values import ParamValue, Point, Trial, TrialState
 from yunlu.tuning.view import StudyView
-
-WORDS: dict[str, list[str]] = json.loads((TEMPLATES / "words.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -97,7 +92,7 @@ def test_a_metric_to_make_large_rises(place: Path) -> None:
 def test_few_trials_are_no_trouble(place: Path, count: int) -> None:
     page = render(make_study(place, count))
     assert ("No trial has been evaluated yet" in page) is (count == 0)
-    assert ("It takes 8 trials" in page) is (count > 0)
+    assert ("Importance needs 8 trials" in page) is (count > 0)
     assert ('id="picture-pair"' in page) is (count >= 3)
 
 
@@ -188,25 +183,6 @@ def test_the_reader_s_language_comes_first_and_both_are_there(place: Path, langu
     assert '<span lang="en">Learning curves</span><span lang="zh">学习曲线</span>' in page
 
 
-def test_every_text_is_in_both_languages_with_the_same_fields() -> None:
-    for key, texts in WORDS.items():
-        english, chinese = texts
-        assert english, key
-        assert re.search("[一-鿿]", chinese), key
-        fields = [set(re.findall(r"\{(\w+)\}", text)) for text in texts]
-        assert fields[0] == fields[1], key
-
-
-def test_every_text_is_used() -> None:
-    sources = "".join(
-        path.read_text(encoding="utf-8")
-        for path in (*TEMPLATES.glob("*.j2"), *TEMPLATES.parent.glob("*.py"))
-    )
-    built = ("trial.", "state.", "metric.", "direction.", "best.", "importance.", "forecast.")
-    for key in WORDS:
-        assert f"'{key}'" in sources or f'"{key}"' in sources or key.startswith(built), key
-
-
 def test_a_report_that_cannot_be_written_says_why(place: Path) -> None:
     with pytest.raises(StoreError, match="cannot be written"):
         write_report(make_study(place, 1), place / "nowhere" / "page.html")
@@ -269,55 +245,6 @@ def test_whole_curves_keep_their_order(curves: list[list[float]]) -> None:
     places = rank(finals)
     assert sorted(places, key=lambda n: places[n]) == sorted(finals, key=lambda n: (finals[n], n))
     assert all(0 <= share <= 1 for share in places.values())
-
-
-@given(
-    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=20),
-    st.booleans(),
-    st.booleans(),
-)
-def test_any_values_have_an_axis(values: list[float], smaller: bool, share: bool) -> None:
-    shown = [value for value in values if abs(value) < 1e100 or not math.isfinite(value)]
-    axis = value_axis(shown, "accuracy" if share else "loss", smaller_is_better=smaller)
-    assert axis.low < axis.high
-    for value in shown:
-        assert 0 <= axis.share(value) <= 1
-    for tick in axis.ticks():
-        assert 0 <= tick.at <= 1
-    finite = [value for value in shown if math.isfinite(value)]
-    if finite:  # the good end is always inside
-        best = min(finite) if smaller else max(finite)
-        assert axis.low <= best <= axis.high
-
-
-def test_outliers_do_not_squeeze_the_rest() -> None:
-    axis = value_axis([0.3, 0.31, 0.35, 0.4, 1e6], "loss", smaller_is_better=True)
-    assert axis.share(0.4) - axis.share(0.3) > 0.5
-    assert axis.share(1e6) == 1
-
-
-def test_axes_have_round_labels() -> None:
-    labels = [tick.label for tick in Axis(low=0, high=95, unit="duration").ticks()]
-    assert labels == ["0", "30 s", "1 min", "1:30 min"]
-    rate = DimensionAxis(dimension=Dimension(name="lr", low=1e-5, high=1e-1, log=True))
-    assert [tick.label for tick in rate.ticks()] == ["1e-5", "1e-4", "0.001", "0.01", "0.1"]
-    named = DimensionAxis(dimension=Dimension(name="o", choices=("a", None, True)))
-    assert [tick.label for tick in named.ticks()] == ["a", "none", "true"]
-
-
-@given(st.integers(0, 10_000), st.sampled_from(["a", "b", "c"]))
-def test_choices_never_leave_their_part(number: int, value: str) -> None:
-    axis = DimensionAxis(dimension=Dimension(name="o", choices=("a", "b", "c")))
-    part = ("a", "b", "c").index(value)
-    assert part / 3 < axis.share_beside(value, number) < (part + 1) / 3
-
-
-def test_the_ground_is_blank_where_nobody_has_been() -> None:
-    drawn = draw_ground([(0.1, 0.1, 0.0), (0.15, 0.1, 0.1)], 0, 0, 1000, 400)
-    tops = [float(top) for top in re.findall(r"M[\d.]+ ([\d.]+)h", drawn)]
-    assert tops
-    assert min(tops) > 150  # nothing in the upper part of the drawing
-    assert 'class="ground g0"' in drawn
 
 
 # Names and commands.

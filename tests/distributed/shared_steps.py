@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from yunlu.training.communication.summation import TorchSummation
+from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.optim.fused_adam import FusedAdam
@@ -149,6 +149,6 @@ def furthest(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) 
     return worst
 
 
-def summation_of(world: World) -> TorchSummation:
+def summation_of(world: World) -> TorchAllReducer:
     """Sums by torch over the replicas of a world."""
-    return TorchSummation(world.group("dp"), world.wait_for)
+    return TorchAllReducer(world.group("dp"), world.wait_for)

@@ -16,7 +16,7 @@ from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import ExpectedStep
 from yunlu.training.communication.method_selector import MethodSelector
-from yunlu.training.communication.pace import Pacer
+from yunlu.training.communication.pace import ComputePace
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +28,7 @@ def _meet_again(rank: int, path: str) -> tuple[int, ...]:
     told = {"task": "language-modeling", "model": "transformer", "data": "text.txt"}
     job = Job.model_validate({**told, "train": {"batch": 8}})
     plan = make_plan(layout, job, micro_batch=4, kernel="fused")
-    selector = MethodSelector(job, plan, lambda *_, **__: None, Pacer())
+    selector = MethodSelector(job, plan, lambda *_, **__: None, ComputePace())
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
     selector.excluded = (1,)
     selector._measurements = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)

@@ -16,7 +16,7 @@ from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.communication import timed_comparison
 from yunlu.training.communication.method_selector import MethodSelector
-from yunlu.training.communication.summation import TorchSummation
+from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.parallel.world import World, form_world
 
 pytestmark = pytest.mark.distributed
@@ -34,8 +34,8 @@ class Clock:
         self._now = 0.0
 
     def __call__(self) -> float:
-        summation = self.engine.communication.communicator.summation
-        self._now += self._torch_s if isinstance(summation, TorchSummation) else self._ours_s
+        allreducer = self.engine.communication.communicator.allreducer
+        self._now += self._torch_s if isinstance(allreducer, TorchAllReducer) else self._ours_s
         return self._now
 
 
@@ -47,8 +47,8 @@ class Ways(Recorder):
         self.ways: list[bool] = []
 
     def after_step(self, step: loop.Step) -> bool:
-        summation = self.engine.communication.communicator.summation
-        self.ways.append(isinstance(summation, TorchSummation))
+        allreducer = self.engine.communication.communicator.allreducer
+        self.ways.append(isinstance(allreducer, TorchAllReducer))
         return super().after_step(step)
 
 

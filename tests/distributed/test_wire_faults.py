@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.allreduce import SUMS
-from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
+from yunlu.training.communication.allreduce import ALGORITHMS
+from yunlu.training.communication.allreducer import AllReducer, ThreadedAllReducer, TorchAllReducer
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _sum_until_lost(told: Connection, rank: int, path: str, method: str, patienc
     tag = 0
     try:
         while True:
-            SUMS[method](transport, flat, tag=tag)
+            ALGORITHMS[method](transport, flat, tag=tag)
             if not tag:
                 told.send("summing")
             tag += 1
@@ -76,7 +76,7 @@ def _hear(ours: Connection) -> str:
     return ours.recv()
 
 
-@pytest.mark.parametrize("method", SUMS)
+@pytest.mark.parametrize("method", ALGORITHMS)
 def test_who_is_killed_in_the_middle_of_a_sum_is_missed_by_all(tmp_path: Path, method: str) -> None:
     with _workers(tmp_path, method, 600.0) as workers:
         assert [_hear(ours) for _, ours in workers] == ["summing"] * SIZE
@@ -96,16 +96,16 @@ def test_who_is_stopped_in_the_middle_of_a_sum_is_missed_after_a_while(
 
 
 def _add(transport: Transport, flat: Tensor, _key: int, tag: int) -> None:
-    SUMS["direct"](transport, flat, tag=tag)
+    ALGORITHMS["direct"](transport, flat, tag=tag)
 
 
 def _sum_both_ways(rank: int, path: str) -> list[list[float]]:
     store = dist.FileStore(path, 3)
     dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=3)
     assert dist.group.WORLD is not None
-    ways: list[Summation] = [
-        TorchSummation(dist.group.WORLD),
-        ThreadedSummation(connect(store, rank, 3, "127.0.0.1"), _add),
+    ways: list[AllReducer] = [
+        TorchAllReducer(dist.group.WORLD),
+        ThreadedAllReducer(connect(store, rank, 3, "127.0.0.1"), _add),
     ]
     found: list[list[float]] = []
     for way in ways:

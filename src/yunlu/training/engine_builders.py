@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> WrappedModel:
     """Distribute a model over the workers; a single worker imports no parallel code."""
-    if communicator.is_local_update and communicator.summation is not None:
+    if communicator.is_local_update and communicator.allreducer is not None:
         from yunlu.training.parallel.site_replicas import SiteReplicas  # noqa: PLC0415 - as below
 
-        return SiteReplicas(model, communicator.summation, bucket_bytes=communicator.bucket_bytes)
+        return SiteReplicas(model, communicator.allreducer, bucket_bytes=communicator.bucket_bytes)
     if world.layout.is_single or communicator.is_local_update:
         return SingleModel(model)
     from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
 
     return ParallelModel(
-        model, world, communicator.summation, bucket_bytes=communicator.bucket_bytes
+        model, world, communicator.allreducer, bucket_bytes=communicator.bucket_bytes
     )
 
 

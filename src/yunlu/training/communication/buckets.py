@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.training.communication.powersgd import Matrix, as_matrix
+from yunlu.training.communication.powersgd import MatrixSlice, as_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ def starts_of(
     return starts, end
 
 
-def matrices_of(weights: Sequence[nn.Parameter], bucket_bytes: int) -> dict[int, list[Matrix]]:
+def matrices_of(weights: Sequence[nn.Parameter], bucket_bytes: int) -> dict[int, list[MatrixSlice]]:
     """Where in the buckets of these weights matrices lie."""
-    found: dict[int, list[Matrix]] = {}
+    found: dict[int, list[MatrixSlice]] = {}
     for number, group in enumerate(split(weights, bucket_bytes)):
         starts, _ = starts_of(group)
         every = [as_matrix(start, weight) for weight, start in zip(group, starts, strict=True)]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.communication.local.averaging import Averaging
+    from yunlu.training.communication.local.averaging import WeightAveraging
     from yunlu.training.communication.local.sites import Site
     from yunlu.training.communication.step_sync import StepRequest
-    from yunlu.training.communication.summation import Pending, Summation
+    from yunlu.training.communication.allreducer import PendingAllReduce, AllReducer
     from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch
@@ -49,7 +49,7 @@ class Communicator(Protocol):
 
     is_local_update: bool
     """Whether each worker makes its own steps."""
-    summation: Summation | None
+    allreducer: AllReducer | None
     """All-reduce of gradients; None if there is none, or torch does it."""
     bucket_bytes: int
     """Bytes of gradients per bucket."""
@@ -122,12 +122,12 @@ class SyncCommunicator:
     def __init__(
         self,
         world: World,
-        summation: Summation | None = None,
+        allreducer: AllReducer | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         holds_moments: bool = False,
     ) -> None:
-        self._world, self.summation = world, summation
+        self._world, self.allreducer = world, allreducer
         self.bucket_bytes, self.holds_moments = bucket_bytes, holds_moments
         self.samples = 0
 
@@ -146,13 +146,13 @@ class SyncCommunicator:
 
     def after_update(self, step: int, samples: int) -> None:  # noqa: ARG002
         """Keep the compression residual for the next exchange."""
-        if self.summation is not None:
-            self.summation.commit()
+        if self.allreducer is not None:
+            self.allreducer.commit()
 
     def after_discarded(self) -> None:
         """Return to the residual before the step."""
-        if self.summation is not None:
-            self.summation.revert()
+        if self.allreducer is not None:
+            self.allreducer.revert()
 
     def synchronize(self) -> bool:
         """The weights are always equal."""
@@ -169,28 +169,28 @@ class SyncCommunicator:
 
     def state(self) -> dict[str, Tensor]:
         """Compression residuals."""
-        return {} if self.summation is None else self.summation.state()
+        return {} if self.allreducer is None else self.allreducer.state()
 
     def restore(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Residuals of previous workers are redistributed, so that none is lost."""
-        if self.summation is None or not any(states):
+        if self.allreducer is None or not any(states):
             return
         size, rank = self._world.layout.world, self._world.rank
         is_same = len(states) == size
-        self.summation.restore(states[rank] if is_same else redistribute_residuals(states, size)[rank])
+        self.allreducer.restore(states[rank] if is_same else redistribute_residuals(states, size)[rank])
 
     def traffic(self) -> Traffic | None:
         """Of the gradients."""
-        return None if self.summation is None else self.summation.traffic()
+        return None if self.allreducer is None else self.allreducer.traffic()
 
     def error(self) -> float | None:
         """Of the gradients."""
-        return None if self.summation is None else self.summation.error()
+        return None if self.allreducer is None else self.allreducer.error()
 
     def close(self) -> None:
         """Close the connections."""
-        if self.summation is not None:
-            self.summation.close()
+        if self.allreducer is not None:
+            self.allreducer.close()
 
 
 class LocalUpdateCommunicator:
@@ -212,19 +212,19 @@ class LocalUpdateCommunicator:
 
     def __init__(
         self,
-        averaging: Averaging,
-        note_sums: Summation,
+        averaging: WeightAveraging,
+        note_sums: AllReducer,
         expected: Callable[[int], ExpectedStep],
         site: Site | None = None,
     ) -> None:
         self._averaging, self._note_sums, self._expected = averaging, note_sums, expected
         self._site, self.samples = site, 0
-        self.summation = None if site is None else site.summation
+        self.allreducer = None if site is None else site.allreducer
         self._step, self._is_synchronized = 0, True
         self._round_steps: deque[int] = deque()
         """Steps after which the latest exchanges began."""
         self._first_round = 0
-        self._pending_notes: tuple[Pending, Tensor] | None = None
+        self._pending_notes: tuple[PendingAllReduce, Tensor] | None = None
         self._pending_request: StepRequest = ""
         """Request to send with the next notes."""
         self._timed_rounds = 0

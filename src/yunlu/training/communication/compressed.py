@@ -14,20 +14,20 @@ from yunlu.training.communication.allreduce import direct_sum
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
-    Place,
-    clip_share,
-    fold,
+    OwnerPart,
+    clip_worker_gradient,
+    fold_owner_residuals,
     pack_state,
     unpack_state,
 )
-from yunlu.training.communication.powersgd import PowerSgdSum
-from yunlu.training.communication.summation import ThreadedSummation
+from yunlu.training.communication.powersgd import PowerSgdAllReduce
+from yunlu.training.communication.allreducer import ThreadedAllReducer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yunlu.training.communication.codecs.codec import Codec
-    from yunlu.training.communication.powersgd import Matrix
+    from yunlu.training.communication.powersgd import MatrixSlice
     from yunlu.training.communication.transport import Transport
     from yunlu.training.communication.transport_session import TransportSession
 
@@ -40,7 +40,7 @@ _FAITHFUL = "none", "fp16", "bf16"
 """What they leave out is less than what the gradient is uncertain by: not worth its memory."""
 
 
-class KeptSum(Protocol):
+class LossyAllReduce(Protocol):
     """A way to add up that keeps what it left out for the next time."""
 
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
@@ -68,7 +68,7 @@ class KeptSum(Protocol):
         ...
 
 
-class CompressedSum:
+class CompressedAllReduce:
     """Adds up tensors over a wire; all workers get the same bits.
 
     Each worker owns a part. It gets the others' shares of it encoded, adds them up, and sends the sum to
@@ -78,7 +78,7 @@ class CompressedSum:
     Args:
         codec: How messages are packed.
         feedback: Whether to keep what was left out; by default, with the codecs that need it.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_share``.
+        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CompressedSum:
         self._clip_norm = clip_norm
         self.switch(codec, feedback=feedback)
         self._worker, self._owner = ErrorFeedback(), ErrorFeedback()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, OwnerPart] = {}
         self._restored: dict[str, Tensor] = {}
 
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
@@ -98,13 +98,13 @@ class CompressedSum:
         name = str(key)
         self._take_up(transport, name, len(flat))
         values = flat if flat.dtype == torch.float32 else flat.float()
-        clip_share(values, self._clip_norm, transport.size)
+        clip_worker_gradient(values, self._clip_norm, transport.size)
         norm = self._worker.add_to(name, values)
         if transport.size == 1:
             self._worker.drop(name)
             flat.copy_(values)
             return
-        deal = _Deal(transport, self.codec, values, self._places[name], self._owner, key)
+        deal = _CompressedRound(transport, self.codec, values, self._places[name], self._owner, key)
         deal.run(tag)
         if deal.is_finite():
             self._keep(name, deal, norm)
@@ -138,7 +138,7 @@ class CompressedSum:
         self._worker, self._owner, self._places = ErrorFeedback(), ErrorFeedback(), {}
         self._restored = dict(state)
 
-    def _keep(self, name: str, deal: _Deal, norm: float) -> None:
+    def _keep(self, name: str, deal: _CompressedRound, norm: float) -> None:
         if not self._has_feedback:
             given, left = deal.sample_error()
             self._worker.note(name, given=given, left=left)
@@ -165,22 +165,22 @@ class CompressedSum:
             now = (transport.size, transport.rank, start, length)
             is_same = name in places and now == places[name].whose
             if not is_same:
-                worker, owner, _ = unpack_state(fold(mine))
+                worker, owner, _ = unpack_state(fold_owner_residuals(mine))
             self._worker.kept |= worker
             self._owner.kept |= owner
-        self._places[name] = Place(
+        self._places[name] = OwnerPart(
             size=transport.size, rank=transport.rank, start=start, length=length, rounds=rounds + 1
         )
 
 
 @dataclass(slots=True, eq=False)
-class _Deal:
+class _CompressedRound:
     """One sum: what was sent and received, until it is known whether all of it was finite."""
 
     transport: Transport
     codec: Codec
     values: Tensor
-    place: Place
+    place: OwnerPart
     owner: ErrorFeedback
     key: int
     result: Tensor = field(init=False)
@@ -283,12 +283,12 @@ class _Deal:
         return torch.empty(self.codec.size_bytes(piece.stop - piece.start), dtype=torch.uint8)
 
 
-class CompressedSummation(ThreadedSummation):
+class CompressedAllReducer(ThreadedAllReducer):
     """Compressed sums as the engine wants them: see ``Summation``."""
 
     is_exact = False
 
-    def __init__(self, transport: Transport, compressed: KeptSum) -> None:
+    def __init__(self, transport: Transport, compressed: LossyAllReduce) -> None:
         super().__init__(transport, compressed)
         self._compressed = compressed
 
@@ -313,17 +313,17 @@ class CompressedSummation(ThreadedSummation):
         self._compressed.restore(state)
 
 
-def compressed_summation(
+def make_compressed_allreducer(
     transport: Transport,
     codec_name: str,
     *,
     block: int | None = None,
     share: float = 0.01,
     rank: int = 4,
-    matrices: Mapping[int, Sequence[Matrix]] | None = None,
+    matrices: Mapping[int, Sequence[MatrixSlice]] | None = None,
     feedback: bool | None = None,
     clip_norm: float | None = None,
-) -> CompressedSummation:
+) -> CompressedAllReducer:
     """Sums by a codec or by PowerSGD, for the engine.
 
     Args:
@@ -333,15 +333,15 @@ def compressed_summation(
         share: See ``make_codec``.
         rank: Of PowerSGD's factors.
         matrices: For PowerSGD, which matrices the tensor of each key holds.
-        feedback: See ``CompressedSum``.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_share``.
+        feedback: See ``CompressedAllReduce``.
+        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
     """
     if codec_name == "powersgd":
-        return CompressedSummation(
-            transport, PowerSgdSum(matrices or {}, rank=rank, clip_norm=clip_norm)
+        return CompressedAllReducer(
+            transport, PowerSgdAllReduce(matrices or {}, rank=rank, clip_norm=clip_norm)
         )
     codec = make_codec(codec_name, block=block, share=share)
-    return CompressedSummation(transport, CompressedSum(codec, feedback=feedback, clip_norm=clip_norm))
+    return CompressedAllReducer(transport, CompressedAllReduce(codec, feedback=feedback, clip_norm=clip_norm))
 
 
 def _cut(length: int, parts: int) -> list[slice]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.training.communication.communicator import ExpectedStep, SyncCommunicator
-from yunlu.training.communication.pace import Pacer
+from yunlu.training.communication.pace import ComputePace
 from yunlu.training.data.sample_order import digest_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class EngineCommunication:
         self._job, self._plan, self._model = job, plan, model
         self._schedule, self._emit = schedule, emit
         self._selector: MethodSelector | None = None
-        self._pacer = Pacer()
+        self._pacer = ComputePace()
         self._next_indices: tuple[int, Iterator[NDArray[np.int64]]] | None = None
         self._relink_request: StepRequest = ""
         self._samples = 0

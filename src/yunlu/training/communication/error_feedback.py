@@ -93,7 +93,7 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class OwnerPart:
     """Whose part of which tensor an owner's residual is."""
 
     size: int
@@ -110,7 +110,7 @@ class Place:
         return self.size, self.rank, self.start, self.length
 
 
-def clip_share(values: Tensor, clip_norm: float | None, workers: int) -> None:
+def clip_worker_gradient(values: Tensor, clip_norm: float | None, workers: int) -> None:
     """Bound one worker's share of a gradient before something of it is left out (Lin et al. 2018).
 
     A bound on the sum alone would come too late: most of an outlier would be left out at first, and go
@@ -126,7 +126,7 @@ def clip_share(values: Tensor, clip_norm: float | None, workers: int) -> None:
 
 
 def pack_state(
-    worker: ErrorFeedback, owner: ErrorFeedback, places: Mapping[str, Place]
+    worker: ErrorFeedback, owner: ErrorFeedback, places: Mapping[str, OwnerPart]
 ) -> dict[str, Tensor]:
     """Everything by name, for a checkpoint; copies."""
     state = {_WORKER + name: kept.clone() for name, kept in worker.kept.items()}
@@ -139,7 +139,7 @@ def pack_state(
 
 def unpack_state(
     state: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Place]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, OwnerPart]]:
     """What workers, owners and places hold, by name; copies."""
     worker, owner, places = (
         {
@@ -152,7 +152,7 @@ def unpack_state(
     return worker, owner, {name: _read_place(kept) for name, kept in places.items()}
 
 
-def fold(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fold_owner_residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same amount without owners: what they have becomes part of what they have as workers."""
     worker, owner, places = unpack_state(state)
     for name, kept in owner.items():
@@ -163,13 +163,13 @@ def fold(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return folded | {_WORKER + name: kept for name, kept in worker.items()}
 
 
-def share_out(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+def redistribute_residuals(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """Hand what some workers have to another number of them, which may be more or fewer.
 
     The total stays the same: who has no successor of his own adds to somebody else's. What all have
     alike everyone gets.
     """
-    folded = [fold(state) for state in states]
+    folded = [fold_owner_residuals(state) for state in states]
     common = {name: kept for name, kept in folded[0].items() if not name.startswith(_WORKER)}
     shared: list[dict[str, Tensor]] = [dict(common) for _ in range(size)]
     for number, state in enumerate(folded):
@@ -180,6 +180,6 @@ def share_out(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[st
     return shared
 
 
-def _read_place(kept: Tensor) -> Place:
+def _read_place(kept: Tensor) -> OwnerPart:
     size, rank, start, length, rounds = kept.tolist()
-    return Place(size=size, rank=rank, start=start, length=length, rounds=rounds)
+    return OwnerPart(size=size, rank=rank, start=start, length=length, rounds=rounds)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import read_site
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.planning.communication.step_forecast import MethodSetting
-from yunlu.training.communication.allreduce import SUMS, served_sum
+from yunlu.training.communication.allreduce import ALGORITHMS, served_sum
 from yunlu.training.communication.buckets import matrices_of
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.communicator import LocalUpdateCommunicator, SyncCommunicator
-from yunlu.training.communication.compressed import compressed_summation
-from yunlu.training.communication.local.averaging import Averaging
-from yunlu.training.communication.local.following import Following
+from yunlu.training.communication.compressed import make_compressed_allreducer
+from yunlu.training.communication.local.averaging import WeightAveraging
+from yunlu.training.communication.local.following import SiteFollower
 from yunlu.training.communication.local.rules import METHODS, LocalRules
 from yunlu.training.communication.local.sites import Site, group_by_site
-from yunlu.training.communication.summation import ThreadedSummation, TorchSummation
+from yunlu.training.communication.allreducer import ThreadedAllReducer, TorchAllReducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from yunlu.spec.communication import CommunicationSpec
-    from yunlu.training.communication.allreduce import SumFunction
+    from yunlu.training.communication.allreduce import AllReduceFunction
     from yunlu.training.communication.communicator import Communicator, ExpectedStep
-    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.allreducer import AllReducer
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.world import World
 
@@ -68,14 +68,14 @@ def open_communicator(
                 setting, spec, open_transport, model, expected, rank=world.rank, sites=sites
             )
         setting = MethodSetting(method="direct", bucket_bytes=setting.bucket_bytes)
-    summation = (
-        TorchSummation(world.group("dp"), world.wait_for)
+    allreducer = (
+        TorchAllReducer(world.group("dp"), world.wait_for)
         if (setting.method, setting.codec) == ("all-reduce", "none")
         else _open_summation(setting, spec, open_transport, model, clip_norm)
     )
     return SyncCommunicator(
         world,
-        summation,
+        allreducer,
         bucket_bytes=setting.bucket_bytes,
         holds_moments=setting.codec == "onebit",
     )
@@ -102,21 +102,21 @@ def _open_local(
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     rules = local_rules_of(setting, spec)
     site_ranks = next(ranks for ranks in sites if rank in ranks)
-    note_sums = ThreadedSummation(open_transport(), _without_key(SUMS["doubling"]))
+    note_sums = ThreadedAllReducer(open_transport(), _without_key(ALGORITHMS["doubling"]))
     if len(site_ranks) == 1 and all(len(ranks) == 1 for ranks in sites):
         return LocalUpdateCommunicator(
-            Averaging(weights, open_transport(), rules, codec=codec), note_sums, expected
+            WeightAveraging(weights, open_transport(), rules, codec=codec), note_sums, expected
         )
     site = Site(
-        ThreadedSummation(open_transport(site_ranks), _without_key(SUMS["direct"])),
-        ThreadedSummation(open_transport(site_ranks), _without_key(SUMS["doubling"])),
+        ThreadedAllReducer(open_transport(site_ranks), _without_key(ALGORITHMS["direct"])),
+        ThreadedAllReducer(open_transport(site_ranks), _without_key(ALGORITHMS["doubling"])),
     )
     site_transport = open_transport(site_ranks)
     if rank == site_ranks[0]:
         leader_transport = open_transport([ranks[0] for ranks in sites])
-        averaging = Averaging(weights, leader_transport, rules, codec=codec, site_ranks=site_transport)
+        averaging = WeightAveraging(weights, leader_transport, rules, codec=codec, site_ranks=site_transport)
     else:
-        averaging = Following(weights, site_transport, rules)
+        averaging = SiteFollower(weights, site_transport, rules)
     return LocalUpdateCommunicator(averaging, note_sums, expected, site)
 
 
@@ -153,10 +153,10 @@ def _open_summation(
     open_transport: Callable[[], Transport],
     model: nn.Module,
     clip_norm: float | None,
-) -> Summation:
+) -> AllReducer:
     if setting.codec == "powersgd":
         weights = [weight for weight in model.parameters() if weight.requires_grad]
-        return compressed_summation(
+        return make_compressed_allreducer(
             open_transport(),
             "powersgd",
             rank=setting.rank,
@@ -164,19 +164,19 @@ def _open_summation(
             clip_norm=clip_norm,
         )
     if setting.codec != "none":
-        return compressed_summation(
+        return make_compressed_allreducer(
             open_transport(), setting.codec, share=spec.keep, clip_norm=clip_norm
         )
-    return ThreadedSummation(open_transport(), _without_key(_allreduce_of(setting, spec)))
+    return ThreadedAllReducer(open_transport(), _without_key(_allreduce_of(setting, spec)))
 
 
-def _allreduce_of(setting: MethodSetting, spec: CommunicationSpec) -> SumFunction:
+def _allreduce_of(setting: MethodSetting, spec: CommunicationSpec) -> AllReduceFunction:
     if setting.method == "server" and spec.servers != "auto":
         return partial(served_sum, servers=spec.servers)
-    return SUMS[setting.method]
+    return ALGORITHMS[setting.method]
 
 
-def _without_key(allreduce: SumFunction) -> Callable[[Transport, Tensor, int, int], None]:
+def _without_key(allreduce: AllReduceFunction) -> Callable[[Transport, Tensor, int, int], None]:
     def run(transport: Transport, flat: Tensor, _key: int, tag: int) -> None:
         allreduce(transport, flat, tag=tag)
 

@@ -24,7 +24,7 @@ _SLOWEST = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class LinkTrial:
     """Messages between workers that measure."""
 
     transport: Transport

@@ -20,7 +20,7 @@ from yunlu.training.communication.link_trials import (
     FIRST_BYTES,
     LARGEST_BYTES,
     TURNS,
-    Talk,
+    LinkTrial,
     typical,
 )
 
@@ -67,14 +67,14 @@ def measure_links(
         add_bytes_per_s: How fast we add; the slowest worker's counts.
         tag: Of the messages.
     """
-    talk = Talk(transport, tag)
+    talk = LinkTrial(transport, tag)
     talk.meet()
-    told = _Told(transport.hosts)
+    told = _LinkMatrix(transport.hosts)
     for _ in range(_PASSES):
-        meetings = told.doubtful(_meetings(transport.hosts))
+        meetings = told.doubtful(_pairings(transport.hosts))
         if not meetings:
             break
-        told.add(talk.share(_meet_each(talk, meetings, budget_s)))
+        told.add(talk.share(_measure_pairs(talk, meetings, budget_s)))
     rate = told.settled()
     rate *= np.where(np.eye(len(rate), dtype=bool), 1.0, _measure_ring(talk, rate, budget_s))
     send, receive = _measure_all(talk, rate, budget_s)
@@ -101,7 +101,7 @@ def measure_links(
     )
 
 
-def _meetings(hosts: Sequence[str]) -> list[tuple[int, int]]:
+def _pairings(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Who meets whom, in order: within a host by twos, then one worker of each host all others.
 
     Pairs that meet at the same time have no host in common (a round-robin tournament), so each has
@@ -123,7 +123,7 @@ def _meetings(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _meet_each(talk: Talk, meetings: Sequence[tuple[int, int]], budget_s: float) -> dict[str, Any]:
+def _measure_pairs(talk: LinkTrial, meetings: Sequence[tuple[int, int]], budget_s: float) -> dict[str, Any]:
     """What we saw of those we met: latency, and the rate from them to us."""
     rank = talk.transport.rank
     mine = [one if other == rank else other for one, other in meetings if rank in (one, other)]
@@ -137,7 +137,7 @@ def _meet_each(talk: Talk, meetings: Sequence[tuple[int, int]], budget_s: float)
     }
 
 
-class _Told:
+class _LinkMatrix:
     """What all workers said of their links: the best that was seen, since what disturbs makes it worse."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -217,7 +217,7 @@ def _worst(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_all(
-    talk: Talk, rate: NDArray[np.float64], budget_s: float
+    talk: LinkTrial, rate: NDArray[np.float64], budget_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What each host sends and receives while all talk to all.
 
@@ -247,7 +247,7 @@ def _measure_all(
     return tuple(send.tolist()), tuple(receive.tolist())
 
 
-def _measure_ring(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> float:
+def _measure_ring(talk: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
     """What long messages get of the rates that short ones saw, each host sending to the next, all at once.
 
     Links let a little through at once before they hold to their rate.
@@ -268,10 +268,10 @@ def _measure_ring(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> flo
         if transport.rank == leaders[there]:
             incoming[leaders[here]] = int(sizes[here, there])
     spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
-    return _kept(max(sizes[pair] / rate[pair] for pair in ring), spent_s)
+    return _remaining_share(max(sizes[pair] / rate[pair] for pair in ring), spent_s)
 
 
-def _measure_both_ways(talk: Talk, rate: NDArray[np.float64], budget_s: float) -> float:
+def _measure_both_ways(talk: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
     """What is left of the rate of two hosts that send to each other, each with one other."""
     transport = talk.transport
     leaders = _leaders(transport.hosts)
@@ -287,7 +287,7 @@ def _measure_both_ways(talk: Talk, rate: NDArray[np.float64], budget_s: float) -
             outgoing[leaders[there]] = int(sizes[here, there])
             incoming[leaders[there]] = int(sizes[there, here])
     spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
-    return _kept(max(sizes[way] / rate[way] for way in ways), spent_s)
+    return _remaining_share(max(sizes[way] / rate[way] for way in ways), spent_s)
 
 
 def _leaders(hosts: Sequence[str]) -> list[int]:
@@ -295,7 +295,7 @@ def _leaders(hosts: Sequence[str]) -> list[int]:
     return [hosts.index(name) for name in dict.fromkeys(hosts)]
 
 
-def _kept(expected_s: float, spent_s: float) -> float:
+def _remaining_share(expected_s: float, spent_s: float) -> float:
     return float(min(max(expected_s / spent_s, 0.5), 1.0))
 
 
@@ -304,7 +304,7 @@ def _sizes(rate: NDArray[np.float64], span_s: float) -> NDArray[np.int64]:
     return np.clip(rate * span_s, FIRST_BYTES, LARGEST_BYTES).astype(np.int64)
 
 
-def _measure_torch(talk: Talk, all_reduce: Callable[[int], object]) -> MessageTime:
+def _measure_torch(talk: LinkTrial, all_reduce: Callable[[int], object]) -> MessageTime:
     """A few sizes, as the median worker saw them: the smallest tells the latency, the largest the rate."""
     seconds: list[float] = []
     for size in _TORCH_BYTES:

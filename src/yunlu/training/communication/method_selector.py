@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator, ExpectedStep
-    from yunlu.training.communication.pace import Pacer
+    from yunlu.training.communication.pace import ComputePace
     from yunlu.training.parallel.world import World
 
 _BACKWARD_SHARE = 0.6
@@ -59,7 +59,7 @@ class MethodSelector:
         pacer: Measures how fast this worker computes.
     """
 
-    def __init__(self, job: Job, plan: Plan, emit: Callable[..., Any], pacer: Pacer) -> None:
+    def __init__(self, job: Job, plan: Plan, emit: Callable[..., Any], pacer: ComputePace) -> None:
         self._job, self._plan, self._emit, self._pacer = job, plan, emit, pacer
         self._decision: MethodDecision | None = None
         self._measurements: WireFigures | None = None

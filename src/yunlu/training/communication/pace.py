@@ -21,7 +21,7 @@ _REMEMBERED = 9
 _SIDE, _VALUES = 192, 1 << 16
 
 
-class Pacer:
+class ComputePace:
     """What this worker knows of its own speed, through all changes of who else is there."""
 
     def __init__(self) -> None:

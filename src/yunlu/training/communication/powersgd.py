@@ -11,7 +11,7 @@ from torch import Tensor
 from yunlu.training.communication.allreduce import direct_sum
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
-    clip_share,
+    clip_worker_gradient,
     pack_state,
     unpack_state,
 )
@@ -19,7 +19,7 @@ from yunlu.training.communication.error_feedback import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.training.communication.allreduce import SumFunction
+    from yunlu.training.communication.allreduce import AllReduceFunction
     from yunlu.training.communication.transport import Transport
 
 _FACTOR = "factor/"
@@ -27,7 +27,7 @@ _SEED = 20190531
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class MatrixSlice:
     """Where in a flat tensor a matrix lies, row by row."""
 
     start: int
@@ -44,16 +44,16 @@ class Matrix:
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
 
-def as_matrix(start: int, weight: Tensor) -> Matrix | None:
+def as_matrix(start: int, weight: Tensor) -> MatrixSlice | None:
     """A weight's gradient, laid out as the weight is: one dimension by all others; none of a vector."""
     order = sorted(range(weight.ndim), key=lambda dim: -weight.stride(dim))
     if weight.ndim <= 1 or not weight.numel():
         return None
     rows = weight.shape[order[0]]
-    return Matrix(start, rows, weight.numel() // rows)
+    return MatrixSlice(start, rows, weight.numel() // rows)
 
 
-class PowerSgdSum:
+class PowerSgdAllReduce:
     """Adds up tensors over a wire, matrices by factors; all workers get the same bits.
 
     What is no matrix, or too small to gain by it, is added up exactly. What the factors left out is added
@@ -65,15 +65,15 @@ class PowerSgdSum:
         matrices: Which matrices the tensor of each key holds. Without any it is taken for a square one.
         rank: How many columns and rows.
         add_up: How to add up factors.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_share``.
+        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
     """
 
     def __init__(
         self,
-        matrices: Mapping[int, Sequence[Matrix]],
+        matrices: Mapping[int, Sequence[MatrixSlice]],
         *,
         rank: int = 4,
-        add_up: SumFunction = direct_sum,
+        add_up: AllReduceFunction = direct_sum,
         clip_norm: float | None = None,
     ) -> None:
         self.rank = rank
@@ -91,7 +91,7 @@ class PowerSgdSum:
             return
         name = str(key)
         values = flat if flat.dtype == torch.float32 else flat.float()
-        clip_share(values, self._clip_norm, transport.size)
+        clip_worker_gradient(values, self._clip_norm, transport.size)
         matrices = self._worthwhile(key, len(flat))
         norm = self._residual.add_to(name, values)
         if transport.size == 1:
@@ -154,18 +154,18 @@ class PowerSgdSum:
             if name.startswith(_FACTOR)
         }
 
-    def _worthwhile(self, key: int, length: int) -> list[Matrix]:
+    def _worthwhile(self, key: int, length: int) -> list[MatrixSlice]:
         matrices = self._matrices.get(key)
         if matrices is None:
             side = int(length**0.5)
-            matrices = self._matrices[key] = [Matrix(0, side, length // side)] if side > 1 else []
+            matrices = self._matrices[key] = [MatrixSlice(0, side, length // side)] if side > 1 else []
         return [
             matrix
             for matrix in matrices
             if (matrix.rows + matrix.columns) * self.rank * 2 <= matrix.rows * matrix.columns
         ]
 
-    def _start(self, name: str, matrices: Sequence[Matrix]) -> Tensor:
+    def _start(self, name: str, matrices: Sequence[MatrixSlice]) -> Tensor:
         """The right factors to begin with: the last step's, or random ones, the same for all."""
         length = sum(matrix.columns for matrix in matrices) * self.rank
         kept = self._factors.get(name)
@@ -182,7 +182,7 @@ class PowerSgdSum:
         self,
         name: str,
         values: Tensor,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[MatrixSlice],
         factors: Sequence[Sequence[Tensor]],
         norm: float,
     ) -> None:
@@ -200,7 +200,7 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
 
 
-def _others(values: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+def _others(values: Tensor, matrices: Sequence[MatrixSlice]) -> list[Tensor]:
     """Views of what lies between the matrices."""
     ordered = sorted(matrices, key=lambda matrix: matrix.start)
     starts = [0, *(matrix.stop for matrix in ordered)]

@@ -26,14 +26,14 @@ _GLANCE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class _Address:
+class _PeerAddress:
     host: str
     port: int
     token: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Patience:
+class _Deadline:
     """How long to wait for others, and what may end it sooner by raising."""
 
     deadline: float
@@ -54,14 +54,14 @@ class _Patience:
 
 
 @dataclass(slots=True)
-class _Caller:
+class _IncomingCall:
     """Someone who has not yet said all of who they are."""
 
     link: socket.socket
     said: bytes = b""
 
 
-def meet(
+def connect_all(
     store: Any,
     rank: int,
     size: int,
@@ -72,7 +72,7 @@ def meet(
     check: Callable[[], object] | None = None,
 ) -> tuple[tuple[str, ...], dict[int, socket.socket]]:
     """The address of every worker, and a connection to each other one."""
-    patience = _Patience(time.monotonic() + within_s, check)
+    patience = _Deadline(time.monotonic() + within_s, check)
     token = secrets.token_bytes(32)
     links: dict[int, socket.socket] = {}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,7 +81,7 @@ def meet(
         socket.create_server((host, 0), family=family, backlog=size + _STRANGERS) as door,
     ):
         undo.callback(_hang_up, links)
-        own = _Address(host, door.getsockname()[1], token)
+        own = _PeerAddress(host, door.getsockname()[1], token)
         store.set(f"{name}/{rank}", f"{own.port} {token.hex()} {host}")
         # Our own address is known: however late we are, it is another one who is missing.
         known = [
@@ -103,7 +103,7 @@ def _hang_up(links: dict[int, socket.socket]) -> None:
         link.close()
 
 
-def _read_address(store: Any, key: str, peer: int, patience: _Patience) -> _Address:
+def _read_address(store: Any, key: str, peer: int, patience: _Deadline) -> _PeerAddress:
     while True:
         # A store counts milliseconds, and none at all means for ever.
         span = timedelta(seconds=max(patience.glance_s(peer), 0.001))
@@ -115,10 +115,10 @@ def _read_address(store: Any, key: str, peer: int, patience: _Patience) -> _Addr
             continue  # not there yet
         break
     port, token, host = bytes(store.get(key)).decode().split(" ")
-    return _Address(host, int(port), bytes.fromhex(token))
+    return _PeerAddress(host, int(port), bytes.fromhex(token))
 
 
-def _call(address: _Address, rank: int, patience: _Patience, peer: int) -> socket.socket:
+def _call(address: _PeerAddress, rank: int, patience: _Deadline, peer: int) -> socket.socket:
     try:
         link = socket.create_connection((address.host, address.port), timeout=patience.left_s(peer))
     except OSError as error:
@@ -136,10 +136,10 @@ def _answer(
     links: dict[int, socket.socket],
     peers: range,
     token: bytes,
-    patience: _Patience,
+    patience: _Deadline,
 ) -> None:
     """Let in whom we wait for. Whoever calls and says nothing keeps nobody else waiting."""
-    callers: dict[int, _Caller] = {}
+    callers: dict[int, _IncomingCall] = {}
     poll = select.poll()
     poll.register(door, select.POLLIN)
     door.setblocking(False)
@@ -158,7 +158,7 @@ def _answer(
             caller.link.close()
 
 
-def _open_door(door: socket.socket, poll: select.poll, callers: dict[int, _Caller]) -> None:
+def _open_door(door: socket.socket, poll: select.poll, callers: dict[int, _IncomingCall]) -> None:
     try:
         link, _ = door.accept()
     except OSError:
@@ -169,11 +169,11 @@ def _open_door(door: socket.socket, poll: select.poll, callers: dict[int, _Calle
         oldest = next(iter(callers))
         poll.unregister(oldest)
         callers.pop(oldest).link.close()
-    callers[link.fileno()] = _Caller(link)
+    callers[link.fileno()] = _IncomingCall(link)
     poll.register(link, select.POLLIN)
 
 
-def _listen(caller: _Caller) -> bool:
+def _listen(caller: _IncomingCall) -> bool:
     """Whether there is no more to hear."""
     try:
         more = caller.link.recv(_HELLO.size - len(caller.said))
@@ -186,7 +186,7 @@ def _listen(caller: _Caller) -> bool:
 
 
 def _let_in(
-    caller: _Caller, token: bytes, links: dict[int, socket.socket], missing: list[int]
+    caller: _IncomingCall, token: bytes, links: dict[int, socket.socket], missing: list[int]
 ) -> None:
     if len(caller.said) == _HELLO.size:
         magic, version, peer, shown = _HELLO.unpack(caller.said)

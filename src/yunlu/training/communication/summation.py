@@ -22,7 +22,7 @@ __all__ = ["Pending", "Summation", "ThreadedSummation", "TorchSummation", "Traff
 _NUMPY_DTYPES = (torch.float32, torch.float64)
 
 
-class Pending(Protocol):
+class PendingAllReduce(Protocol):
     """A sum under way."""
 
     def wait(self) -> None:
@@ -30,13 +30,13 @@ class Pending(Protocol):
         ...
 
 
-class Summation(Protocol):
+class AllReducer(Protocol):
     """How gradients are added up over the workers."""
 
     is_exact: bool
     """Whether a sum is that of what was given, but for rounding; with a key below zero all are."""
 
-    def begin(self, flat: Tensor, *, key: int) -> Pending:
+    def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:
         """Start to add up a tensor in place, which nobody touches until the sum has been waited for.
 
         Args:
@@ -78,7 +78,7 @@ class Summation(Protocol):
         ...
 
 
-class TorchSummation:
+class TorchAllReducer:
     """Sums by torch's own backend: gloo or NCCL.
 
     Args:
@@ -101,8 +101,8 @@ class TorchSummation:
         self._cut = cut or group.abort
         self._traffic = Traffic()
 
-    def begin(self, flat: Tensor, *, key: int) -> Pending:  # noqa: ARG002 - it keeps nothing by key
-        """See ``Summation``."""
+    def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:  # noqa: ARG002 - it keeps nothing by key
+        """See ``AllReducer``."""
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         size = self._group.size()
@@ -135,7 +135,7 @@ class TorchSummation:
         """Nothing to do."""
 
     def abort(self) -> None:
-        """See ``Summation``."""
+        """See ``AllReducer``."""
         self._cut()
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class _Task:
             self.given.copy_(self.flat)
 
 
-class ThreadedSummation:
+class ThreadedAllReducer:
     """Sums over a wire by one thread of its own, in the order in which they were begun.
 
     Args:
@@ -192,8 +192,8 @@ class ThreadedSummation:
         self._thread = Thread(target=self._serve, name="summation", daemon=True)
         self._thread.start()
 
-    def begin(self, flat: Tensor, *, key: int) -> Pending:
-        """See ``Summation``; a tensor on a device or in 16 bits travels as a copy in 32."""
+    def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:
+        """See ``AllReducer``; a tensor on a device or in 16 bits travels as a copy in 32."""
         can_travel = flat.device.type == "cpu" and flat.dtype in _NUMPY_DTYPES
         moving = flat if can_travel else flat.to("cpu", torch.float32)
         task = _Task(flat, moving, key, self._begun)
@@ -205,7 +205,7 @@ class ThreadedSummation:
         return task
 
     def traffic(self) -> Traffic:
-        """See ``Summation``."""
+        """See ``AllReducer``."""
         return self._transport.traffic
 
     def commit(self) -> None:
@@ -226,7 +226,7 @@ class ThreadedSummation:
         """Nothing to do."""
 
     def abort(self) -> None:
-        """See ``Summation``."""
+        """See ``AllReducer``."""
         self._transport.abort()
 
     def close(self) -> None:

@@ -11,13 +11,13 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-from yunlu.training.communication.rendezvous import meet
+from yunlu.training.communication.rendezvous import connect_all
 from yunlu.training.communication.transport_session import (
     LinkLostError,
-    RefusedError,
+    RefusedMessageError,
     Traffic,
     TransportSession,
-    shut,
+    shut_socket,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Transport:
         """End every wait, now and later; from any thread."""
         self.is_aborted = True
         for link in self.links.values():
-            shut(link)
+            shut_socket(link)
 
     def close(self) -> None:
         """Hang up; by the thread that uses it, or when it has ended."""
@@ -165,5 +165,5 @@ def connect(
         patience_s: See ``Transport``.
         check: Called now and then while waiting for the others; what it raises ends that.
     """
-    hosts, links = meet(store, rank, size, host, name=name, within_s=within_s, check=check)
+    hosts, links = connect_all(store, rank, size, host, name=name, within_s=within_s, check=check)
     return Transport(rank, hosts, links, patience_s=patience_s)

@@ -43,7 +43,7 @@ class LinkLostError(dist.DistNetworkError):
         self.peer = peer
 
 
-class RefusedError(LinkLostError):
+class RefusedMessageError(LinkLostError):
     """Something came that was not what was to come: the connection is of no more use."""
 
 
@@ -58,7 +58,7 @@ class Traffic:
     """Sent ones."""
 
 
-class Ends(Protocol):
+class SessionTransport(Protocol):
     """What a flow needs of a wire."""
 
     traffic: Traffic
@@ -76,7 +76,7 @@ class Ends(Protocol):
 
 
 @dataclass(slots=True)
-class Arrival:
+class IncomingMessage:
     """A message that is to come."""
 
     body: memoryview | None
@@ -89,13 +89,13 @@ class _Inbox:
     """What is to come from one worker, by channel, and how far the message at hand has come."""
 
     def __init__(self) -> None:
-        self.channels: dict[int, deque[Arrival]] = {}
+        self.channels: dict[int, deque[IncomingMessage]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
         self.filled = 0
-        self.current: Arrival | None = None
+        self.current: IncomingMessage | None = None
         self.checksum = 0
 
-    def add(self, channel: int, arrival: Arrival) -> None:
+    def add(self, channel: int, arrival: IncomingMessage) -> None:
         """Expect one more."""
         queue = self.channels.get(channel)
         if queue is None:
@@ -115,7 +115,7 @@ class _Inbox:
                 return [header, queue[0].body]
         return [header]
 
-    def take(self) -> Arrival:
+    def take(self) -> IncomingMessage:
         """The message at hand, which is whole."""
         queue = self.channels[self.header[_CHANNEL_AT]]
         arrival = queue.popleft()
@@ -133,7 +133,7 @@ class TransportSession:
     other ends learns of it at once, and passes it on.
     """
 
-    def __init__(self, ends: Ends, tag: int) -> None:
+    def __init__(self, ends: SessionTransport, tag: int) -> None:
         self._ends = ends
         self._tag = tag % _TAGS
         self._leaving: dict[int, deque[memoryview]] = {}
@@ -189,15 +189,15 @@ class TransportSession:
         channel: int = 0,
     ) -> None:
         """Receive a message that fills ``into``; ``then`` is called when it has."""
-        self._expect(peer, channel, Arrival(view_bytes(into), 0, then))
+        self._expect(peer, channel, IncomingMessage(view_bytes(into), 0, then))
 
-    def receive_some(self, peer: int, limit_bytes: int) -> Arrival:
+    def receive_some(self, peer: int, limit_bytes: int) -> IncomingMessage:
         """Receive a message of at most so many bytes: it has a body afterwards."""
-        arrival = Arrival(None, limit_bytes, None)
+        arrival = IncomingMessage(None, limit_bytes, None)
         self._expect(peer, 0, arrival)
         return arrival
 
-    def _expect(self, peer: int, channel: int, arrival: Arrival) -> None:
+    def _expect(self, peer: int, channel: int, arrival: IncomingMessage) -> None:
         self._used.add(peer)
         inbox = self._coming.get(peer)
         if inbox is None:
@@ -265,7 +265,7 @@ class TransportSession:
         if inbox.filled < _HEADER.size + len(body):
             return
         if _checksum(body) != inbox.checksum:
-            raise RefusedError(peer, "a message came damaged")
+            raise RefusedMessageError(peer, "a message came damaged")
         self._ends.traffic.received_bytes += inbox.filled
         arrival = inbox.take()
         if not inbox.channels:
@@ -273,21 +273,21 @@ class TransportSession:
         if arrival.then is not None:
             arrival.then()
 
-    def _open(self, peer: int, inbox: _Inbox) -> Arrival:
+    def _open(self, peer: int, inbox: _Inbox) -> IncomingMessage:
         magic, version, channel, tag, length, inbox.checksum = _HEADER.unpack(inbox.header)
         if (magic, version) != (MAGIC, VERSION):
-            raise RefusedError(peer, "what came is no message of Yunlu's")
+            raise RefusedMessageError(peer, "what came is no message of Yunlu's")
         if tag != self._tag or channel not in inbox.channels:
-            raise RefusedError(peer, f"message {tag} came in place of message {self._tag}")
+            raise RefusedMessageError(peer, f"message {tag} came in place of message {self._tag}")
         arrival = inbox.channels[channel][0]
         if arrival.body is None:
             if length > arrival.limit_bytes:
-                raise RefusedError(
+                raise RefusedMessageError(
                     peer, f"a message of {length} bytes came, {arrival.limit_bytes} may"
                 )
             arrival.body = memoryview(bytearray(length))
         elif length != len(arrival.body):
-            raise RefusedError(
+            raise RefusedMessageError(
                 peer, f"a message of {length} bytes came, not of {len(arrival.body)}"
             )
         return arrival
@@ -309,7 +309,7 @@ class TransportSession:
 
     def _hang_up(self) -> None:
         for peer in self._used:
-            shut(self._ends.links[peer])
+            shut_socket(self._ends.links[peer])
 
     def _lost(self, peer: int, error: OSError | None) -> LinkLostError:
         if self._ends.is_aborted:
@@ -317,7 +317,7 @@ class TransportSession:
         return LinkLostError(peer, "the connection ended" if error is None else str(error))
 
 
-def shut(link: socket.socket) -> None:
+def shut_socket(link: socket.socket) -> None:
     """End a connection at once; from any thread."""
     try:
         link.shutdown(socket.SHUT_RDWR)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from yunlu.training.communication.summation import Pending, Summation
+    from yunlu.training.communication.allreducer import PendingAllReduce, AllReducer
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class _Bucket:
     gaps: list[Tensor]
     """What no gradient fills."""
     missing: int = 0
-    pending: Pending | None = None
+    pending: PendingAllReduce | None = None
     places: Tensor | None = None
     """Those of ``flat`` that are looked at."""
     factors: Tensor | None = None
@@ -76,16 +76,16 @@ class GradientAllReduce:
     def __init__(
         self,
         weights: Sequence[nn.Parameter],
-        summation: Summation,
+        allreducer: AllReducer,
         *,
         bucket_bytes: int = 25 << 20,
         holders: Mapping[int, int] | None = None,
     ) -> None:
-        self._summation = summation
+        self._allreducer = allreducer
         self._holders = holders or {}
         self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        if not summation.is_exact:
+        if not allreducer.is_exact:
             self._flags = torch.zeros(len(self._slots))  # to be counted, not estimated
         self._next = 0
         self._begun_at: float | None = None
@@ -118,8 +118,8 @@ class GradientAllReduce:
         while self._next < len(self._buckets):
             self._start_next()
         counted = None
-        if not self._summation.is_exact:
-            counted = self._summation.begin(self._flags, key=-1)
+        if not self._allreducer.is_exact:
+            counted = self._allreducer.begin(self._flags, key=-1)
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
@@ -141,7 +141,7 @@ class GradientAllReduce:
     @property
     def is_exact(self) -> bool:
         """Whether sums are what they say."""
-        return self._summation.is_exact
+        return self._allreducer.is_exact
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """The squares of our gradient and of the sum, by some of their numbers; zeros if not watched."""
@@ -182,7 +182,7 @@ class GradientAllReduce:
         if not self._is_armed:
             for slot in bucket.slots:
                 _take(slot)
-        if not self._summation.is_exact:
+        if not self._allreducer.is_exact:
             # Sums that are estimates leave something there too, which would come back in the next.
             for gap in bucket.gaps:
                 gap.zero_()
@@ -190,7 +190,7 @@ class GradientAllReduce:
             self._set_flags()
         if self.is_watched:
             self._ours.append(self._square(bucket))
-        bucket.pending = self._summation.begin(bucket.flat, key=self._next - 1)
+        bucket.pending = self._allreducer.begin(bucket.flat, key=self._next - 1)
 
     @torch.no_grad()
     def _square(self, bucket: _Bucket) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yunlu.training.communication.summation import TorchSummation
+from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 from yunlu.training.parallel.tensor_slices import is_distributed, local_of
@@ -18,7 +18,7 @@ from yunlu.training.parallel.zero import OwnedWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.allreducer import AllReducer
     from yunlu.training.parallel.fsdp import UsedWeights
     from yunlu.training.parallel.pipeline import Pipeline
     from yunlu.training.parallel.world import World
@@ -36,13 +36,13 @@ class ParallelModel:
         self,
         model: nn.Module,
         world: World,
-        summation: Summation | None = None,
+        allreducer: AllReducer | None = None,
         *,
         bucket_bytes: int = 25 << 20,
     ) -> None:
         """``summation`` adds up the gradients of replicas; torch's own where none is given."""
         layout = world.layout
-        self.world, self._summation, self._bucket_bytes = world, summation, bucket_bytes
+        self.world, self._allreducer, self._bucket_bytes = world, allreducer, bucket_bytes
         self._is_partitioned = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
         self._whole = model
         self._stages: dict[int, nn.Module] = {0: model}
@@ -181,13 +181,13 @@ class ParallelModel:
             for part in self.parts:
                 synchronise_batch_norm(part, world.adding("dp", "fsdp"))
         if layout.dp > 1 and layout.fsdp == 1:
-            summation = self._summation or TorchSummation(world.group("dp"), world.wait_for)
+            allreducer = self._allreducer or TorchAllReducer(world.group("dp"), world.wait_for)
             pairs = zip(self.weights, self.copies, strict=True)
             holders = {id(weight): copies // layout.dp for weight, copies in pairs}
             self._sums = {
                 number: GradientAllReduce(
                     _trained([stage]),
-                    summation,
+                    allreducer,
                     bucket_bytes=self._bucket_bytes,
                     holders=holders,
                 )

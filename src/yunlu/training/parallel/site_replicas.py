@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.allreducer import AllReducer
     from yunlu.training.tasks.task import Batch
 
 
 class SiteReplicas(SingleModel):
     """The model as it is, and the gradients of all who make this step."""
 
-    def __init__(self, model: nn.Module, summation: Summation, *, bucket_bytes: int) -> None:
+    def __init__(self, model: nn.Module, allreducer: AllReducer, *, bucket_bytes: int) -> None:
         super().__init__(model)
-        self._sum = GradientAllReduce(self.weights, summation, bucket_bytes=bucket_bytes)
+        self._sum = GradientAllReduce(self.weights, allreducer, bucket_bytes=bucket_bytes)
 
     def accumulate(
         self,

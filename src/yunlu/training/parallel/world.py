@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.planning.layout import AXES, Layout, RankCoordinates
-from yunlu.training.communication.allreduce.doubling import doubling_sum
+from yunlu.training.communication.allreduce.doubling import doubling_allreduce
 from yunlu.training.communication.transport import connect
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
@@ -100,7 +100,7 @@ class World:
         """The sum over every worker, in place."""
         if self._quick is not None:
             self._sums = (self._sums + 1) % (1 << 32)
-            doubling_sum(self._quick, numbers.view(-1), tag=self._sums)
+            doubling_allreduce(self._quick, numbers.view(-1), tag=self._sums)
         elif not self.layout.is_single:
             work = dist.all_reduce(numbers, async_op=True)
             assert work is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from yunlu.training.communication.codecs.make import CODECS, make_codec
-from yunlu.training.communication.codecs.sparse import count_kept, find_largest
+from yunlu.training.communication.codecs.sparse import count_selected, find_largest
 
 _MARGINS = {"none": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 0.51 / 127 * 1.01, "int4": 0.08}
 """The most a number may be off by, relative to the largest: half a level, and the scale rounded up."""
@@ -80,7 +80,7 @@ def test_one_bit_gives_the_sign_and_the_mean_size_of_each_block(length: int) -> 
 def test_top_k_keeps_exactly_the_largest(length: int, share: float, seed: int) -> None:
     # Few distinct sizes: many are equal.
     sizes = torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(seed)).numpy()
-    kept = count_kept(length, share)
+    kept = count_selected(length, share)
     places = find_largest(sizes, kept)
     assert len(np.unique(places)) == kept
     assert (np.diff(places) > 0).all()
@@ -93,13 +93,13 @@ def test_top_k_is_exact_where_a_sample_misleads() -> None:
     values = normal(length).abs().clamp(max=3)
     values[::10] += 10
     expected = torch.zeros(length)
-    largest = values.topk(count_kept(length, 0.01)).indices
+    largest = values.topk(count_selected(length, 0.01)).indices
     expected[largest] = values[largest]
     assert torch.allclose(there_and_back("topk", values), expected, rtol=2**-8)
     values = normal(length).abs()
     values[::10] = 0  # and here, only zeros
     expected = torch.zeros(length)
-    largest = values.topk(count_kept(length, 0.01)).indices
+    largest = values.topk(count_selected(length, 0.01)).indices
     expected[largest] = values[largest]
     assert torch.allclose(there_and_back("topk", values), expected, rtol=2**-8)
 
@@ -110,7 +110,7 @@ def test_random_k_keeps_the_numbers_that_the_seed_tells(length: int, seed: int) 
     values = normal(length).abs() + 1
     found = there_and_back("randomk", values, seed=seed)
     kept = found != 0
-    assert int(kept.sum()) == count_kept(length, 0.01)
+    assert int(kept.sum()) == count_selected(length, 0.01)
     assert torch.allclose(found[kept], values[kept], rtol=2**-8)
     assert torch.equal(kept, there_and_back("randomk", -values, seed=seed) != 0)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from tests.unit.training.communication.crowd import run_workers
 from yunlu.training.communication.codecs.make import CODECS, make_codec
 from yunlu.training.communication.compressed import (
-    CompressedSum,
-    CompressedSummation,
-    compressed_summation,
+    CompressedAllReduce,
+    CompressedAllReducer,
+    make_compressed_allreducer,
 )
-from yunlu.training.communication.error_feedback import fold, share_out
+from yunlu.training.communication.error_feedback import fold_owner_residuals, redistribute_residuals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ _LOSSY = [name for name in CODECS if name not in {"none", "fp16", "bf16"}]
 _SETTINGS = {"topk": 0.2, "randomk": 0.2}
 
 
-def make(name: str) -> CompressedSum:
-    return CompressedSum(make_codec(name, block=64, share=_SETTINGS.get(name, 0.01)))
+def make(name: str) -> CompressedAllReduce:
+    return CompressedAllReduce(make_codec(name, block=64, share=_SETTINGS.get(name, 0.01)))
 
 
 def share(rank: int, step: int, length: int = _LENGTH) -> Tensor:
@@ -38,13 +38,13 @@ def total(size: int, steps: Sequence[int], length: int = _LENGTH) -> Tensor:
     return torch.stack([share(rank, step, length) for rank in range(size) for step in steps]).sum(0)
 
 
-def lacking(sums: Sequence[CompressedSum], length: int = _LENGTH) -> Tensor:
+def lacking(sums: Sequence[CompressedAllReduce], length: int = _LENGTH) -> Tensor:
     nothing = torch.zeros(length)
-    return torch.stack([fold(each.state()).get("worker/0", nothing) for each in sums]).sum(0)
+    return torch.stack([fold_owner_residuals(each.state()).get("worker/0", nothing) for each in sums]).sum(0)
 
 
 def run_steps(
-    transport: Transport, compressed: CompressedSum, steps: Sequence[int], length: int = _LENGTH
+    transport: Transport, compressed: CompressedAllReduce, steps: Sequence[int], length: int = _LENGTH
 ) -> list[Tensor]:
     sums: list[Tensor] = []
     for step in steps:
@@ -163,7 +163,7 @@ def test_a_restored_run_goes_on_with_the_same_bits(name: str) -> None:
 def test_another_number_of_workers_delivers_what_the_others_left(before: int, after: int) -> None:
     old, new = ([make("onebit") for _ in range(size)] for size in (before, after))
     first = run_workers(lambda transport: run_steps(transport, old[transport.rank], [0, 1])[0:2], before)
-    states = share_out([each.state() for each in old], after)
+    states = redistribute_residuals([each.state() for each in old], after)
     for compressed, state in zip(new, states, strict=True):
         compressed.restore(state)
     assert torch.allclose(lacking(new), lacking(old), atol=1e-5)
@@ -204,7 +204,7 @@ def test_numbers_that_are_no_gradients_are_added_up_exactly() -> None:
 
 
 def test_an_outlier_is_bounded_before_it_is_left_out() -> None:
-    sums = [CompressedSum(make_codec("onebit"), clip_norm=1.0) for _ in range(2)]
+    sums = [CompressedAllReduce(make_codec("onebit"), clip_norm=1.0) for _ in range(2)]
 
     def work(transport: Transport) -> None:
         flat = share(transport.rank, 0) * (1e4 if transport.rank else 1e-4)
@@ -216,22 +216,22 @@ def test_an_outlier_is_bounded_before_it_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "powersgd"])
 def test_the_engine_gets_sums_that_run_beside_it(name: str) -> None:
-    def work(transport: Transport) -> tuple[list[Tensor], CompressedSummation]:
-        summation = compressed_summation(transport, name, rank=2)
+    def work(transport: Transport) -> tuple[list[Tensor], CompressedAllReducer]:
+        allreducer = make_compressed_allreducer(transport, name, rank=2)
         flats = [share(transport.rank, key, 4096).to(torch.float64) for key in range(3)]
-        pending = [summation.begin(flat, key=key) for key, flat in enumerate(flats)]
+        pending = [allreducer.begin(flat, key=key) for key, flat in enumerate(flats)]
         for each in pending:
             each.wait()
-        summation.commit()
-        error = summation.error()
+        allreducer.commit()
+        error = allreducer.error()
         assert error is not None
         assert 0 < error < 1
-        assert summation.traffic().sent_bytes < 3 * 4 * 4096
-        summation.close()
-        return flats, summation
+        assert allreducer.traffic().sent_bytes < 3 * 4 * 4096
+        allreducer.close()
+        return flats, allreducer
 
     found = run_workers(work, 2)
-    states = [fold(summation.state()) for _, summation in found]
+    states = [fold_owner_residuals(allreducer.state()) for _, allreducer in found]
     for key in range(3):
         assert torch.equal(found[0][0][key], found[1][0][key])
         left = states[0][f"worker/{key}"] + states[1][f"worker/{key}"]

@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy
 
 from tests.unit.training.communication.crowd import run_workers
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.compressed import CompressedSum
-from yunlu.training.communication.powersgd import Matrix, PowerSgdSum, as_matrix
+from yunlu.training.communication.compressed import CompressedAllReduce
+from yunlu.training.communication.powersgd import MatrixSlice, PowerSgdAllReduce, as_matrix
 from yunlu.training.optim.frozen_adam import FrozenAdam
 from yunlu.training.optim.fused_adam import FusedAdam
 
 if TYPE_CHECKING:
-    from yunlu.training.communication.compressed import KeptSum
+    from yunlu.training.communication.compressed import LossyAllReduce
     from yunlu.training.communication.transport import Transport
 
 _WORKERS, _STEPS, _WARM_UP, _BATCH = 4, 100, 20, 16
@@ -49,8 +49,8 @@ def make_model() -> nn.Module:
     return model
 
 
-def matrices_of(model: nn.Module) -> list[Matrix]:
-    found: list[Matrix] = []
+def matrices_of(model: nn.Module) -> list[MatrixSlice]:
+    found: list[MatrixSlice] = []
     start = 0
     for weight in model.parameters():
         matrix = as_matrix(start, weight)
@@ -59,10 +59,10 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
     return found
 
 
-def make_sum(name: str, **options: Any) -> KeptSum:
+def make_sum(name: str, **options: Any) -> LossyAllReduce:
     if name == "powersgd":
-        return PowerSgdSum({0: matrices_of(make_model())}, **options)
-    return CompressedSum(make_codec(name, **options))
+        return PowerSgdAllReduce({0: matrices_of(make_model())}, **options)
+    return CompressedAllReduce(make_codec(name, **options))
 
 
 def train(name: str, *, warm_up: bool = False, **options: Any) -> float:
@@ -75,19 +75,19 @@ def train(name: str, *, warm_up: bool = False, **options: Any) -> float:
         groups = [{"params": weights, "weight_decay": 0.01}]
         kind = FrozenAdam if warm_up else FusedAdam
         optimizer = kind(groups, lr=0.01, betas=(0.9, 0.98), eps=1e-8, decoupled=True)
-        summation = make_sum("int4" if warm_up else name, **({} if warm_up else options))
+        allreducer = make_sum("int4" if warm_up else name, **({} if warm_up else options))
         draw = torch.Generator().manual_seed(2)
         for step in range(_STEPS):
             if warm_up and step == _WARM_UP:
                 assert isinstance(optimizer, FrozenAdam)
-                assert isinstance(summation, CompressedSum)
+                assert isinstance(allreducer, CompressedAllReduce)
                 optimizer.freeze()
-                summation.switch(make_codec(name, **options))
+                allreducer.switch(make_codec(name, **options))
             batch = torch.randint(len(labels), (_WORKERS, _BATCH), generator=draw)[transport.rank]
             loss = cross_entropy(model(images[batch]), labels[batch]) / _WORKERS
             gradients = torch.autograd.grad(loss, weights)
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            summation(transport, flat, 0, step)
+            allreducer(transport, flat, 0, step)
             parts = flat.split([weight.numel() for weight in weights])
             for weight, part in zip(weights, parts, strict=True):
                 weight.grad = part.view_as(weight)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
-    Place,
-    clip_share,
-    fold,
+    OwnerPart,
+    clip_worker_gradient,
+    fold_owner_residuals,
     pack_state,
-    share_out,
+    redistribute_residuals,
 )
 
 
@@ -28,14 +28,14 @@ def state_of(rank: int, size: int, length: int) -> dict[str, Tensor]:
     start, stop = length * rank // size, length * (rank + 1) // size
     worker = ErrorFeedback({"0": torch.randint(-99, 99, (length,), generator=draw).float()})
     owner = ErrorFeedback({"0": torch.randint(-99, 99, (stop - start,), generator=draw).float()})
-    place = Place(size=size, rank=rank, start=start, length=length, rounds=3)
+    place = OwnerPart(size=size, rank=rank, start=start, length=length, rounds=3)
     return pack_state(worker, owner, {"0": place}) | {"factor/0": whole(1, 2)}
 
 
 def total(states: list[dict[str, Tensor]], length: int) -> Tensor:
     found = torch.zeros(length)
     for state in states:
-        found += fold(state).get("worker/0", torch.zeros(length))
+        found += fold_owner_residuals(state).get("worker/0", torch.zeros(length))
     return found
 
 
@@ -48,7 +48,7 @@ def test_another_number_of_workers_has_the_same_total(before: int, after: int, l
         start = int(state["place/0"][2])
         expected += state["worker/0"]
         expected[start : start + len(state["owner/0"])] += state["owner/0"]
-    shared = share_out(states, after)
+    shared = redistribute_residuals(states, after)
     assert len(shared) == after
     assert torch.equal(total(shared, length), expected)
     assert all(torch.equal(state["factor/0"], whole(1, 2)) for state in shared)
@@ -58,8 +58,8 @@ def test_another_number_of_workers_has_the_same_total(before: int, after: int, l
 def test_a_share_is_a_copy() -> None:
     states = [state_of(0, 1, 4)]
     kept = states[0]["worker/0"].clone()
-    share_out(states, 2)[0]["worker/0"].zero_()
-    fold(states[0])["worker/0"].zero_()
+    redistribute_residuals(states, 2)[0]["worker/0"].zero_()
+    fold_owner_residuals(states[0])["worker/0"].zero_()
     assert torch.equal(states[0]["worker/0"], kept)
 
 
@@ -123,13 +123,13 @@ def test_error_is_relative_and_over_all_names() -> None:
 
 def test_a_share_within_its_bound_is_not_touched() -> None:
     values = whole(0.3, 0.4)
-    clip_share(values, 1.0, 4)
+    clip_worker_gradient(values, 1.0, 4)
     assert torch.equal(values, whole(0.3, 0.4))
-    clip_share(values, None, 4)
+    clip_worker_gradient(values, None, 4)
     assert torch.equal(values, whole(0.3, 0.4))
     values = whole(30.0, 40.0)
-    clip_share(values, 1.0, 4)
+    clip_worker_gradient(values, 1.0, 4)
     assert torch.allclose(values, whole(0.3, 0.4))
     values = whole(1.0, math.inf)
-    clip_share(values, 1.0, 4)
+    clip_worker_gradient(values, 1.0, 4)
     assert torch.equal(values, whole(1.0, math.inf))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.waiting import LIMIT_S
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
-from yunlu.training.communication.local.following import Following
+from yunlu.training.communication.local.following import SiteFollower
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _train_in_sites(
         between = connect(store, number, len(sites), "127.0.0.1", name="between")
         averaging = Averaging(weights, between, rules, mates=inside)
     else:
-        averaging = Following(weights, inside, rules)
+        averaging = SiteFollower(weights, inside, rules)
     try:
         for step in range(1, steps + 1):
             _update(weights, number, step)

@@ -33,8 +33,8 @@ from yunlu.training.communication.servers.engine_adapter import ServedOptimizer,
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.frames import pack
 from yunlu.training.communication.servers.link import ServerLink, ServerLostError
-from yunlu.training.communication.servers.messages import Pull, Push, ServerHello, TakeTicket, say
-from yunlu.training.communication.servers.rules import ServerRules, Ticket, cut
+from yunlu.training.communication.servers.messages import Pull, Push, ServerHello, TakeTicket, dump_message
+from yunlu.training.communication.servers.rules import ServerRules, Ticket, shard_ranges
 from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.data.sample_order import StepOrder
 from yunlu.training.optim.build import build_optimizer
@@ -200,7 +200,7 @@ def test_a_step_that_one_shard_has_and_another_not_is_done_with_the_weights_it_b
         ticket = link.ask(TakeTicket(), waits=True).ticket
         assert ticket is not None
         loss_of(model, ticket)[0].backward()
-        part = flat.read_gradients()[: len(cut(flat.length, 2)[0])].numpy().data
+        part = flat.read_gradients()[: len(shard_ranges(flat.length, 2)[0])].numpy().data
         asked = link.begin(Push(ticket=ticket, lr=LR, items=24, version=0), part)
         assert link.finish(asked).answer.outcome == "taken"
         link.close()
@@ -310,18 +310,18 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
     _, weights = train_alone(rules)
     with serving(tmp_path, rules) as servers:
         address = read_address(servers.directory, 0)
-        hello = b"".join(pack(say(ServerHello(token=address.token, worker="bad"))))
+        hello = b"".join(pack(dump_message(ServerHello(token=address.token, worker="bad"))))
         length = servers.shards[0].weights.body_bytes
-        push = b"".join(pack(say(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length)))
+        push = b"".join(pack(dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length)))
         damaged = bytearray(push)
         damaged[-3] ^= 1
-        too_long = b"".join(pack(say(Pull()), bytes(length + 4)))
+        too_long = b"".join(pack(dump_message(Pull()), bytes(length + 4)))
         attempts = [
             b"GET / HTTP/1.1\r\n\r\n",
             bytes(4096),
-            b"".join(pack(say(ServerHello(token="f" * 64, worker="w0")))),
-            b"".join(pack(say(TakeTicket()))),
-            b"".join(pack({**say(ServerHello(token=address.token, worker="bad")), "extra": 1})),
+            b"".join(pack(dump_message(ServerHello(token="f" * 64, worker="w0")))),
+            b"".join(pack(dump_message(TakeTicket()))),
+            b"".join(pack({**dump_message(ServerHello(token=address.token, worker="bad")), "extra": 1})),
             b"".join(pack({"kind": "hello", "token": "x" * 100_000, "worker": "w"})),
             hello + bytes(damaged),
             hello + too_long,

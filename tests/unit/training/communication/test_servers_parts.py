@@ -19,7 +19,7 @@ from yunlu.training.communication.servers.dispatcher import Dispatcher
 from yunlu.training.communication.servers.frames import BadFrameError, Frame, FrameReader, pack
 from yunlu.training.communication.servers.journal import ShardJournal, write_state
 from yunlu.training.communication.servers.messages import CompleteTicket, Push
-from yunlu.training.communication.servers.rules import ServerRules, Ticket, TicketSet, cut
+from yunlu.training.communication.servers.rules import ServerRules, Ticket, TicketSet, shard_ranges
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.communication.servers.weights import HeldWeights, RefusedPushError
 
@@ -151,7 +151,7 @@ def test_a_ticket_set_is_a_set(numbers: list[int], below: int):
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_shards_hold_each_weight_once(length: int, shards: int):
-    parts = cut(length, shards)
+    parts = shard_ranges(length, shards)
     assert [place for part in parts for place in part] == list(range(length))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.unit.training.communication.wired import in_threads, make_wires
 from yunlu.training.communication.allreduce import ring_sum
-from yunlu.training.communication.summation import Summation, ThreadedSummation, TorchSummation
+from yunlu.training.communication.allreducer import AllReducer, ThreadedAllReducer, TorchAllReducer
 from yunlu.training.communication.transport import LinkLostError, Transport
 
 if TYPE_CHECKING:
@@ -27,24 +27,24 @@ def _ring(transport: Transport, flat: Tensor, key: int, tag: int) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[list[ThreadedSummation]]:
+def pair() -> Iterator[list[ThreadedAllReducer]]:
     """Two workers."""
-    both = [ThreadedSummation(transport, _ring) for transport in make_wires(["127.0.0.1"] * 2)]
+    both = [ThreadedAllReducer(transport, _ring) for transport in make_wires(["127.0.0.1"] * 2)]
     yield both
     for each in both:
         each.close()
 
 
-def test_sums_begun_together_are_waited_for_in_any_order(pair: list[ThreadedSummation]) -> None:
+def test_sums_begun_together_are_waited_for_in_any_order(pair: list[ThreadedAllReducer]) -> None:
     def work(rank: int) -> list[float]:
-        summation: Summation = pair[rank]
+        allreducer: AllReducer = pair[rank]
         flats = [torch.full((1000,), float(rank + key)) for key in range(5)]
-        pendings = [summation.begin(flat, key=key) for key, flat in enumerate(flats)]
+        pendings = [allreducer.begin(flat, key=key) for key, flat in enumerate(flats)]
         for pending in reversed(pendings):
             pending.wait()
-        assert summation.traffic().sent_bytes > 5 * 4000
-        assert summation.error() is None
-        summation.restore(summation.state())
+        assert allreducer.traffic().sent_bytes > 5 * 4000
+        assert allreducer.error() is None
+        allreducer.restore(allreducer.state())
         return [float(flat.mean()) for flat in flats]
 
     assert in_threads(work, 2) == [[1, 3, 5, 7, 9]] * 2
@@ -52,7 +52,7 @@ def test_sums_begun_together_are_waited_for_in_any_order(pair: list[ThreadedSumm
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_kinds_of_numbers_come_back_as_they_were_given(
-    pair: list[ThreadedSummation], dtype: torch.dtype
+    pair: list[ThreadedAllReducer], dtype: torch.dtype
 ) -> None:
     def work(rank: int) -> Tensor:
         flat = torch.tensor([1.5, 2.0, 0.1], dtype=dtype) * (rank + 1)
@@ -66,7 +66,7 @@ def test_other_kinds_of_numbers_come_back_as_they_were_given(
 
 
 def test_a_failure_is_raised_where_it_is_waited_for_and_ends_all_sums_on_all(
-    pair: list[ThreadedSummation],
+    pair: list[ThreadedAllReducer],
 ) -> None:
     pendings = [pair[0].begin(torch.ones(3), key=key) for key in (-1, 0)]
     for pending in pendings:
@@ -76,7 +76,7 @@ def test_a_failure_is_raised_where_it_is_waited_for_and_ends_all_sums_on_all(
         pair[1].begin(torch.ones(3), key=0).wait()
 
 
-def test_abort_ends_the_wait_for_someone_who_does_not_come(pair: list[ThreadedSummation]) -> None:
+def test_abort_ends_the_wait_for_someone_who_does_not_come(pair: list[ThreadedAllReducer]) -> None:
     pending = pair[0].begin(torch.ones(3), key=0)
     pair[0].abort()
     with pytest.raises(LinkLostError):
@@ -84,7 +84,7 @@ def test_abort_ends_the_wait_for_someone_who_does_not_come(pair: list[ThreadedSu
 
 
 def test_close_ends_what_is_under_way_and_nothing_begins_after_it(
-    pair: list[ThreadedSummation],
+    pair: list[ThreadedAllReducer],
 ) -> None:
     pendings = [pair[0].begin(torch.ones(3), key=key) for key in range(3)]
     pair[0].close()
@@ -104,15 +104,15 @@ def test_sums_run_while_others_work() -> None:
         may_end.wait()
         flat.mul_(2)
 
-    summation = ThreadedSummation(Transport(0, ("a",), {}), run)
+    allreducer = ThreadedAllReducer(Transport(0, ("a",), {}), run)
     flat = torch.ones(1)
-    pending = summation.begin(flat, key=0)
+    pending = allreducer.begin(flat, key=0)
     going.wait()
     assert flat.item() == 1
     may_end.set()
     pending.wait()
     assert flat.item() == 2
-    summation.close()
+    allreducer.close()
 
 
 def test_torch_adds_up_by_its_own_means() -> None:
@@ -120,15 +120,15 @@ def test_torch_adds_up_by_its_own_means() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
-        summation: Summation = TorchSummation(dist.group.WORLD, cut=lambda: cuts.append(True))
+        allreducer: AllReducer = TorchAllReducer(dist.group.WORLD, cut=lambda: cuts.append(True))
         flat = torch.ones(4)
-        summation.begin(flat, key=0).wait()
+        allreducer.begin(flat, key=0).wait()
         assert flat.tolist() == [1, 1, 1, 1]
-        assert summation.traffic().sent_bytes == 0
-        assert summation.error() is None
-        summation.restore(summation.state())
-        summation.abort()
-        summation.close()
+        assert allreducer.traffic().sent_bytes == 0
+        assert allreducer.error() is None
+        allreducer.restore(allreducer.state())
+        allreducer.abort()
+        allreducer.close()
     finally:
         dist.destroy_process_group()
     assert cuts == [True]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
-from yunlu.training.communication.allreduce import SUMS, served_sum
+from yunlu.training.communication.allreduce import ALGORITHMS, served_sum
 from yunlu.training.communication.allreduce.hierarchical import group_by_host
-from yunlu.training.communication.allreduce.rank_group import cut, segments
-from yunlu.training.communication.allreduce.trees import TreeNode, place_in_heap, places_in_twins
+from yunlu.training.communication.allreduce.rank_group import split_evenly, segments
+from yunlu.training.communication.allreduce.trees import TreeNode, heap_tree_node, double_tree_nodes
 from yunlu.training.communication.transport import LinkLostError
 from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
 
@@ -49,7 +49,7 @@ def _sum_everywhere(
 ) -> list[Tensor]:
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
-        SUMS[method](transports[rank], flat, tag=tag)
+        ALGORITHMS[method](transports[rank], flat, tag=tag)
         return flat
 
     return in_threads(work, len(transports))
@@ -63,7 +63,7 @@ def test_every_way_gives_the_plain_sum_with_the_same_bits_on_all(size: int) -> N
             given = _inputs(size, length)
             plain = torch.stack(given).double().sum(0)
             slack = torch.stack(given).double().abs().sum(0) * 1e-6
-            for method in SUMS:
+            for method in ALGORITHMS:
                 first, *others = _sum_everywhere(transports, method, given, tag)
                 assert all(torch.equal(first, other) for other in others), (method, length)
                 assert ((first.double() - plain).abs() <= slack).all(), (method, length)
@@ -96,9 +96,9 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
     for each in given[1:]:
         in_order += each
     with _wires(*["127.0.0.1"] * 5) as transports:
-        before = {method: _sum_everywhere(transports, method, given, 0)[0] for method in SUMS}
+        before = {method: _sum_everywhere(transports, method, given, 0)[0] for method in ALGORITHMS}
         for tag in range(1, 20):
-            for method in SUMS:
+            for method in ALGORITHMS:
                 assert torch.equal(_sum_everywhere(transports, method, given, tag)[0], before[method]), (
                     method
                 )
@@ -134,7 +134,7 @@ def test_several_servers_share_the_work() -> None:
 def test_doubles_add_up_as_doubles() -> None:
     given = _inputs(3, 301, torch.float64)
     with _wires(*["127.0.0.1"] * 3) as transports:
-        for tag, method in enumerate(SUMS):
+        for tag, method in enumerate(ALGORITHMS):
             found = _sum_everywhere(transports, method, given, tag)[0]
             assert torch.allclose(found, torch.stack(given).sum(0), rtol=1e-12, atol=1e-12)
 
@@ -145,7 +145,7 @@ def test_doubles_add_up_as_doubles() -> None:
 @settings(max_examples=60, deadline=None)
 def test_parts_and_segments_cover_everything_once(length: int, parts: int, item_bytes: int) -> None:
     end = 0
-    for part in cut(length, parts):
+    for part in split_evenly(length, parts):
         assert part.start == end
         assert length // parts <= part.stop - part.start <= length // parts + 1
         for piece in segments(part, item_bytes):
@@ -159,8 +159,8 @@ def test_parts_and_segments_cover_everything_once(length: int, parts: int, item_
 @given(size=st.integers(2, 70))
 @settings(max_examples=69, deadline=None)
 def test_trees_reach_everyone_and_leaves_of_one_twin_are_inside_the_other(size: int) -> None:
-    heap = [place_in_heap(rank, size) for rank in range(size)]
-    first, second = zip(*(places_in_twins(rank, size) for rank in range(size)), strict=True)
+    heap = [heap_tree_node(rank, size) for rank in range(size)]
+    first, second = zip(*(double_tree_nodes(rank, size) for rank in range(size)), strict=True)
     for tree in (heap, first, second):
         _check_tree(tree)
     for one, other in zip(first, second, strict=True):
@@ -191,7 +191,7 @@ def test_an_error_on_one_worker_ends_the_sum_on_all() -> None:
                 transports[3].abort()
                 return "gone"
             try:
-                SUMS[method](transports[rank], torch.ones(1000), tag=0)
+                ALGORITHMS[method](transports[rank], torch.ones(1000), tag=0)
             except LinkLostError:
                 return "told"
             return "not told"

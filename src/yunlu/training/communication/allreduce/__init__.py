@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.training.communication.allreduce.doubling import doubling_sum
-from yunlu.training.communication.allreduce.hierarchical import hierarchical_sum
-from yunlu.training.communication.allreduce.reduce_scatter_gather import direct_sum, served_sum
-from yunlu.training.communication.allreduce.ring import ring_sum
-from yunlu.training.communication.allreduce.trees import double_tree_sum, tree_sum
+from yunlu.training.communication.allreduce.doubling import doubling_allreduce
+from yunlu.training.communication.allreduce.hierarchical import hierarchical_allreduce
+from yunlu.training.communication.allreduce.reduce_scatter_gather import direct_allreduce, server_allreduce
+from yunlu.training.communication.allreduce.ring import ring_allreduce
+from yunlu.training.communication.allreduce.trees import double_tree_allreduce, tree_allreduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class SumFunction(Protocol):
+class AllReduceFunction(Protocol):
     """Adds up a flat CPU tensor over the workers of a wire, in place."""
 
     def __call__(self, transport: Transport, /, flat: Tensor, *, tag: int) -> None:
@@ -36,12 +36,12 @@ class SumFunction(Protocol):
         ...
 
 
-SUMS: dict[str, SumFunction] = {
-    "ring": ring_sum,
-    "tree": tree_sum,
-    "double-tree": double_tree_sum,
-    "doubling": doubling_sum,
-    "direct": direct_sum,
-    "server": served_sum,
-    "hierarchical": hierarchical_sum,
+ALGORITHMS: dict[str, AllReduceFunction] = {
+    "ring": ring_allreduce,
+    "tree": tree_allreduce,
+    "double-tree": double_tree_allreduce,
+    "doubling": doubling_allreduce,
+    "direct": direct_allreduce,
+    "server": server_allreduce,
+    "hierarchical": hierarchical_allreduce,
 }

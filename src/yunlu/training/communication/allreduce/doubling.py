@@ -10,7 +10,7 @@ from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
     collective,
-    everyone,
+    all_ranks,
     values_of,
 )
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @collective
-def doubling_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def doubling_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """The fewest steps, log2 of the workers, each with the whole tensor: for small ones."""
-    sum_by_doubling(everyone(transport, tag), values_of(flat))
+    recursive_doubling(all_ranks(transport, tag), values_of(flat))
 
 
-def sum_by_doubling(group: RankGroup, values: Values) -> None:
-    """See ``doubling_sum``. Both of a pair add the same two numbers, so they get the same bits."""
+def recursive_doubling(group: RankGroup, values: Values) -> None:
+    """See ``doubling_allreduce``. Both of a pair add the same two numbers, so they get the same bits."""
     if not len(values) or group.size == 1:
         return
     transport, position = group.transport, group.position

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from yunlu.training.communication.allreduce.doubling import sum_by_doubling
+from yunlu.training.communication.allreduce.doubling import recursive_doubling
 from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
     collect,
     collective,
-    everyone,
+    all_ranks,
     segments,
     values_of,
 )
-from yunlu.training.communication.allreduce.reduce_scatter_gather import sum_by_owners
-from yunlu.training.communication.allreduce.ring import sum_in_ring
+from yunlu.training.communication.allreduce.reduce_scatter_gather import reduce_scatter_gather
+from yunlu.training.communication.allreduce.ring import allreduce_ring
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,12 +28,12 @@ _SMALL_BYTES, _LARGE_BYTES = 8 << 10, 128 << 10
 
 
 @collective
-def hierarchical_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def hierarchical_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Each machine sends and receives what one worker would, however many it has."""
     values = values_of(flat)
     machines = group_by_host(transport.hosts)
     if len(machines) == 1:
-        sum_by_owners(everyone(transport, tag), values, range(transport.size))
+        reduce_scatter_gather(all_ranks(transport, tag), values, range(transport.size))
         return
     mates = next(ranks for ranks in machines if transport.rank in ranks)
     leader, *others = mates
@@ -52,11 +52,11 @@ def hierarchical_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
 def _sum_between(leaders: RankGroup, values: Values) -> None:
     """By what was the fastest over 100 Mbit/s links for so many bytes."""
     if values.nbytes <= _SMALL_BYTES:
-        sum_by_doubling(leaders, values)
+        recursive_doubling(leaders, values)
     elif values.nbytes <= _LARGE_BYTES:
-        sum_by_owners(leaders, values, range(leaders.size))
+        reduce_scatter_gather(leaders, values, range(leaders.size))
     else:
-        sum_in_ring(leaders, values)
+        allreduce_ring(leaders, values)
 
 
 def group_by_host(hosts: tuple[str, ...]) -> list[list[int]]:

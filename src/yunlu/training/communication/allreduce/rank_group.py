@@ -65,7 +65,7 @@ def collective(
     return run
 
 
-def everyone(transport: Transport, tag: int) -> RankGroup:
+def all_ranks(transport: Transport, tag: int) -> RankGroup:
     """All workers of a wire."""
     return RankGroup(transport, range(transport.size), tag)
 
@@ -75,7 +75,7 @@ def values_of(flat: Tensor) -> Values:
     return flat.detach().numpy()
 
 
-def cut(length: int, parts: int) -> list[slice]:
+def split_evenly(length: int, parts: int) -> list[slice]:
     """Parts of equal length, to one; some may be empty."""
     bounds = [length * number // parts for number in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]

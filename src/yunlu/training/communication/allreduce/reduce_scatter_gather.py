@@ -11,8 +11,8 @@ from yunlu.training.communication.allreduce.rank_group import (
     add,
     collect,
     collective,
-    cut,
-    everyone,
+    split_evenly,
+    all_ranks,
     segments,
     values_of,
 )
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 @collective
-def direct_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def direct_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Every worker owns a part: as few bytes as a ring, in two steps, over all connections."""
-    sum_by_owners(everyone(transport, tag), values_of(flat), range(transport.size))
+    reduce_scatter_gather(all_ranks(transport, tag), values_of(flat), range(transport.size))
 
 
 @collective
-def served_sum(transport: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
+def server_allreduce(transport: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
     """The first workers own the parts: a parameter server, split over some of its own clients."""
-    sum_by_owners(everyone(transport, tag), values_of(flat), range(min(servers, transport.size)))
+    reduce_scatter_gather(all_ranks(transport, tag), values_of(flat), range(min(servers, transport.size)))
 
 
-def sum_by_owners(group: RankGroup, values: Values, owners: Sequence[int]) -> None:
+def reduce_scatter_gather(group: RankGroup, values: Values, owners: Sequence[int]) -> None:
     """Add up; the values of all in the order of their positions, whoever comes first.
 
     Args:
@@ -51,7 +51,7 @@ def sum_by_owners(group: RankGroup, values: Values, owners: Sequence[int]) -> No
     others = [(position + turn) % group.size for turn in range(1, group.size)]
     pieces = {
         owner: segments(part, values.itemsize)
-        for owner, part in zip(owners, cut(len(values), len(owners)), strict=True)
+        for owner, part in zip(owners, split_evenly(len(values), len(owners)), strict=True)
     }
     with group.session() as session:
         # Between any two, all shares come before all sums.

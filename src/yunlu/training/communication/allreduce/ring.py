@@ -11,8 +11,8 @@ from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
     collective,
-    cut,
-    everyone,
+    split_evenly,
+    all_ranks,
     segments,
     values_of,
 )
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 @collective
-def ring_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def ring_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Each part goes round once to be added up and once more to be known."""
-    sum_in_ring(everyone(transport, tag), values_of(flat))
+    allreduce_ring(all_ranks(transport, tag), values_of(flat))
 
 
-def sum_in_ring(group: RankGroup, values: Values) -> None:
-    """See ``ring_sum``."""
+def allreduce_ring(group: RankGroup, values: Values) -> None:
+    """See ``ring_allreduce``."""
     size, position = group.size, group.position
-    parts = [segments(part, values.itemsize) for part in cut(len(values), size)]
+    parts = [segments(part, values.itemsize) for part in split_evenly(len(values), size)]
     before, after = group.ranks[position - 1], group.ranks[(position + 1) % size]
     last = 2 * size - 3
     with group.session() as session:

@@ -10,7 +10,7 @@ from yunlu.training.communication.allreduce.rank_group import (
     add,
     collect,
     collective,
-    everyone,
+    all_ranks,
     segments,
     values_of,
 )
@@ -33,38 +33,38 @@ class TreeNode:
 
 
 @collective
-def tree_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def tree_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """One binary tree: few steps; its leaves, half of the workers, use their links half."""
     values = values_of(flat)
-    place = place_in_heap(transport.rank, transport.size)
-    with everyone(transport, tag).session() as session:
+    place = heap_tree_node(transport.rank, transport.size)
+    with all_ranks(transport, tag).session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
             _take_part(session, place, values[piece], channel=0)
 
 
 @collective
-def double_tree_sum(transport: Transport, flat: Tensor, *, tag: int) -> None:
+def double_tree_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Two trees, half of the values over each: leaves of one are inside the other (Sanders et al. 2009)."""
     values = values_of(flat)
     middle = len(values) // 2
     halves = (
         segments(half, values.itemsize) for half in (slice(0, middle), slice(middle, len(values)))
     )
-    twins = places_in_twins(transport.rank, transport.size)
-    with everyone(transport, tag).session() as session:
+    twins = double_tree_nodes(transport.rank, transport.size)
+    with all_ranks(transport, tag).session() as session:
         for pieces in zip_longest(*halves):
             for channel, (place, piece) in enumerate(zip(twins, pieces, strict=True)):
                 if piece is not None:
                     _take_part(session, place, values[piece], channel=channel)
 
 
-def place_in_heap(rank: int, size: int) -> TreeNode:
+def heap_tree_node(rank: int, size: int) -> TreeNode:
     """In the tree in which those below a worker have the next numbers after twice its own."""
     below = range(2 * rank + 1, min(2 * rank + 3, size))
     return TreeNode((rank - 1) // 2 if rank else None, tuple(below))
 
 
-def places_in_twins(rank: int, size: int) -> tuple[TreeNode, TreeNode]:
+def double_tree_nodes(rank: int, size: int) -> tuple[TreeNode, TreeNode]:
     """In two trees whose leaves have odd numbers; the second is the first one mirrored or moved on."""
 
     def swap(number: int, shift: int) -> int:

@@ -41,7 +41,7 @@ class Codec(Protocol):
         ...
 
 
-class Plain:
+class IdentityCodec:
     """The numbers themselves."""
 
     name = "none"

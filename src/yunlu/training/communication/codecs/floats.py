@@ -18,7 +18,7 @@ _SMALLEST_EXPONENT = -100
 _HEADER_BYTES = 4
 
 
-class Half:
+class Fp16Codec:
     """fp16, after a power of two has moved the largest number to the top of its range.
 
     A gradient is often smaller than anything fp16 knows; a power of two costs no digits.
@@ -50,7 +50,7 @@ class Half:
         put(read_as(data[_HEADER_BYTES:], torch.float16).float() * 2.0**-power, out, add=add)
 
 
-class BrainFloat:
+class Bf16Codec:
     """bf16: the range of fp32 with eight bits of digits."""
 
     name = "bf16"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.training.communication.codecs.blocks import INT4, INT8, ONE_BIT, BlockQuantizer
-from yunlu.training.communication.codecs.codec import Plain
-from yunlu.training.communication.codecs.floats import BrainFloat, Half
-from yunlu.training.communication.codecs.sparse import RandomK, TopK
+from yunlu.training.communication.codecs.codec import IdentityCodec
+from yunlu.training.communication.codecs.floats import Bf16Codec, Fp16Codec
+from yunlu.training.communication.codecs.sparse import RandomKCodec, TopKCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,13 +31,13 @@ def make_codec(name: str, *, block: int | None = None, share: float = 0.01) -> C
 
 
 CODECS: dict[str, Callable[[int | None, float], Codec]] = {
-    "none": lambda _block, _share: Plain(),
-    "fp16": lambda _block, _share: Half(),
-    "bf16": lambda _block, _share: BrainFloat(),
+    "none": lambda _block, _share: IdentityCodec(),
+    "fp16": lambda _block, _share: Fp16Codec(),
+    "bf16": lambda _block, _share: Bf16Codec(),
     "int8": lambda block, _share: BlockQuantizer("int8", INT8, block=block or 256),
     "int4": lambda block, _share: BlockQuantizer("int4", INT4, block=block or 64),
     "onebit": lambda block, _share: BlockQuantizer("onebit", ONE_BIT, block=block or 512),
-    "topk": lambda _block, share: TopK(share),
-    "randomk": lambda _block, share: RandomK(share),
+    "topk": lambda _block, share: TopKCodec(share),
+    "randomk": lambda _block, share: RandomKCodec(share),
 }
 """PowerSGD is none of them: it needs the shapes of the weights."""

@@ -22,12 +22,12 @@ _SAMPLES = 1 << 14
 _SEED_BYTES = 8
 
 
-def count_kept(length: int, share: float) -> int:
+def count_selected(length: int, share: float) -> int:
     """How many of so many numbers travel."""
     return min(length, max(1, round(length * share)))
 
 
-class TopK:
+class TopKCodec:
     """The largest numbers, as bf16, and where they are (Aji and Heafield 2017; Lin et al. 2018)."""
 
     name = "topk"
@@ -37,13 +37,13 @@ class TopK:
 
     def size_bytes(self, length: int) -> int:
         """See ``Codec``."""
-        kept = count_kept(length, self.share)
+        kept = count_selected(length, self.share)
         return _COUNT_BYTES * -(-length // _STRETCH) + (_PLACE_BYTES + _VALUE_BYTES) * kept
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
         """See ``Codec``."""
         del seed
-        kept = count_kept(len(values), self.share)
+        kept = count_selected(len(values), self.share)
         places = find_largest(values.abs().numpy(), kept)
         stretches = -(-len(values) // _STRETCH)
         counts = np.bincount(places // _STRETCH, minlength=stretches).astype("<i4")
@@ -56,7 +56,7 @@ class TopK:
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See ``Codec``."""
-        kept = count_kept(len(out), self.share)
+        kept = count_selected(len(out), self.share)
         starts = np.arange(0, len(out), _STRETCH)
         counts_bytes = _COUNT_BYTES * len(starts)
         places_end = counts_bytes + _PLACE_BYTES * kept
@@ -66,7 +66,7 @@ class TopK:
         _scatter(places, data[places_end:], out, add=add)
 
 
-class RandomK:
+class RandomKCodec:
     """Random numbers as bf16: one out of each of ``k`` stretches, which one the seed tells.
 
     Workers with the same seed send the same places, so their sum is as small as its parts.
@@ -79,13 +79,13 @@ class RandomK:
 
     def size_bytes(self, length: int) -> int:
         """See ``Codec``."""
-        return _SEED_BYTES + _VALUE_BYTES * count_kept(length, self.share) if length else 0
+        return _SEED_BYTES + _VALUE_BYTES * count_selected(length, self.share) if length else 0
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
         """See ``Codec``."""
         if not len(values):
             return
-        places = _draw(len(values), count_kept(len(values), self.share), seed)
+        places = _draw(len(values), count_selected(len(values), self.share), seed)
         parts = (torch.tensor([seed]), values[places].to(torch.bfloat16))
         torch.cat([part.view(torch.uint8) for part in parts], out=out)
 
@@ -94,7 +94,7 @@ class RandomK:
         if not len(out):
             return
         seed = int(read_as(data[:_SEED_BYTES], torch.int64))
-        places = _draw(len(out), count_kept(len(out), self.share), seed)
+        places = _draw(len(out), count_selected(len(out), self.share), seed)
         _scatter(places, data[_SEED_BYTES:], out, add=add)
 
 

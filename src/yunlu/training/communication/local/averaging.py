@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from yunlu.training.communication.codecs.codec import Plain
+from yunlu.training.communication.codecs.codec import IdentityCodec
 from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.local.mean import Meeting, share_of
+from yunlu.training.communication.local.mean import MeanExchange, share_of
 from yunlu.training.communication.transport_session import Traffic
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _TAGS = 1 << 32
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _WeightPart:
     """A stretch of all weights laid end to end, exchanged at a time."""
 
     whole: slice
@@ -55,11 +55,11 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingRound:
     """An exchange under way."""
 
-    part: _Part
-    meeting: Meeting
+    part: _WeightPart
+    meeting: MeanExchange
     lands_at: int
     weight: float
     number: int
@@ -71,7 +71,7 @@ class Flight:
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
-class Averaging:
+class WeightAveraging:
     """Brings the weights of all workers together, by the rules; every worker calls it in the same steps.
 
     Args:
@@ -93,7 +93,7 @@ class Averaging:
     ) -> None:
         self.rules = rules
         self._transport, self._mates = transport, mates
-        self._meeting = Meeting(transport, codec or make_codec(rules.codec))
+        self._meeting = MeanExchange(transport, codec or make_codec(rules.codec))
         self._weights = [_in_memory(weight) for weight in weights]
         length = sum(len(weight) for weight in self._weights)
         self._all = slice(0, length)
@@ -101,12 +101,12 @@ class Averaging:
         self._momentum = torch.zeros(length if rules.outer_momentum else 0)
         self._left_out = torch.zeros(length)
         self._parts = [self._make_part(number, length) for number in range(rules.parts)]
-        self._flights: list[Flight] = []
+        self._flights: list[PendingRound] = []
         self._begun = self._rounds = 0
         self._error: float | None = None
         self.exchange_s: float | None = None
         """What the last exchange took, hidden or not."""
-        self._waiting: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[PendingRound | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
 
@@ -140,7 +140,7 @@ class Averaging:
                 workers, and fits any number of them.
         """
         self._land_until(None)
-        meeting = Meeting(self._transport, Plain()) if exact else self._meeting
+        meeting = MeanExchange(self._transport, IdentityCodec()) if exact else self._meeting
         for part in self._parts:
             if part.samples or exact:
                 self._begin(part, meeting, step=0, delay=0)
@@ -230,20 +230,20 @@ class Averaging:
         if self._mates is not None:
             self._mates.close()
 
-    def _make_part(self, number: int, length: int) -> _Part:
+    def _make_part(self, number: int, length: int) -> _WeightPart:
         whole = share_of(length, number, self.rules.parts)
         share = share_of(whole.stop - whole.start, self._transport.rank, self._transport.size)
         ours = slice(whole.start + share.start, whole.start + share.stop)
-        return _Part(
+        return _WeightPart(
             whole,
             ours,
             owed=torch.zeros(ours.stop - ours.start),
             seen=torch.empty(whole.stop - whole.start),
         )
 
-    def _begin(self, part: _Part, meeting: Meeting, *, step: int, delay: int) -> None:
+    def _begin(self, part: _WeightPart, meeting: MeanExchange, *, step: int, delay: int) -> None:
         part.weight = part.samples or part.weight
-        flight = Flight(
+        flight = PendingRound(
             part,
             meeting,
             lands_at=step + delay,
@@ -282,7 +282,7 @@ class Averaging:
             flight.is_over.set()
 
     @torch.no_grad()
-    def _meet(self, flight: Flight) -> None:
+    def _meet(self, flight: PendingRound) -> None:
         part = flight.part
         anchor, learned = self._anchor[part.whole], self._left_out[part.whole]
         learned.add_(flight.change).sub_(anchor)
@@ -298,14 +298,14 @@ class Averaging:
             origin=_digest(anchor),
             number=flight.number,
         )
-        if not isinstance(flight.meeting.codec, Plain) and size:
+        if not isinstance(flight.meeting.codec, IdentityCodec) and size:
             self._error = float(torch.linalg.vector_norm(learned)) / size
         self._move(part.whole, mean)
         self._pass_on(flight)
         if not flight.becomes_anchor:
             torch.sub(anchor, flight.change, out=flight.change)
 
-    def _pass_on(self, flight: Flight) -> None:
+    def _pass_on(self, flight: PendingRound) -> None:
         if self._mates is None:
             return
         flag = bytes([flight.becomes_anchor])

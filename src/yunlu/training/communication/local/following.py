@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yunlu.training.communication.local.averaging import Averaging
+from yunlu.training.communication.local.averaging import WeightAveraging
 
 if TYPE_CHECKING:
-    from yunlu.training.communication.local.averaging import Flight
+    from yunlu.training.communication.local.averaging import PendingRound
 
 
-class Following(Averaging):
+class SiteFollower(WeightAveraging):
     """Holds in every step what the speaker (rank 0 of the wire) holds, and is told what its exchanges moved."""
 
     @torch.no_grad()
-    def _meet(self, flight: Flight) -> None:
+    def _meet(self, flight: PendingRound) -> None:
         flag = bytearray(1)
         with self._transport.session(tag=flight.number % (1 << 32)) as session:
             session.receive(0, flag)

@@ -30,7 +30,7 @@ def share_of(length: int, rank: int, size: int) -> slice:
     return slice(length * rank // size, length * (rank + 1) // size)
 
 
-class Meeting:
+class MeanExchange:
     """Exchanges of all workers, one after another; what they need of memory is kept between them.
 
     Args:

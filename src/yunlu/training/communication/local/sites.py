@@ -14,16 +14,16 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.summation import Summation
+    from yunlu.training.communication.allreducer import AllReducer
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Our own."""
 
-    summation: Summation
+    allreducer: AllReducer
     """Of gradients, over its workers."""
-    numbers: Summation
+    numbers: AllReducer
     """Of a few numbers of each step."""
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
@@ -34,7 +34,7 @@ class Site:
 
     def close(self) -> None:
         """Hang up."""
-        self.summation.close()
+        self.allreducer.close()
         self.numbers.close()
 
 

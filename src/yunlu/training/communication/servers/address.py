@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Address(Value):
+class ServerAddress(Value):
     """How to reach a server."""
 
     host: str
@@ -20,7 +20,7 @@ class Address(Value):
     token: str
 
 
-def publish_address(directory: Path, address: Address) -> None:
+def publish_address(directory: Path, address: ServerAddress) -> None:
     """Say where the server of this directory listens from now on."""
     aside = directory / f".address.{os.getpid()}.part"
     aside.unlink(missing_ok=True)
@@ -30,8 +30,8 @@ def publish_address(directory: Path, address: Address) -> None:
     aside.replace(directory / "address.json")
 
 
-def read_address(directory: Path, index: int) -> Address:
+def read_address(directory: Path, index: int) -> ServerAddress:
     """Where a server listens; ``OSError`` while it does not."""
-    return Address.model_validate_json(
+    return ServerAddress.model_validate_json(
         (shard_directory(directory, index) / "address.json").read_text()
     )

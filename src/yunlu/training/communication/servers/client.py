@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.core.errors import ModelError, TrainingError
-from yunlu.training.communication.codecs.codec import Plain
+from yunlu.training.communication.codecs.codec import IdentityCodec
 from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.error_feedback import ErrorFeedback
 from yunlu.training.communication.servers.flat import FlatWeights
@@ -23,7 +23,7 @@ from yunlu.training.communication.servers.messages import (
     TakeTicket,
     finite,
 )
-from yunlu.training.communication.servers.rules import cut
+from yunlu.training.communication.servers.rules import shard_ranges
 from yunlu.training.communication.servers.weights import is_finite
 from yunlu.training.communication.transport_session import Traffic
 
@@ -79,7 +79,7 @@ class ServerClient:
                 f"The servers hold {welcome.length} weights, the model has {self._flat.length}.",
                 hint="All workers of a run train the same model.",
             )
-        self._cut = cut(welcome.length, self.rules.shards)
+        self._cut = shard_ranges(welcome.length, self.rules.shards)
         self._links = [first, *(connect(index) for index in range(1, self.rules.shards))]
         for link, part in zip(self._links, self._cut, strict=True):
             link.expect(4 * len(part) + _MARGIN_BYTES)
@@ -194,7 +194,7 @@ class ServerClient:
             self.versions[index] = heard.answer.version
             if len(part):
                 data = torch.frombuffer(heard.beside, dtype=torch.uint8)
-                codec = self._pull_codec if request.is_packed else Plain()
+                codec = self._pull_codec if request.is_packed else IdentityCodec()
                 codec.decode(data, flat[part.start : part.stop])
         return flat
 

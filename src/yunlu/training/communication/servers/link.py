@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
-from yunlu.training.communication.servers.messages import ServerHello, read_answer, say
+from yunlu.training.communication.servers.messages import ServerHello, read_reply, dump_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ class ServerLostError(TrainingError):
     """A server did not come back in time."""
 
 
-def watch_over(link: socket.socket) -> None:
+def enable_keepalive(link: socket.socket) -> None:
     """Send at once, and notice in half a minute that the other machine is gone without a word."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,7 +56,7 @@ class PendingRequest:
     times: int = 0
 
 
-class Heard(NamedTuple):
+class ReceivedReply(NamedTuple):
     """What came of it."""
 
     answer: ServerReply
@@ -120,7 +120,7 @@ class ServerLink:
             self._hang_up(error)
         return asked
 
-    def finish(self, asked: PendingRequest, *, waits: bool = False) -> Heard:
+    def finish(self, asked: PendingRequest, *, waits: bool = False) -> ReceivedReply:
         """Wait for the answer; the request is put again if need be."""
         timeout_s = None if waits else self._patience_s
 
@@ -128,7 +128,7 @@ class ServerLink:
             if self._asked is not asked:
                 self._send(asked)
             frame = self._receive(timeout_s)
-            return read_answer(frame), frame.body
+            return read_reply(frame), frame.body
 
         (answer, beside), is_again = self._until_done(attempt)
         self._asked = None
@@ -136,7 +136,7 @@ class ServerLink:
             raise TrainingError(
                 f"Server {self._index} refused what worker {self._worker} asked: {answer.error}."
             )
-        return Heard(answer, beside, is_again=is_again or asked.times > 1)
+        return ReceivedReply(answer, beside, is_again=is_again or asked.times > 1)
 
     def abort(self) -> None:
         """End every wait, now and later; from any thread."""
@@ -179,7 +179,7 @@ class ServerLink:
         address = read_address(self._directory, self._index)
         link = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
         try:
-            watch_over(link)
+            enable_keepalive(link)
             self._link, self._reader = link, FrameReader(body_bytes=self._body_bytes)
             hello = ServerHello(
                 token=address.token,
@@ -188,7 +188,7 @@ class ServerLink:
                 held=tuple(self._held()),
             )
             self._put(hello, b"")
-            answer = read_answer(self._receive(_CONNECT_S))
+            answer = read_reply(self._receive(_CONNECT_S))
         except BaseException:
             self._link = None
             link.close()
@@ -206,7 +206,7 @@ class ServerLink:
     def _put(self, request: Value, body: Buffer) -> None:
         assert self._link is not None
         self._link.settimeout(self._patience_s)
-        for piece in pack(say(request), body):
+        for piece in pack(dump_message(request), body):
             self._link.sendall(piece)
             self.traffic.sent_bytes += len(piece)
         self.traffic.messages += 1

@@ -137,7 +137,7 @@ def read_request(frame: Frame) -> Request:
         raise BadFrameError(f"{error.error_count()} faults in a request") from None
 
 
-def read_answer(frame: Frame) -> ServerReply:
+def read_reply(frame: Frame) -> ServerReply:
     """The answer in a frame."""
     try:
         return ServerReply.model_validate(frame.control)
@@ -145,7 +145,7 @@ def read_answer(frame: Frame) -> ServerReply:
         raise BadFrameError("not an answer") from error
 
 
-def say(message: Value) -> dict[str, Any]:
+def dump_message(message: Value) -> dict[str, Any]:
     """A message as JSON; what is as usual is left out."""
     return message.model_dump(mode="json", exclude_defaults=True) | (
         {"kind": kind} if (kind := getattr(message, "kind", None)) else {}

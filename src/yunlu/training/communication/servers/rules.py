@@ -123,7 +123,7 @@ class TicketSet:
         return cls(packed[0], packed[1:])
 
 
-def cut(length: int, shards: int) -> list[range]:
+def shard_ranges(length: int, shards: int) -> list[range]:
     """Which of the flat weights each shard holds."""
     bounds = [length * index // shards for index in range(shards + 1)]
     return [range(first, last) for first, last in itertools.pairwise(bounds)]

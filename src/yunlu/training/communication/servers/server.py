@@ -11,14 +11,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from yunlu.runs.worker_group import reachable_address
-from yunlu.training.communication.servers.address import Address, publish_address
+from yunlu.training.communication.servers.address import ServerAddress, publish_address
 from yunlu.training.communication.servers.frames import (
     CONTROL_BYTES,
     BadFrameError,
     FrameReader,
     pack,
 )
-from yunlu.training.communication.servers.link import watch_over
+from yunlu.training.communication.servers.link import enable_keepalive
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
     ClaimTicket,
@@ -32,7 +32,7 @@ from yunlu.training.communication.servers.messages import (
     StopServer,
     TakeTicket,
     read_request,
-    say,
+    dump_message,
 )
 from yunlu.training.communication.servers.rules import Ticket
 from yunlu.training.communication.servers.weights import RefusedPushError
@@ -93,7 +93,7 @@ class ShardServer:
         self._selector.register(self._bell, selectors.EVENT_READ)
         port = self._door.getsockname()[1]
         publish_address(
-            shard.directory, Address(host=reachable_address(host), port=port, token=shard.token)
+            shard.directory, ServerAddress(host=reachable_address(host), port=port, token=shard.token)
         )
 
     def run(self) -> None:
@@ -141,7 +141,7 @@ class ShardServer:
             link.close()
             return
         link.setblocking(False)
-        watch_over(link)
+        enable_keepalive(link)
         self._callers[link] = _ClientConnection(link, time.monotonic())
         self._selector.register(link, selectors.EVENT_READ)
 
@@ -181,7 +181,7 @@ class ShardServer:
 
     def _answer(self, caller: _ClientConnection, answer: ServerReply, body: Buffer = b"") -> None:
         caller.heard_at = time.monotonic()
-        caller.outgoing.extend(pack(say(answer), body))
+        caller.outgoing.extend(pack(dump_message(answer), body))
         self._selector.modify(caller.link, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _drop(self, link: socket.socket, reason: str) -> None:

@@ -14,7 +14,7 @@ from yunlu.training.communication.codecs.make import make_codec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
 from yunlu.training.communication.servers.journal import ShardJournal, write_state
 from yunlu.training.communication.servers.messages import ClaimTicket, CompleteTicket, Push
-from yunlu.training.communication.servers.rules import ServerRules, cut
+from yunlu.training.communication.servers.rules import ServerRules, shard_ranges
 from yunlu.training.communication.servers.weights import HeldWeights
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def prepare(directory: Path, rules: ServerRules, flat: Tensor, decayed: int) -> 
         shutil.rmtree(aside)
     aside.mkdir(mode=0o700, parents=True)
     token = secrets.token_hex(32)
-    for index, part in enumerate(cut(len(flat), rules.shards)):
+    for index, part in enumerate(shard_ranges(len(flat), rules.shards)):
         place = shard_directory(aside, index)
         place.mkdir(mode=0o700)
         ours = flat[part.start : part.stop].detach().float().cpu().contiguous()
@@ -92,7 +92,7 @@ class Shard:
         self.token = str(self._fixed["token"])
         self._journal.waits_for_disk = self.rules.sync
         self.dispatcher = Dispatcher(self.rules) if self.index == 0 else None
-        ours = cut(self.length, self.rules.shards)[self.index]
+        ours = shard_ranges(self.length, self.rules.shards)[self.index]
         flat = torch.empty(len(ours))
         if len(flat):
             flat.numpy().data.cast("B")[:] = frame.body[: flat.nbytes]

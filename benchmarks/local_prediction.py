@@ -32,7 +32,6 @@ from rich.table import Table
 from yunlu.core.settings import worker_environment
 from yunlu.jobs.calibration import figures_of
 from yunlu.planning.calibration import Calibration, RunMeasurement, learn
-from yunlu.planning.plan import Plan
 from yunlu.runs.events import PlanMade
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
@@ -120,9 +119,7 @@ def _measure(
         screen.print(f"{name}: {last}", style="yellow")
         return None
     events = [event for event, _ in run.read_events()]
-    plan = Plan.model_validate(
-        next(event.data for event in reversed(events) if isinstance(event, PlanMade))
-    )
+    plan = next(event.plan for event in reversed(events) if isinstance(event, PlanMade))
     steps = [record["data_s"] + record["compute_s"] for record, _ in run.read_metrics()]
     measured_s = median(steps[WARM_STEPS:])
     screen.print(

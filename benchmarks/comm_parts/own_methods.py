@@ -6,32 +6,32 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.comm_parts.methods import Method, Seat, Summed, split_weights
-from yunlu.training.communication.allreduce import SUMS
-from yunlu.training.communication.compressed import compressed_summation
+from yunlu.training.communication.allreduce import ALGORITHMS
+from yunlu.training.communication.allreducer import ThreadedAllReducer
+from yunlu.training.communication.compressed import make_compressed_allreducer
 from yunlu.training.communication.local import METHODS as LOCAL_METHODS
 from yunlu.training.communication.local import Averaging
 from yunlu.training.communication.powersgd import as_matrix
-from yunlu.training.communication.summation import ThreadedSummation
 from yunlu.training.communication.transport import connect
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.training.communication.powersgd import Matrix
+    from yunlu.training.communication.powersgd import MatrixSlice
     from yunlu.training.communication.transport import Transport
 
 
 def make_sum(seat: Seat, name: str) -> Method:
     """An exact sum, in a thread beside the backward pass."""
-    add = SUMS[name]
-    summation = ThreadedSummation(
+    add = ALGORITHMS[name]
+    allreducer = ThreadedAllReducer(
         _connect(seat), lambda transport, flat, _key, tag: add(transport, flat, tag=tag)
     )
     return Summed(
         seat,
-        lambda flat, key: summation.begin(flat, key=key),
-        sent_bytes=lambda: summation.traffic().sent_bytes,
-        close=summation.close,
+        lambda flat, key: allreducer.begin(flat, key=key),
+        sent_bytes=lambda: allreducer.traffic().sent_bytes,
+        close=allreducer.close,
     )
 
 
@@ -40,7 +40,7 @@ class Compressed(Summed):
 
     def __init__(self, seat: Seat, codec: str) -> None:
         options = seat.options
-        self._summation = compressed_summation(
+        self._allreducer = make_compressed_allreducer(
             _connect(seat),
             codec,
             block=int(options["block"]) if "block" in options else None,
@@ -50,14 +50,14 @@ class Compressed(Summed):
         )
         super().__init__(
             seat,
-            lambda flat, key: self._summation.begin(flat, key=key),
-            sent_bytes=lambda: self._summation.traffic().sent_bytes,
-            close=self._summation.close,
+            lambda flat, key: self._allreducer.begin(flat, key=key),
+            sent_bytes=lambda: self._allreducer.traffic().sent_bytes,
+            close=self._allreducer.close,
         )
 
     def after_update(self, model: nn.Module) -> None:  # noqa: ARG002 (the loop's word)
         """What was left out is kept for the next step."""
-        self._summation.commit()
+        self._allreducer.commit()
 
 
 class Local(Method):
@@ -100,8 +100,8 @@ class Local(Method):
         self._averaging.close()
 
 
-def _find_matrices(seat: Seat) -> dict[int, list[Matrix]]:
-    found: dict[int, list[Matrix]] = {}
+def _find_matrices(seat: Seat) -> dict[int, list[MatrixSlice]]:
+    found: dict[int, list[MatrixSlice]] = {}
     for key, group in enumerate(split_weights(seat)):
         start = 0
         for weight in group:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.comm_parts.meeting import make_parser, meet
-from yunlu.training.communication.allreduce import SUMS
+from yunlu.training.communication.allreduce import ALGORITHMS
 from yunlu.training.communication.transport import connect
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def main() -> None:
 def _make_way(name: str, transport: Any) -> Callable[[Tensor], object]:
     if name == "gloo":
         return dist.all_reduce
-    add, tag = SUMS[name], 0
+    add, tag = ALGORITHMS[name], 0
 
     def run(flat: Tensor) -> None:
         nonlocal tag

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.pool_parts.queue import Arrival
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
 
 _POLL_S = 0.5

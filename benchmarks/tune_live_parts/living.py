@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from yunlu.runs.run_dir import Event
+    from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.tuning.view import StudyView

@@ -109,7 +109,7 @@ def await_workers(run: RunStore, count: int) -> None:
 
     def is_there() -> bool:
         crews = told(run, WorkerGroupFormed)
-        return bool(crews) and len(crews[-1]["ranks"]) == count
+        return bool(crews) and len(crews[-1].ranks) == count
 
     await_(run, is_there, f"{count} workers")
     await_step(run, step(run) + 3)

@@ -15,8 +15,8 @@ from yunlu.planning.communication.measurements import make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import ExpectedStep
+from yunlu.training.communication.compute_pace import ComputePace
 from yunlu.training.communication.method_selector import MethodSelector
-from yunlu.training.communication.pace import ComputePace
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed

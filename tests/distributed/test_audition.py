@@ -15,8 +15,8 @@ from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.communication import timed_comparison
-from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.communication.allreducer import TorchAllReducer
+from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.parallel.world import World, form_world
 
 pytestmark = pytest.mark.distributed

@@ -23,7 +23,7 @@ from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.communication.error_feedback import share_out
+from yunlu.training.communication.error_feedback import redistribute_residuals
 from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.engine import Engine
 from yunlu.training.models.batch_norm import allow_single_samples
@@ -339,7 +339,7 @@ def _go_on(world: World, directory: str) -> list[tuple[dict[str, Any], list[int]
 
 def _total(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     read = [{name: torch.from_numpy(kept) for name, kept in state.items()} for state in states]
-    (whole,) = share_out(read, 1)
+    (whole,) = redistribute_residuals(read, 1)
     return {name: value for name, value in whole.items() if name.startswith("worker/")}
 
 

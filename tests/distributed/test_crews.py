@@ -183,7 +183,7 @@ def wait_for_workers(run: RunStore, count: int) -> None:
 
     def is_there() -> bool:
         told = events(run, WorkerGroupFormed)
-        return bool(told) and len(told[-1]["ranks"]) == count
+        return bool(told) and len(told[-1].ranks) == count
 
     wait(run, is_there, f"{count} workers")
 
@@ -205,7 +205,7 @@ def strike(run: RunStore, rank: int, number: int) -> None:
 
     def is_past() -> bool:
         told = events(run, WorkerGroupFormed)
-        return bool(told) and told[-1]["generation"] > before.generation
+        return bool(told) and told[-1].generation > before.generation
 
     wait(run, is_past, f"signal {number} to rank {rank}")
 
@@ -216,13 +216,13 @@ def check_run(run: RunStore, alone: dict[int, float], *, steps: int = STEPS) -> 
     expected_losses = {step: loss for step, loss in alone.items() if step <= steps}
     assert losses(run) == pytest.approx(expected_losses, abs=1e-5)
     about = events(run, DataOpened)[0]
-    order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
+    order = StepOrder(samples=about.train, batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     committed = {record["step"]: int(record["digest"], 16) for record in records}
     assert committed == expected
     assert {record["step"]: record["samples"] for record in records} == {
-        step: (BATCH if step % -(-about["train"] // BATCH) else about["train"] % BATCH or BATCH)
+        step: (BATCH if step % -(-about.train // BATCH) else about.train % BATCH or BATCH)
         for step in range(1, steps + 1)
     }
 
@@ -288,6 +288,6 @@ def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int,
     assert done < FEWER
     assert runs.call("resume", run.id, "--detach").returncode == 0
     wait_for_end(run)
-    assert [event["resumed_from_step"] for event in events(run, StateChanged)
+    assert [event.resumed_from_step for event in events(run, StateChanged)
             if event.get("state") == "running"] == [None, done]  # fmt: skip
     check_run(run, alone, steps=FEWER)

@@ -21,7 +21,7 @@ from yunlu.core.errors import StoreError
 from yunlu.runs.events import ErrorRaised, StateChanged, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Document
-from yunlu.runs.worker_group import WorkerGroup, send_request, read_worker_group
+from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
 
 pytestmark = pytest.mark.distributed
 
@@ -62,7 +62,7 @@ class Voyage:
         return [event for event, _ in self.run.read_events() if isinstance(event, kind)]
 
     def states(self) -> list[str]:
-        return [data["state"] for data in self.events(StateChanged)]
+        return [event.state for event in self.events(StateChanged)]
 
     def is_resting(self) -> bool:
         return self.states()[-1:] in (["finished"], ["stopped"], ["failed"])
@@ -103,7 +103,7 @@ class Voyage:
     def whole_crew(self, what: str) -> dict[str, Any]:
         """The same, once two work again: a spare that still loads is not waited for."""
         crew = self.next_crew(what)
-        while crew["layout"] == "single":
+        while crew.layout == "single":
             crew = self.next_crew("the spare is there")
         return crew
 
@@ -163,9 +163,9 @@ def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
         assert voyage.next_crew(f"resize to {devices}")["layout"] == f"dp{devices}"
     os.kill(voyage.pid_of(1), signal.SIGTERM)
     assert voyage.next_crew("SIGTERM")["layout"] == "dp2"
-    told = [fault["what"] for fault in voyage.events(WorkerLost)]
+    told = [fault.cause for fault in voyage.events(WorkerLost)]
     assert told == ["killed", "killed", "hung", "left"]
-    assert not any(crew["redone_steps"] for crew in voyage.events(WorkerGroupFormed))
+    assert not any(crew.redone_steps for crew in voyage.events(WorkerGroupFormed))
     voyage.finish()
     voyage.check_samples()
     assert voyage.states()[-1] == "finished"
@@ -180,7 +180,7 @@ def test_a_leader_killed_at_the_very_end_is_replaced_too(voyage: Voyage) -> None
     voyage.rest()
     voyage.check_samples()
     assert voyage.states()[-1] == "finished"
-    assert [fault["what"] for fault in voyage.events(WorkerLost)] == ["killed"]
+    assert [fault.cause for fault in voyage.events(WorkerLost)] == ["killed"]
 
 
 def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: Voyage) -> None:
@@ -201,13 +201,13 @@ def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None
     for devices in (4, 1, 2):
         send_request(voyage.crew(), {"kind": "resize", "devices": devices})
         crew = voyage.next_crew(f"fsdp to {devices}")
-        assert crew["layout"] == (f"fsdp{devices}" if devices > 1 else "single")
-    assert [crew["redone_steps"] for crew in voyage.events(WorkerGroupFormed)] == [0] * 5
+        assert crew.layout == (f"fsdp{devices}" if devices > 1 else "single")
+    assert [crew.redone_steps for crew in voyage.events(WorkerGroupFormed)] == [0] * 5
     # With a shard lost and no copy of it, everything starts again from what is on disk: nothing.
     os.kill(voyage.pid_of(1), signal.SIGKILL)
     crew = voyage.next_crew("SIGKILL under fsdp, no copies")
-    assert crew["from_step"] == 0
-    assert crew["redone_steps"] > 0
+    assert crew.from_step == 0
+    assert crew.redone_steps > 0
     voyage.finish()
     voyage.check_samples()
 
@@ -266,11 +266,11 @@ def test_the_first_failure_is_told_once(voyage: Voyage, where: str, words: str) 
     voyage.rest()
     assert voyage.states()[-1] == "failed"
     (error,) = voyage.events(ErrorRaised)
-    assert words in error["message"]
-    assert words in error["traceback"]
+    assert words in error.message
+    assert words in error.traceback
     if where == "step":
-        assert error["rank"] == 1
-        assert [fault["what"] for fault in voyage.events(WorkerLost)] == ["failed"]
+        assert error.rank == 1
+        assert [fault.cause for fault in voyage.events(WorkerLost)] == ["failed"]
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
         assert voyage.next_crew("a node joins again")["layout"] == "dp3"
         far_net("link", "set", f"{name}a", "down")
         assert voyage.next_crew("a node is cut off")["layout"] == "single"
-        told = [fault["what"] for fault in voyage.events(WorkerLost)]
+        told = [fault.cause for fault in voyage.events(WorkerLost)]
         assert told == ["left", "left", "cut off", "cut off"]
         given_up = _children(nodes[1])
         assert len(given_up) == 2, "nobody can reach them"

@@ -64,8 +64,8 @@ def test_a_killed_process_is_replaced_and_none_is_left(tmp_path: Path):
     with pytest.raises(ProcessLookupError):
         os.kill(idle, 0)
     (fault,) = [event for event, _ in open_run(tmp_path).read_events()]
-    assert (fault["what"], fault["member"]) == ("killed", 0)
-    assert fault["detail"] == "ended by SIGKILL"
+    assert (fault.cause, fault.worker) == ("killed", "0")
+    assert fault.detail == "ended by SIGKILL"
 
 
 def test_who_is_sent_away_with_everyone_is_no_fault(tmp_path: Path):

@@ -103,8 +103,8 @@ class LateAtTheEnd(LanguageModeling):
             barrier, (run,) = dist.barrier, Path("home").glob("*-*")
             def late():
                 events = [json.loads(line) for line in (run / "events.jsonl").open()]
-                if events[-1]["data"].get("state") == "finished":
-                    (leader,) = [e["data"]["pid"] for e in events if e["kind"] == "life"]
+                if events[-1].get("state") == "finished":
+                    (leader,) = [e["pid"] for e in events if e["kind"] == "attempt"]
                     while psutil.pid_exists(leader):
                         time.sleep(0.01)
                 barrier()
@@ -243,9 +243,9 @@ def test_torchrun_starts_a_failed_run_again_from_its_checkpoint(
 
     run = bench.run()
     (error,) = events(run, ErrorRaised)
-    assert (error["rank"], error["host"]) == (1, os.uname().nodename)
-    assert "rank 1 cannot count" in error["message"]
-    assert "ArithmeticError" in error["traceback"]
+    assert (error.rank, error.host) == (1, os.uname().nodename)
+    assert "rank 1 cannot count" in error.message
+    assert "ArithmeticError" in error.traceback
     assert states(run) == [
         *("pending", "planning", "running", "failed"),
         *("pending", "planning", "running", "finished"),
@@ -267,7 +267,7 @@ def test_a_script_under_srun_gets_the_same_run_in_each_task(
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
     (crew,) = events(run, WorkerGroupFormed)
-    assert [each["rank"] for each in crew["ranks"]] == [0, 1]
+    assert [each.rank for each in crew.ranks] == [0, 1]
     assert not bench.left()
 
 
@@ -280,7 +280,7 @@ def test_asynchronous_workers_can_be_launched_and_come_to_their_end(bench: Bench
     run = bench.run()
     assert states(run) == ["pending", "planning", "running", "finished"]
     ranks = events(run, WorkerGroupFormed)[-1].ranks
-    assert [each["member"] for each in ranks] == [0, "rank-1.0"]
+    assert [each.worker for each in ranks] == ["0", "rank-1.0"]
     assert sorted(losses(run)) == [*range(1, STEPS + 1)]
     check_ledger(run)
     assert not bench.left()
@@ -315,8 +315,8 @@ def test_a_failure_ends_all_even_one_that_hangs_and_is_told_once(bench: Bench) -
     out, err = finish(second, code=1)
     run = bench.run()
     (error,) = events(run, ErrorRaised)
-    assert error["rank"] == 1
-    assert "ArithmeticError" in error["traceback"]
+    assert error.rank == 1
+    assert "ArithmeticError" in error.traceback
     assert states(run)[-1] == "failed"
     assert "rank 1 cannot count" in shown
     assert (out, err) == ("", "")  # one of them speaks
@@ -348,6 +348,6 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_is_named(bench: Bench) -> No
     assert events(run, StateChanged)[-2].resumed_from_step == done
     assert states(run)[-1] == "failed"
     (error,) = events(run, ErrorRaised)
-    assert (error["rank"], error["host"]) == (1, os.uname().nodename)
-    assert "vanished" in error["message"]
+    assert (error.rank, error.host) == (1, os.uname().nodename)
+    assert "vanished" in error.message
     wait_until(lambda: not bench.left(), "everyone gone")

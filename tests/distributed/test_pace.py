@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from yunlu.planning.layout import Layout
-from yunlu.training.communication import pace
+from yunlu.training.communication import compute_pace
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed
@@ -24,7 +24,7 @@ def _compare(
     """Who is disturbed once does as many turns as the others when all look again."""
     size = len(turns)
     world = form_world(Layout(dp=size), rank, dist.FileStore(path, size), device=CPU)
-    pacer = pace.Pacer()
+    pacer = compute_pace.ComputePace()
     for seconds in spans[rank]:
         pacer.note(seconds, replicas=2 * size)
     left = list(turns[rank])
@@ -58,4 +58,4 @@ def test_a_newcomer_makes_a_burst_with_the_others(tmp_path: Path) -> None:
 
 
 def test_a_burst_is_over_in_its_time() -> None:
-    assert pace.measure_turns(0.0) > 0
+    assert compute_pace.measure_turns(0.0) > 0

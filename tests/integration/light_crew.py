@@ -33,7 +33,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log, RunStore
-from yunlu.runs.worker_group import WorkerGroup, FrameDecoder, encode_frame, write_worker_group
+from yunlu.runs.worker_group import FrameDecoder, WorkerGroup, encode_frame, write_worker_group
 
 BATCH = 8
 

@@ -150,7 +150,7 @@ def lives_of(run: RunStore) -> int:
 
 def sizes_of(run: RunStore) -> list[int]:
     """Workers of each generation."""
-    return [len(crew["ranks"]) for crew in told(run, WorkerGroupFormed)]
+    return [len(crew.ranks) for crew in told(run, WorkerGroupFormed)]
 
 
 def nodes_of(run: RunStore) -> list[str]:

@@ -103,12 +103,12 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     _kill(_server(run, parent, index=0))
     wait_for_step(run, 40)
     servers = {_server(run, parent, index=index) for index in range(2)}
-    workers = {each["pid"] for each in told(run, WorkerGroupFormed)[-1].ranks}
+    workers = {each.pid for each in told(run, WorkerGroupFormed)[-1].ranks}
     (chief,) = {child.pid for child in parent.children()} - servers - workers
     _kill(chief)
     wait_for_step(run, 50)
     lost = {1, "server-0", "server-1", "coordinator"}
-    wait_until(run, lambda: {each["member"] for each in told(run, WorkerLost)} == lost, "faults")
+    wait_until(run, lambda: {each.worker for each in told(run, WorkerLost)} == lost, "faults")
 
     assert lifecycle.stop(run).state == "stopped"  # here: a command might start too late
     kept = max(losses(run))
@@ -119,8 +119,8 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     resumed = yunlu("resume", run.id, "--detach")
     assert resumed.code == 0, resumed.err
     wait_for_step(run, kept + 10)
-    running = [event for event in told(run, StateChanged) if event["state"] == "running"]
-    assert [event["resumed_from_step"] for event in running] == [None, kept]
+    running = [event for event in told(run, StateChanged) if event.state == "running"]
+    assert [event.resumed_from_step for event in running] == [None, kept]
     parent = psutil.Process(told(run, AttemptStarted)[-1].pid)
     assert len(parent.children()) == 6  # two servers, three workers, the chief
     resize(run, devices=2)
@@ -139,8 +139,8 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     assert len(list(run.read_metrics())) == STEPS
     check_ledger(run)
     loss = told(run, Evaluated)[-1]
-    assert loss["step"] == STEPS
-    assert loss["loss"] < alone + MARGIN
+    assert loss.step == STEPS
+    assert loss.loss < alone + MARGIN
     assert not (run.path / "servers").exists()
     assert (run.path / Area.MODEL / "model.safetensors").exists()
     assert lifecycle.read_record(run).state == "finished"
@@ -154,10 +154,10 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     far = _join(run, environment, tmp_path)
     wait_until(run, lambda: count_done(run, "far.") > 5, "work of the machine that joined")
     crew = told(run, WorkerGroupFormed)[-1].ranks
-    assert [each["member"] for each in crew] == [0, 1, 2, "far.0", "far.1"]
-    assert [each["rank"] for each in crew] == [*range(5)]
+    assert [each.worker for each in crew] == ["0", "1", "2", "far.0", "far.1"]
+    assert [each.rank for each in crew] == [*range(5)]
 
-    workers = [psutil.Process(each["pid"]) for each in crew[3:]]
+    workers = [psutil.Process(each.pid) for each in crew[3:]]
     _kill(workers[0].pid)
     wait_until(run, lambda: members_lost(run) == ["far.0"], "the loss of one worker to be told")
     lost_at = max(losses(run))
@@ -167,7 +167,7 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     wait_for_step(run, lost_at + 10)
     assert far.wait(waiting.LIMIT_S) != 0
     assert not any(_lives(worker) for worker in workers)
-    assert [each["member"] for each in told(run, WorkerGroupFormed)[-1].ranks] == [0, 1, 2]
+    assert [each.worker for each in told(run, WorkerGroupFormed)[-1].ranks] == ["0", "1", "2"]
 
     assert lifecycle.stop(run).state == "stopped"
     kept = max(losses(run))
@@ -190,7 +190,7 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     assert yunlu("resume", run.id, "--detach").code == 0
     wait_until(run, lambda: count_done(run, "far.") > before + 5, "work after the resume")
     ranks = told(run, WorkerGroupFormed)[-1].ranks
-    assert [each["member"] for each in ranks] == [0, 1, 2, "far.0", "far.1"]
+    assert [each.worker for each in ranks] == ["0", "1", "2", "far.0", "far.1"]
     assert lifecycle.stop(run).state == "stopped"
     assert far.wait(waiting.LIMIT_S) == 0  # sent home with the others
     kept = max(losses(run))
@@ -229,7 +229,7 @@ def count_done(run: RunStore, worker: str) -> int:
 
 
 def members_lost(run: RunStore) -> list[str]:
-    return [each["member"] for each in told(run, WorkerLost)]
+    return [each.worker for each in told(run, WorkerLost)]
 
 
 def check_staleness(run: RunStore, *, most: int) -> None:

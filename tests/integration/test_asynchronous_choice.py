@@ -27,7 +27,7 @@ import time
 import torch
 
 from yunlu.planning.communication import step_forecast
-from yunlu.training.communication import pace
+from yunlu.training.communication import compute_pace
 from yunlu.training.tasks.language_modeling import LanguageModeling
 
 step_forecast.ASYNCHRONOUS_S = 0.1  # the run is short, and is to find it worth its while
@@ -82,11 +82,11 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     assert lifecycle.read_record(run).state == "finished"
     assert len(near.told(run, AttemptStarted)) == 1
     (choice,) = near.told(run, CommunicationChosen)
-    assert choice["setting"]["method"] == "asynchronous"
-    fast, also_fast, slow = choice["links"]["compute_s"]
+    assert choice.setting.method == "asynchronous"
+    fast, also_fast, slow = choice.links.compute_s
     assert slow > 3 * max(fast, also_fast)
-    others = {each["name"]: each["cost_s"] for each in choice["candidates"]}
-    assert others["all-reduce"] > others[choice["chosen"]]
+    others = {each.name: each.cost_s for each in choice.candidates}
+    assert others["all-reduce"] > others[choice.chosen]
     assert sorted(near.losses(run)) == [*range(1, 91)]
     near.check_ledger(run, 90)
     first, *_, last = near.losses(run).values()
@@ -126,11 +126,11 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         far = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
         near.wait_until(run, lambda: near.count_done(run, "far.") > 3, "work of the joined machine")
         chosen = near.told(run, CommunicationChosen)[-1]
-        assert chosen["setting"]["method"] == "asynchronous"
-        assert chosen["step"] >= 10
+        assert chosen.setting.method == "asynchronous"
+        assert chosen.step >= 10
         crews = near.told(run, WorkerGroupFormed)
-        assert [each["generation"] for each in crews] == [*range(1, len(crews) + 1)]
-        members = [each["member"] for each in crews[-1]["ranks"]]
+        assert [each.generation for each in crews] == [*range(1, len(crews) + 1)]
+        members = [each.worker for each in crews[-1].ranks]
         assert members == [0, 1, "far.0"]
         assert lifecycle.stop(run).state == "stopped"
         assert far.wait(LIMIT_S) == 0

@@ -73,4 +73,4 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
 def _no_more(run: RunStore) -> bool:
     """Whether the crew is told to be those of the first host."""
     ranks = near.told(run, WorkerGroupFormed)[-1].ranks
-    return [each["member"] for each in ranks] == [0, 1, 2]
+    return [each.worker for each in ranks] == ["0", "1", "2"]

@@ -66,7 +66,7 @@ def check_run(run: RunStore, *, steps: int = STEPS) -> None:
     """It is finished, and the last time that a step was made it took its samples, each of them once."""
     assert events(run, StateChanged)[-1].state == "finished"
     about = events(run, DataOpened)[0]
-    order = StepOrder(samples=about["train"], batch=BATCH, seed=0).steps_from(0)
+    order = StepOrder(samples=about.train, batch=BATCH, seed=0).steps_from(0)
     expected = {step: digest_of(next(order)) for step in range(1, steps + 1)}
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert {record["step"]: int(record["digest"], 16) for record in records} == expected
@@ -79,8 +79,8 @@ def test_who_is_killed_is_replaced_by_one_who_has_to_choose_alike(runs: Runs) ->
     strike(run, 1, signal.SIGKILL)
     wait_for_end(run)
     check_run(run, steps=40)
-    assert [crew["redone_steps"] for crew in events(run, WorkerGroupFormed)] == [0, 0]
-    chosen = {told["setting"]["codec"] for told in events(run, CommunicationChosen)}
+    assert [crew.redone_steps for crew in events(run, WorkerGroupFormed)] == [0, 0]
+    chosen = {told.setting.codec for told in events(run, CommunicationChosen)}
     assert chosen == {"int8"}
 
 
@@ -98,7 +98,7 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     wait_for_step(run, 15)
     strike(run, 0, signal.SIGKILL)  # the one who speaks for all
     told = events(run, WorkerGroupFormed)[-1]
-    assert told["redone_steps"] <= 4 + 1  # back to where they last met
+    assert told.redone_steps <= 4 + 1  # back to where they last met
     resize(run, devices=3)
     wait_for_workers(run, 3)
     wait_for_step(run, max(losses(run)) + 2)
@@ -108,15 +108,15 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     assert runs.call("resume", run.id, "--detach").returncode == 0
     wait_for_end(run)
     check_run(run)
-    assert [event["resumed_from_step"] for event in events(run, StateChanged)
+    assert [event.resumed_from_step for event in events(run, StateChanged)
             if event.get("state") == "running"] == [None, done]  # fmt: skip
     check_exported(run)
 
 
 def check_exported(run: RunStore) -> None:
     """What was best is what is saved and exported, to the bit."""
-    scores = {event["step"]: event["loss"] for event in events(run, Evaluated)
-              if event["split"] == "validation"}  # fmt: skip
+    scores = {event.step: event.loss for event in events(run, Evaluated)
+              if event.split == "validation"}  # fmt: skip
     best = min(scores, key=lambda step: scores[step])
     assert events(run, ModelExported)[-1].from_step == best
     saved = load(read(run.path / Area.CHECKPOINTS / f"step-{best:010d}"), "model")

@@ -132,7 +132,7 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
     while not any(step >= 25 for step in _losses(run)):
         assert not [e for e, _ in run.read_events() if isinstance(e, ErrorRaised)]
     lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
-    worker = psutil.Process(lives[0]["pid"])
+    worker = psutil.Process(lives[0].pid)
     worker.send_signal(signal.SIGTERM)
     worker.wait()
     assert not (run.path / Area.MODEL).exists(), "it ended before it could be halted"

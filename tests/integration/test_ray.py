@@ -104,7 +104,7 @@ def await_crew(run: RunStore, count: int) -> None:
 
     def is_there() -> bool:
         crews = told(run, WorkerGroupFormed)
-        return bool(crews) and len(crews[-1]["ranks"]) == count
+        return bool(crews) and len(crews[-1].ranks) == count
 
     await_(run, is_there, f"{count} workers")
     await_step(run, step(run) + 3)
@@ -148,8 +148,8 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
     await_crew(run, 2)
     await_step(run, step(run) + 20)
     crew = told(run, WorkerGroupFormed)[-1]
-    assert crew["redone_steps"] == 0
-    first = next(each for each, _ in run.read_metrics() if each["step"] > crew["from_step"])
+    assert crew.redone_steps == 0
+    first = next(each for each, _ in run.read_metrics() if each["step"] > crew.from_step)
     sys.stdout.write(f"a step again {first['at'] - killed_at:.2f} s after the kill of a raylet\n")
     rest(run, executor)
 

@@ -9,12 +9,12 @@ import pytest
 from yunlu.core.errors import MissingPartError
 from yunlu.executors import ray_link
 from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
+from yunlu.executors.lease_record import LeaseRecord
 from yunlu.executors.ray_executor import RayExecutor
-from yunlu.executors.ray_watchdog import RAYLET_GONE
 from yunlu.executors.ray_parse import (
+    ClusterSurvey,
     PlacementGroupInfo,
     RayNode,
-    ClusterSurvey,
     count_awake,
     lease_name,
     read_growth,
@@ -23,7 +23,7 @@ from yunlu.executors.ray_parse import (
     size_bundles,
     size_selectors,
 )
-from yunlu.executors.lease_record import LeaseRecord
+from yunlu.executors.ray_watchdog import RAYLET_GONE
 from yunlu.hardware.fleet import Node
 
 CPUS = RayNode(id="aaaaaaaa", name="10.0.0.1", resources={"CPU": 4.0, "memory": 1e9})

@@ -169,7 +169,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     await_step(run, saved + 5)
     assert lifecycle.stop(run).state == "stopped"
     check_samples(run)
-    resumed = [each.get("resumed_from_step") for each in told(run, StateChanged)]
+    resumed = [each.resumed_from_step for each in told(run, StateChanged)]
     assert saved in resumed  # nothing was done twice
 
 
@@ -180,7 +180,7 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     await_workers(run, 3)
     blocker = block(rig, "n2")
     await_workers(run, 1)
-    faults = [fault["what"] for fault in told(run, WorkerLost)]
+    faults = [fault.cause for fault in told(run, WorkerLost)]
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
     await_(run, lambda: len(told(run, WorkerGroupFormed)[-1].ranks) == 3, "it is back")

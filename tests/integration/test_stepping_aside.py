@@ -61,7 +61,7 @@ def call(rig: Rig, host: int, runs: Runs, *words: str, **more: str) -> subproces
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    return [len(told["ranks"]) for told in events(run, WorkerGroupFormed)]
+    return [len(told.ranks) for told in events(run, WorkerGroupFormed)]
 
 
 def test_launched_workers_go_on_without_the_slow_one_and_end_together(
@@ -83,15 +83,15 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     check_run(run, alone, steps=FEWER)
     # Of the other two, the first alone may be faster: the model is small.
     first, *later = events(run, WorkerGroupFormed)
-    assert [each["member"] for each in first["ranks"]] == [0, 1, 2]
+    assert [each.worker for each in first.ranks] == ["0", "1", "2"]
     assert later
-    assert all({each["member"] for each in told["ranks"]} <= {0, 1} for told in later)
-    assert "aside" in later[0]["reason"]
+    assert all({each.worker for each in told.ranks} <= {"0", "1"} for told in later)
+    assert "aside" in later[0].reason
     chosen, *anew = events(run, CommunicationChosen)
     refused = {"name": "asynchronous", "reason": "a worker stands aside"}
-    assert all(refused in each["refused"] for each in anew)
-    assert 2 in chosen["aside"]
-    assert rig.address(2) in chosen["reason"].rpartition("; ")[2]
+    assert all(refused in each.refused for each in anew)
+    assert 2 in chosen.excluded
+    assert rig.address(2) in chosen.reason.rpartition("; ")[2]
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_machine_that_joined_steps_aside_and_stays_at_hand(
     call(rig, 2, runs, *words, "--token-file", "token", YUNLU_BIND=rig.address(2))
 
     def has_left() -> bool:
-        reasons = [told["reason"] for told in events(run, WorkerGroupFormed)]
+        reasons = [told.reason for told in events(run, WorkerGroupFormed)]
         return any("steps aside" in reason for reason in reasons)
 
     wait(run, has_left, "the slow one to step aside")

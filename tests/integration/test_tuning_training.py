@@ -98,8 +98,8 @@ def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunSto
     assert train(run) == "stopped"
     states = [event for event, _ in run.read_events() if isinstance(event, StateChanged)]
     # A word that came before the first step is heard after it.
-    assert states[-1]["reason"] == "held at rung 0: others first"
-    assert states[-2]["state"] == "stopping"
+    assert states[-1].reason == "held at rung 0: others first"
+    assert states[-2].state == "stopping"
     write_verdict(run, {"until": 2})
     assert train(run) == "stopped"  # nobody says how it goes on: it holds itself
     assert read_story(run).reason == "held at rung 2: nobody said how it goes on"

@@ -207,7 +207,7 @@ class StepSkipped(RunEvent):
 
     kind: Literal["skip"] = "skip"
     step: int
-    reason: Literal["not finite", "spike", "overflow"]
+    reason: Literal["not finite", "spike", "passed over", "overflow"]
     loss: float
     norm: float
 

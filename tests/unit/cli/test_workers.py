@@ -125,7 +125,7 @@ def test_ps_and_show_name_workers_and_layout(run, capsys):
     assert "workers: fsdp2 x tp2" in out
     assert "worker 3 (rank 3 on node-b) was killed at step 120" in out
     main(["show", run.id, "--json"])
-    assert json.loads(capsys.readouterr().out)["crew"]["generation"] == 3
+    assert json.loads(capsys.readouterr().out)["worker_group"]["generation"] == 3
 
 
 def test_ps_without_a_crew_has_no_column_for_it(own_home, capsys):

@@ -6,7 +6,6 @@ import pytest
 
 import yunlu
 from yunlu.core.errors import JobError, StoreError, TrainingError
-from yunlu.runs.events import AttemptStarted
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import source_of
@@ -168,4 +167,4 @@ def test_model_object_is_trained_in_this_process():
     assert run.id.startswith("linear-")
     assert run.history()[-1]["loss"] < run.history()[0]["loss"]
     kinds = [event.kind for event in run.events()]
-    assert AttemptStarted in kinds
+    assert "attempt" in kinds

@@ -162,7 +162,7 @@ def test_run_that_crashes_at_start_is_tried_again_later_and_later_then_fails(
     assert "3 times in a row" in allocation.given_up
     assert states(good)[-1] == "finished"
     last = [e for e, _ in run.read_events() if isinstance(e, StateChanged)][-1]
-    assert last.get("reason", allocation.given_up) == allocation.given_up
+    assert last.reason == allocation.given_up
     assert decided(steward, run)[-1] in {"given up", "fair"}
     told = [line["text"] for line in steward.pool_store.read_decisions(run.id)]
     assert any(text.endswith("It waits 5 s.") for text in told), told

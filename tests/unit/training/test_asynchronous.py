@@ -178,7 +178,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     assert found == pytest.approx(train_alone(job, plan, make_parts(Sentences(), job)), abs=1e-4)
     assert {each["worker"] for done in steps.values() for each in done.values()} == {"0", "1"}
     told = [event for event, _ in run.read_events() if isinstance(event, MemoryExhausted)]
-    assert [event["micro_batch"] for event in told] == [2]
+    assert [event.micro_batch for event in told] == [2]
     assert len(steps) == STEPS
 
 
@@ -229,7 +229,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             hand.close()
         kept.append(max(record["step"] for record, _ in run.read_metrics()))
     told = [event for event, _ in run.read_events() if isinstance(event, StateChanged)]
-    resumed = [each["resumed_from_step"] for each in told if each["state"] == "running"]
+    resumed = [each.resumed_from_step for each in told if each.state == "running"]
     assert kept == [1, 2]
     assert resumed == [None, 1]
     assert [record["step"] for record, _ in run.read_metrics()] == [1, 2]

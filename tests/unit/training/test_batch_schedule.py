@@ -263,17 +263,17 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
     (run.path / Document.TARGET_BATCH).write_text("87")
     assert live(run.path, task=Crashing(run, -1)) is RunState.FINISHED
     first, *_ = turns = turns_of(run)
-    assert (first["step"], first["batch"], first["rate"]) == (41, 87, 3.0)
-    assert {turn["batch"] for turn in turns} == {87}
+    assert (first.step, first.batch, first.rate) == (41, 87, 3.0)
+    assert {turn.batch for turn in turns} == {87}
     sizes, samples = read(run, "items"), read(run, "samples")
     assert set(list(sizes.values())[:40]) == {29}
     assert max(list(sizes.values())[40:]) == 87
-    assert len(sizes) == max(sizes) == turns[-1]["steps"]
+    assert len(sizes) == max(sizes) == turns[-1].steps
     assert 40 + 80 / 3 <= len(sizes) < 120
     assert samples[len(sizes)] == sum(sizes.values())
-    assert 1 < first["gain"] < 3
+    assert 1 < first.gain < 3
     validated = [event for event, _ in run.read_events() if isinstance(event, Evaluated)]
-    ends = {each["step"] for each in validated[:-1]}
+    ends = {each.step for each in validated[:-1]}
     assert all(samples[step] % 290 == 0 for step in ends if step < len(sizes))
 
 

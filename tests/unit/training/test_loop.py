@@ -161,7 +161,7 @@ def test_a_stopped_and_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert losses(broken) == losses(whole)
     for name, weight in exported(whole).items():
         assert torch.equal(exported(broken)[name], weight), name
-    scores = [[e["loss"] for e in events(run, Evaluated)] for run in (broken, whole)]
+    scores = [[e.loss for e in events(run, Evaluated)] for run in (broken, whole)]
     assert scores[0] == scores[1]
 
 
@@ -195,9 +195,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice_and_keeps_the_checkp
     run = make_run(steps=60, batch=20, checkpoint=5, evaluate="never")
     assert live(run.path, task=Poison(model=network(), data=points())) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert error["code"] == "training"
-    assert "not finite at step" in error["message"]
-    assert "train.optimizer.lr" in error["hint"]
+    assert error.code == "training"
+    assert "not finite at step" in error.message
+    assert "train.optimizer.lr" in error.hint
     kept = sorted(path.name for path in (run.path / Area.CHECKPOINTS).iterdir())
     assert kept, "the checkpoints from before the trouble are there"
     live(run.path, task=ObjectTask(model=network(), data=points()))
@@ -217,7 +217,7 @@ def test_a_gradient_that_is_not_finite_is_never_scored_or_saved(make_run: MakeRu
     run = make_run(steps=60, batch=20, checkpoint=1, evaluate=1)
     assert live(run.path, task=Cliff(model=network(), data=points())) is RunState.FAILED
     assert "gradient is not finite" in events(run, ErrorRaised)[0].message
-    assert all(math.isfinite(float(e["loss"])) for e in events(run, Evaluated))
+    assert all(math.isfinite(float(e.loss)) for e in events(run, Evaluated))
     saved = list((run.path / Area.CHECKPOINTS).glob("step-*/rank-*.safetensors"))
     assert saved
     for path in saved:
@@ -269,10 +269,10 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(make_run: MakeRun) ->
 def test_the_best_checkpoint_is_what_is_tested_and_exported(make_run: MakeRun) -> None:
     run = make_run(epochs=30, batch=16, optimizer={"name": "sgd", "lr": 3.0}, clip={"norm": None})
     live(run.path, task=ObjectTask(model=network(), data=points()))
-    scored = [e for e in events(run, Evaluated) if e["split"] == "validation"]
-    best = max(scored, key=lambda e: (e["metrics"]["accuracy"], -e["loss"]))
+    scored = [e for e in events(run, Evaluated) if e.split == "validation"]
+    best = max(scored, key=lambda e: (e.metrics["accuracy"], -e.loss))
     assert best is not scored[-1], "the run must get worse again for this to mean something"
-    assert events(run, ModelExported)[-1].from_step == best["step"]
+    assert events(run, ModelExported)[-1].from_step == best.step
 
 
 def test_a_resumed_run_refuses_data_that_changed(make_run: MakeRun) -> None:
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> N
     newest.write_bytes(content)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     assert any(
-        "does not match its checksum" in e["message"] for e in events(run, WarningRaised)
+        "does not match its checksum" in e.message for e in events(run, WarningRaised)
     )
     assert losses(run) == losses(whole)
 
@@ -343,22 +343,22 @@ def test_a_model_that_does_not_fit_its_data_is_named_with_the_shapes(make_run: M
     run = make_run(steps=4, batch=20)
     assert live(run.path, task=ObjectTask(model=nn.Linear(5, 3), data=points())) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert error["code"] == "model"
-    assert "(8, 6)" in error["hint"]
+    assert error.code == "model"
+    assert "(8, 6)" in error.hint
 
 
 def test_a_batch_larger_than_the_data_is_refused(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=500)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert "only 72 training samples" in error["message"]
+    assert "only 72 training samples" in error.message
 
 
 def test_an_unknown_metric_is_refused_before_the_first_step(make_run: MakeRun) -> None:
     run = make_run(steps=4, batch=20, early_stopping={"metric": "acuracy"})
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert "'accuracy'" in error["hint"]
+    assert "'accuracy'" in error.hint
     assert not losses(run)
 
 

@@ -94,23 +94,23 @@ def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunSto
         assert spans[f"yunlu.{one}"][0][1] <= spans[f"yunlu.{after}"][0][0]
     assert sum(each["name"] == "aten::addmm" for each in events) == 2
     (event,) = told(run, TraceWritten)
-    assert (event["path"], event["steps"], event["first_step"]) == ("trace.json.gz", 2, 4)
+    assert (event.path, event.steps, event.first_step) == ("trace.json.gz", 2, 4)
 
 
 def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunStore) -> None:
     train(run, steps=8, first_step=3, traced_steps=3)
 
     (event,) = told(run, TraceWritten)
-    phases = {row["name"]: row for row in event["phases"]}
+    phases = {row.name: row for row in event.phases}
     assert [*phases] == [*PHASES, "other"]
-    assert sum(row["total_s"] for row in phases.values()) == pytest.approx(event["wall_s"])
-    assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
-    assert min(row["share"] for row in phases.values()) > 0
-    rows = event["table"]
-    assert [row["self_s"] for row in rows] == sorted((r["self_s"] for r in rows), reverse=True)
-    assert sum(row["self_s"] for row in rows) <= event["wall_s"] * 1.001
-    assert {row["name"]: row["calls"] for row in rows}["aten::addmm"] == 3
-    assert "outside operators (update)" in {row["name"] for row in rows}
+    assert sum(row.total_s for row in phases.values()) == pytest.approx(event.wall_s)
+    assert sum(row.share for row in phases.values()) == pytest.approx(1)
+    assert min(row.share for row in phases.values()) > 0
+    rows = event.table
+    assert [row.self_s for row in rows] == sorted((r.self_s for r in rows), reverse=True)
+    assert sum(row.self_s for row in rows) <= event.wall_s * 1.001
+    assert {row.name: row.calls for row in rows}["aten::addmm"] == 3
+    assert "outside operators (update)" in {row.name for row in rows}
 
 
 def test_afterwards_the_engine_is_what_it_was(run: RunStore) -> None:
@@ -135,8 +135,8 @@ def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: Run
         engine.train()
 
     (event,) = told(run, TraceWritten)
-    assert {row["name"]: row["total_s"] for row in event["phases"]}["forward"] == 0
-    assert event["steps"] == 1
+    assert {row.name: row.total_s for row in event.phases}["forward"] == 0
+    assert event.steps == 1
 
 
 @pytest.mark.parametrize(("steps", "traced_steps"), [(4, 1), (5, 2), (6, 3), (9, 3)])
@@ -166,7 +166,7 @@ def test_a_very_long_trace_keeps_its_longest_events(
     assert len(events) == 25
     assert {"yunlu.update", "yunlu.forward"} <= {each["name"] for each in events}
     (event,) = told(run, TraceWritten)
-    assert {row["name"]: row["calls"] for row in event["table"]}["aten::addmm"] == 3
+    assert {row.name: row.calls for row in event.table}["aten::addmm"] == 3
 
 
 def test_a_trace_that_cannot_be_written_costs_the_file_and_not_the_run(
@@ -180,8 +180,8 @@ def test_a_trace_that_cannot_be_written_costs_the_file_and_not_the_run(
 
     assert "No space left on device" in told(run, WarningRaised)[0].message
     (event,) = told(run, TraceWritten)
-    assert event["path"] is None
-    assert event["table"]
+    assert event.path is None
+    assert event.table
     assert [path.name for path in run.path.iterdir()] == ["events.jsonl"]
 
 

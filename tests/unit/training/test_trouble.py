@@ -61,9 +61,9 @@ def test_a_poisoned_sample_costs_its_step_and_no_more(make_run: MakeRun) -> None
     assert live(run.path, task=task) is RunState.FINISHED
     skipped = events(run, StepSkipped)
     assert len(skipped) == 2  # once an epoch
-    assert {skip["reason"] for skip in skipped} == {"not finite"}
+    assert {skip.reason for skip in skipped} == {"not finite"}
     assert not events(run, RolledBack)
-    steps = {skip["step"] for skip in skipped}
+    steps = {skip.step for skip in skipped}
     assert losses(run).keys() == set(range(1, 31)) - steps
     assert all(math.isfinite(loss) for loss in losses(run).values())
     weights = load_file(run.path / Area.MODEL / "model.safetensors")
@@ -88,11 +88,11 @@ def test_a_run_of_bad_steps_goes_back_to_a_checkpoint_and_on_past_them(make_run:
     task = Poison(model=network(), data=points(), bad=range(40, 46))
     assert live(run.path, task=task) is RunState.FINISHED
     (back,) = events(run, RolledBack)
-    assert back["to_step"] < min(back["skipping"]) + 1 <= back["step"]
+    assert back.to_step < min(back.skipping) + 1 <= back.step
     skips = events(run, StepSkipped)
-    passed = [skip["step"] for skip in skips if skip["reason"] == "passed over"]
+    passed = [skip.step for skip in skips if skip.reason == "passed over"]
     assert passed, "the bad steps are not tried again"
-    left_out = {skip["step"] for skip in skips}
+    left_out = {skip.step for skip in skips}
     assert losses(run).keys() | left_out == set(range(1, 61))
 
 
@@ -101,7 +101,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_ends_with_advice(make_run: M
     task = Poison(model=network(), data=points(), bad=range(30, 10**6))
     assert live(run.path, task=task) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert "not finite at step" in error["message"]
+    assert "not finite at step" in error.message
 
 
 def test_a_guard_that_may_do_nothing_ends_the_run_at_the_first_bad_step(make_run: MakeRun) -> None:
@@ -131,7 +131,7 @@ def test_short_memory_splits_the_batch_and_changes_nothing_else(make_run: MakeRu
     assert live(whole.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     task = Crowded(run=split, room=5, model=network(), data=points())
     assert live(split.path, task=task) is RunState.FINISHED
-    assert [e["micro_batch"] for e in events(split, MemoryExhausted)] == [10, 5]
+    assert [e.micro_batch for e in events(split, MemoryExhausted)] == [10, 5]
     assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
 
 
@@ -140,7 +140,7 @@ def test_memory_too_short_for_one_sample_ends_the_run_with_advice(make_run: Make
     task = Crowded(run=run, room=0, model=network(), data=points())
     assert live(run.path, task=task) is RunState.FAILED
     (error,) = events(run, ErrorRaised)
-    assert "Memory ran out" in error["message"]
+    assert "Memory ran out" in error.message
 
 
 def test_the_batch_grows_at_the_turn_of_an_epoch(make_run: MakeRun) -> None:
@@ -148,7 +148,7 @@ def test_the_batch_grows_at_the_turn_of_an_epoch(make_run: MakeRun) -> None:
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     items = [record["items"] for record, _ in run.read_metrics()]
     assert items == [50] * 6 + [100] * 3 + [120, 120, 60]
-    scored = [e["step"] for e in events(run, Evaluated)]
+    scored = [e.step for e in events(run, Evaluated)]
     assert scored == [6, 9, 12]
 
 
@@ -188,7 +188,7 @@ def test_a_layer_that_overflows_in_fp16_is_moved_and_the_run_goes_on(make_run: M
     adapted, fixed = make_run(**settings), make_run(**settings, adapt_precision=False)
     assert live(adapted.path, task=ObjectTask(model=Loud(), data=points())) is RunState.FINISHED
     moved = events(adapted, PrecisionChanged)
-    assert {move["module"] for move in moved if move["to"] == "full"} == {"loud"}
+    assert {move.module for move in moved if move.to == "full"} == {"loud"}
     shares = [record["low_share"] for record, _ in adapted.read_metrics()]
     assert 0 < shares[-1] < 1
     assert len(events(adapted, StepSkipped)) <= 5
@@ -201,7 +201,7 @@ def test_an_explicit_precision_that_is_slower_here_is_warned_of(make_run: MakeRu
     from yunlu.training.probe import measured_speeds, probe_machine
 
     (fp16,) = [s for s in measured_speeds(probe_machine().best_device) if s.precision == "fp16"]
-    warned = any("slower than fp32" in each["message"] for each in events(run, WarningRaised))
+    warned = any("slower than fp32" in each.message for each in events(run, WarningRaised))
     assert warned == (fp16.relative_speed < 1)
 
 
@@ -213,7 +213,7 @@ def test_a_step_that_is_left_out_leaves_nothing_in_running_averages(make_run: Ma
     assert live(run.path, task=task) is RunState.FINISHED
     assert len(events(run, StepSkipped)) == 2
     assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
-    assert all(math.isfinite(e["loss"]) for e in events(run, Evaluated))
+    assert all(math.isfinite(e.loss) for e in events(run, Evaluated))
 
 
 def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: MakeRun) -> None:
@@ -232,7 +232,7 @@ def test_after_a_rollback_no_checkpoint_of_the_abandoned_line_is_left(make_run: 
     assert live(run.path, task=task) is RunState.FINISHED
     (back,) = events(run, RolledBack)
     assert seen
-    assert max(seen) == back["to_step"]
+    assert max(seen) == back.to_step
 
 
 def test_released_gradients_go_back_at_the_first_bad_step(make_run: MakeRun) -> None:

@@ -17,7 +17,7 @@ from yunlu.core.errors import TrainingError, YunluError
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Log, last_record, require_local
 from yunlu.training.attempt import as_user_error
-from yunlu.training.communication.servers.link import ServerLostError
+from yunlu.training.communication.servers.server_link import ServerLostError
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.messages import Failed, as_failure
 

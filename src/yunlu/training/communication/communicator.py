@@ -14,17 +14,22 @@ import torch
 
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.error_feedback import redistribute_residuals
-from yunlu.training.communication.step_sync import StepTotals, sync_step, decode_request, encode_request
+from yunlu.training.communication.step_sync import (
+    StepTotals,
+    decode_request,
+    encode_request,
+    sync_step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
     from yunlu.training.communication.local.averaging import WeightAveraging
     from yunlu.training.communication.local.sites import Site
     from yunlu.training.communication.step_sync import StepRequest
-    from yunlu.training.communication.allreducer import PendingAllReduce, AllReducer
     from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
     from yunlu.training.tasks.task import Batch

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from yunlu.training.communication.allreduce import direct_sum
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.allreduce import direct_allreduce
+from yunlu.training.communication.allreducer import ThreadedAllReducer
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
     OwnerPart,
@@ -21,7 +22,6 @@ from yunlu.training.communication.error_feedback import (
     unpack_state,
 )
 from yunlu.training.communication.powersgd import PowerSgdAllReduce
-from yunlu.training.communication.allreducer import ThreadedAllReducer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ class CompressedAllReduce:
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
         if key < 0 or not len(flat):
-            direct_sum(transport, flat, tag=tag)
+            direct_allreduce(transport, flat, tag=tag)
             return
         name = str(key)
         self._take_up(transport, name, len(flat))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.training.communication.communicator import ExpectedStep, SyncCommunicator
-from yunlu.training.communication.pace import ComputePace
+from yunlu.training.communication.compute_pace import ComputePace
 from yunlu.training.data.sample_order import digest_of
 
 if TYPE_CHECKING:

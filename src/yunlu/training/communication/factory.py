@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import read_site
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.planning.communication.step_forecast import MethodSetting
-from yunlu.training.communication.allreduce import ALGORITHMS, served_sum
+from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
+from yunlu.training.communication.allreducer import ThreadedAllReducer, TorchAllReducer
 from yunlu.training.communication.buckets import matrices_of
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.communicator import LocalUpdateCommunicator, SyncCommunicator
 from yunlu.training.communication.compressed import make_compressed_allreducer
 from yunlu.training.communication.local.averaging import WeightAveraging
-from yunlu.training.communication.local.following import SiteFollower
 from yunlu.training.communication.local.rules import METHODS, LocalRules
+from yunlu.training.communication.local.site_follower import SiteFollower
 from yunlu.training.communication.local.sites import Site, group_by_site
-from yunlu.training.communication.allreducer import ThreadedAllReducer, TorchAllReducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.training.communication.allreduce import AllReduceFunction
-    from yunlu.training.communication.communicator import Communicator, ExpectedStep
     from yunlu.training.communication.allreducer import AllReducer
+    from yunlu.training.communication.communicator import Communicator, ExpectedStep
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.world import World
 
@@ -172,7 +172,7 @@ def _open_summation(
 
 def _allreduce_of(setting: MethodSetting, spec: CommunicationSpec) -> AllReduceFunction:
     if setting.method == "server" and spec.servers != "auto":
-        return partial(served_sum, servers=spec.servers)
+        return partial(server_allreduce, servers=spec.servers)
     return ALGORITHMS[setting.method]
 
 

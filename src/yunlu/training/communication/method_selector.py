@@ -21,7 +21,7 @@ from yunlu.planning.communication.switching import (
     should_switch,
 )
 from yunlu.runs.events import CommunicationChosen, MeasuredLinks
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.communicator import SyncCommunicator
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.factory import open_communicator, start_step_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator, ExpectedStep
-    from yunlu.training.communication.pace import ComputePace
+    from yunlu.training.communication.compute_pace import ComputePace
     from yunlu.training.parallel.world import World
 
 _BACKWARD_SHARE = 0.6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yunlu.training.communication.allreduce import direct_sum
+from yunlu.training.communication.allreduce import direct_allreduce
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
     clip_worker_gradient,
@@ -73,7 +73,7 @@ class PowerSgdAllReduce:
         matrices: Mapping[int, Sequence[MatrixSlice]],
         *,
         rank: int = 4,
-        add_up: AllReduceFunction = direct_sum,
+        add_up: AllReduceFunction = direct_allreduce,
         clip_norm: float | None = None,
     ) -> None:
         self.rank = rank

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 from yunlu.training.communication.rendezvous import connect_all
 from yunlu.training.communication.transport_session import (
     LinkLostError,
-    RefusedMessageError,
     Traffic,
     TransportSession,
     shut_socket,

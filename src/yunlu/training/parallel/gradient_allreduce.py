@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from yunlu.training.communication.allreducer import PendingAllReduce, AllReducer
+    from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.training.communication.crowd import run_workers
-from yunlu.training.communication.codecs.make import CODECS, make_codec
+from yunlu.training.communication.codecs.registry import CODECS, make_codec
 from yunlu.training.communication.compressed import (
     CompressedAllReduce,
     CompressedAllReducer,

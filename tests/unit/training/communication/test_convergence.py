@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.unit.training.communication.crowd import run_workers
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.compressed import CompressedAllReduce
 from yunlu.training.communication.powersgd import MatrixSlice, PowerSgdAllReduce, as_matrix
 from yunlu.training.optim.frozen_adam import FrozenAdam

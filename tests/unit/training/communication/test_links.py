@@ -10,7 +10,7 @@ import pytest
 from tests.unit.training.communication.wired import in_threads, make_wires
 from yunlu.planning.communication.measurements import CodecCost, SharedWork
 from yunlu.planning.communication.method_choice import MethodQuery, choose
-from yunlu.training.communication.codecs.make import CODECS, make_codec
+from yunlu.training.communication.codecs.registry import CODECS, make_codec
 from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.links import measure_links
 from yunlu.training.communication.transport import LinkLostError, Transport

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.waiting import LIMIT_S
 from yunlu.training.communication.local import METHODS, Averaging, LocalRules
-from yunlu.training.communication.local.following import SiteFollower
+from yunlu.training.communication.local.site_follower import SiteFollower
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:

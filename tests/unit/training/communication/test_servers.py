@@ -32,9 +32,15 @@ from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.frames import pack
-from yunlu.training.communication.servers.link import ServerLink, ServerLostError
-from yunlu.training.communication.servers.messages import Pull, Push, ServerHello, TakeTicket, dump_message
+from yunlu.training.communication.servers.messages import (
+    Pull,
+    Push,
+    ServerHello,
+    TakeTicket,
+    dump_message,
+)
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, shard_ranges
+from yunlu.training.communication.servers.server_link import ServerLink, ServerLostError
 from yunlu.training.communication.transport_session import Traffic
 from yunlu.training.data.sample_order import StepOrder
 from yunlu.training.optim.build import build_optimizer

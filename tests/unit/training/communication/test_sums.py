@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
-from yunlu.training.communication.allreduce import ALGORITHMS, served_sum
+from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
 from yunlu.training.communication.allreduce.hierarchical import group_by_host
-from yunlu.training.communication.allreduce.rank_group import split_evenly, segments
-from yunlu.training.communication.allreduce.trees import TreeNode, heap_tree_node, double_tree_nodes
+from yunlu.training.communication.allreduce.rank_group import segments, split_evenly
+from yunlu.training.communication.allreduce.trees import TreeNode, double_tree_nodes, heap_tree_node
 from yunlu.training.communication.transport import LinkLostError
 from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
 
@@ -120,7 +120,7 @@ def test_several_servers_share_the_work() -> None:
 
     def work(rank: int) -> Tensor:
         flat = given[rank].clone()
-        served_sum(transports[rank], flat, tag=3, servers=2)
+        server_allreduce(transports[rank], flat, tag=3, servers=2)
         return flat
 
     with _wires(*["127.0.0.1"] * 4) as transports:

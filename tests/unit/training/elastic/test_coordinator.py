@@ -149,7 +149,7 @@ def test_the_cause_is_told_when_it_is_given_up(rig: Rig) -> None:
     rig.handle_message(1, settled("connection closed by peer"))
     assert rig.coordinator.outcome is not None
     (error,) = [e for e, _ in rig.run.read_events() if isinstance(e, ErrorRaised)]
-    assert "the cable is torn" in error["message"]
+    assert "the cable is torn" in error.message
 
 
 def test_a_node_that_cannot_be_replaced_does_not_end_the_training(rig: Rig) -> None:
@@ -226,7 +226,7 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
     rig.handle_message(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
     assert rig.there() == [0]
     crew = [event for event, _ in rig.run.read_events() if isinstance(event, WorkerGroupFormed)]
-    assert crew[-1]["reason"] == "worker 1 is excluded as a straggler"
+    assert crew[-1].reason == "worker 1 is excluded as a straggler"
     assert not [event for event, _ in rig.run.read_events() if isinstance(event, WorkerLost)]
 
 

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from yunlu.training.communication.allreduce.doubling import doubling_allreduce
 from yunlu.training.communication.allreduce.hierarchical import hierarchical_allreduce
-from yunlu.training.communication.allreduce.reduce_scatter_gather import direct_allreduce, server_allreduce
+from yunlu.training.communication.allreduce.reduce_scatter_gather import (
+    direct_allreduce,
+    server_allreduce,
+)
 from yunlu.training.communication.allreduce.ring import ring_allreduce
 from yunlu.training.communication.allreduce.trees import double_tree_allreduce, tree_allreduce
 

@@ -9,8 +9,8 @@ import numpy as np
 from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
-    collective,
     all_ranks,
+    collective,
     values_of,
 )
 

@@ -9,9 +9,9 @@ from yunlu.training.communication.allreduce.doubling import recursive_doubling
 from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
+    all_ranks,
     collect,
     collective,
-    all_ranks,
     segments,
     values_of,
 )

@@ -9,11 +9,11 @@ import numpy as np
 from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
+    all_ranks,
     collect,
     collective,
-    split_evenly,
-    all_ranks,
     segments,
+    split_evenly,
     values_of,
 )
 

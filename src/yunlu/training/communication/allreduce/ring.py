@@ -10,10 +10,10 @@ import numpy as np
 from yunlu.training.communication.allreduce.rank_group import (
     RankGroup,
     add,
-    collective,
-    split_evenly,
     all_ranks,
+    collective,
     segments,
+    split_evenly,
     values_of,
 )
 

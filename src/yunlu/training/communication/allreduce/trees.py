@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from yunlu.training.communication.allreduce.rank_group import (
     add,
+    all_ranks,
     collect,
     collective,
-    all_ranks,
     segments,
     values_of,
 )

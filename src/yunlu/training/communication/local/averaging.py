@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from yunlu.training.communication.codecs.codec import IdentityCodec
-from yunlu.training.communication.codecs.make import make_codec
-from yunlu.training.communication.local.mean import MeanExchange, share_of
+from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.local.mean_exchange import MeanExchange, share_of
 from yunlu.training.communication.transport_session import Traffic
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ import torch
 
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.training.communication.codecs.codec import IdentityCodec
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.error_feedback import ErrorFeedback
 from yunlu.training.communication.servers.flat import FlatWeights
-from yunlu.training.communication.servers.link import ServerLink
 from yunlu.training.communication.servers.messages import (
     ClaimTicket,
     CompleteTicket,
@@ -24,6 +23,7 @@ from yunlu.training.communication.servers.messages import (
     finite,
 )
 from yunlu.training.communication.servers.rules import shard_ranges
+from yunlu.training.communication.servers.server_link import ServerLink
 from yunlu.training.communication.servers.weights import is_finite
 from yunlu.training.communication.transport_session import Traffic
 

@@ -18,7 +18,6 @@ from yunlu.training.communication.servers.frames import (
     FrameReader,
     pack,
 )
-from yunlu.training.communication.servers.link import enable_keepalive
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
     ClaimTicket,
@@ -31,10 +30,11 @@ from yunlu.training.communication.servers.messages import (
     ServerReply,
     StopServer,
     TakeTicket,
-    read_request,
     dump_message,
+    read_request,
 )
 from yunlu.training.communication.servers.rules import Ticket
+from yunlu.training.communication.servers.server_link import enable_keepalive
 from yunlu.training.communication.servers.weights import RefusedPushError
 
 if TYPE_CHECKING:

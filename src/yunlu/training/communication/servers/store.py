@@ -10,7 +10,7 @@ import torch
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, sync_directory
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
 from yunlu.training.communication.servers.journal import ShardJournal, write_state
 from yunlu.training.communication.servers.messages import ClaimTicket, CompleteTicket, Push

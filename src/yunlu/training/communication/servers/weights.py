@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yunlu.training.communication.codecs.make import make_codec
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.servers.rules import TicketSet
 from yunlu.training.optim.build import build_optimizer
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.training.communication.wired import in_threads, make_wires
-from yunlu.training.communication.allreduce import ring_sum
+from yunlu.training.communication.allreduce import ring_allreduce
 from yunlu.training.communication.allreducer import AllReducer, ThreadedAllReducer, TorchAllReducer
 from yunlu.training.communication.transport import LinkLostError, Transport
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _ring(transport: Transport, flat: Tensor, key: int, tag: int) -> None:
     if key < 0:
         raise ArithmeticError("no such key")
-    ring_sum(transport, flat, tag=tag)
+    ring_allreduce(transport, flat, tag=tag)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
-from yunlu.training.communication.servers.messages import ServerHello, read_reply, dump_message
+from yunlu.training.communication.servers.messages import ServerHello, dump_message, read_reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -218,7 +218,7 @@ def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
 
 
 def states(run: RunStore) -> list[str]:
-    return [data["state"] for data in events(run, StateChanged)]
+    return [event.state for event in events(run, StateChanged)]
 
 
 def check_ledger(run: RunStore) -> None:

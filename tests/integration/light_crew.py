@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 
-from tests.sample_events import sample
 from yunlu.core.files import append_lines, read_last
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
@@ -34,6 +33,9 @@ from yunlu.runs.events import (
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.worker_group import FrameDecoder, WorkerGroup, encode_frame, write_worker_group
+
+sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
+from tests.sample_events import sample  # noqa: E402
 
 BATCH = 8
 
@@ -85,7 +87,7 @@ class LightCrew:
     def make_step(self, step: int, life: int) -> int:
         if self.generation == 0 or self.workers != self.target:
             self.generation, self.workers = self.generation + 1, self.target
-            ranks = [{"rank": rank, "member": rank, "host": "here"} for rank in range(self.workers)]
+            ranks = [{"host": "here"} for rank in range(self.workers)]
             self.run.emit(sample(WorkerGroupFormed, generation=self.generation, layout=f"dp{self.workers}",
                           reason="", from_step=step, redone_steps=0, ranks=ranks, lost_s=0.1))  # fmt: skip
             self.save()
@@ -95,7 +97,7 @@ class LightCrew:
             self.listen(left_s)
         step += 1
         append_lines(self.run.path / Log.LEDGER, [{"step": step, "samples": BATCH}])
-        record = {"step": step, "samples": step * BATCH, "at": time.time(), "life": life,
+        record = {"step": step, "samples": step * BATCH, "at": time.time(), "attempt": life,
                   "compute_s": span_s, "generation": self.generation, "loss": 1.0}  # fmt: skip
         append_lines(self.run.path / Log.METRICS, [record])
         return step

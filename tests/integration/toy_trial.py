@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from tests.sample_events import sample
 from yunlu.core.files import append_lines, write_atomically
 from yunlu.runs.events import (
     AttemptStarted,
@@ -32,6 +31,9 @@ from yunlu.runs.events import (
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.training.trial_control import TrialControl
+
+sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
+from tests.sample_events import sample  # noqa: E402
 
 STEP_S = 0.004
 STEPS_PER_RUNG = 5

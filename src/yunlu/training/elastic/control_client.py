@@ -12,7 +12,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import WORKER_LOG, Claim, require_local
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import WorkerGroup, FrameError, FrameDecoder, read_worker_group
+from yunlu.runs.worker_group import FrameDecoder, FrameError, WorkerGroup, read_worker_group
 from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:

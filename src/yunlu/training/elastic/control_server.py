@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameError, FrameDecoder
+from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameDecoder, FrameError
 from yunlu.training.elastic.messages import (
     HELLO_BYTES,
     ClientHello,

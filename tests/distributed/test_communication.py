@@ -396,7 +396,10 @@ def _apart(world: World, directory: str) -> list[dict[str, Any]]:
             "shown": shown,
             "losses": rest.losses,
         }
-        told |= {"end": digest(engine), "is_apart": engine.communication.communicator.is_local_update}
+        told |= {
+            "end": digest(engine),
+            "is_apart": engine.communication.communicator.is_local_update,
+        }
         engine.close()
         resumed = build(world, way, task=Points(has_norm=has_norm), ema=0.9)
         load(resumed, f"{directory}/{number}")

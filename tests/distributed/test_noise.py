@@ -141,7 +141,7 @@ def _adapt(world: World, asked: int | None, replicas: int) -> tuple[list[float],
     )  # only the leader's word counts
     recorder = Recorder([], [])
     loop.run(engine, recorder)
-    turns = [turn.model_dump() for turn in engine.batch_schedule.turns]
+    turns = [turn.model_dump() for turn in engine.batch_schedule.changes]
     return recorder.losses, turns, engine.batch_schedule.steps
 
 

@@ -29,7 +29,7 @@ def _compare(
         pacer.note(seconds, replicas=2 * size)
     left = list(turns[rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pace, "measure_turns", lambda: left.pop(0))
+        patch.setattr(compute_pace, "measure_turns", lambda: left.pop(0))
         found = pacer.compare(world, planned_s=0.1)
     world.close()
     return found, len(turns[rank]) - len(left)

@@ -200,7 +200,7 @@ class ElasticWorker:
             callbacks,
             describe_environment(machine),
             machine,
-            pattern=self._inputs.pattern,
+            template=self._inputs.pattern,
         )
         self._barrier()
         self._trackers.finish(state=RunState.FINISHED, summary=summary)

@@ -290,7 +290,7 @@ def _train(
         else:
             callbacks.checkpoints.wait()
             environment = describe_environment(machine)
-            summary = finalize(run, engine, callbacks, environment, machine, pattern=pattern)
+            summary = finalize(run, engine, callbacks, environment, machine, template=pattern)
             state = RunState.FINISHED
         _barrier()  # all ranks end together
         return _finish(group, trackers, state, summary)

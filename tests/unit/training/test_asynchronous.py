@@ -161,7 +161,10 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     with served(run, rules, every[0].model):
         crew = [
             threading.Thread(
-                target=train_worker, args=(run, job, plan, parts), kwargs={"name": str(number)}, daemon=True
+                target=train_worker,
+                args=(run, job, plan, parts),
+                kwargs={"name": str(number)},
+                daemon=True,
             )
             for number, parts in enumerate(every)
         ]

@@ -43,7 +43,9 @@ WAIT_S = 60.0
 class Machine:
     """One that lends workers, as far as the door can tell."""
 
-    def __init__(self, server: JoinServer, crew: WorkerGroup, name: str = "far", *, pid: int = 1) -> None:
+    def __init__(
+        self, server: JoinServer, crew: WorkerGroup, name: str = "far", *, pid: int = 1
+    ) -> None:
         self._door = server
         self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
         self._unpacker = FrameDecoder()

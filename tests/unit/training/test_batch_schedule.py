@@ -90,7 +90,7 @@ def test_an_order_by_length_turns_with_an_epoch_only() -> None:
     assert [len(step) for step in islice(order.steps_from(0), 6)] == [5, 5, 5, 5, 10, 10]
 
 
-def make_course(
+def make_schedule(
     *, steps: int = 1000, batch: int = 32, samples: int = 10_000, **train: Any
 ) -> BatchSchedule:
     asked = {"steps": steps, "batch": batch, "adapt_batch": {"max": 512}, **train}
@@ -106,28 +106,28 @@ def make_course(
 
 
 def test_without_a_turn_the_run_is_the_plan() -> None:
-    course = make_course(schedule="linear")
-    assert course.steps == 1000
-    assert [course.position(step) for step in (0, 17, 999)] == [0, 17, 999]
-    assert course.rate_at(250) == 0.75
-    assert not course.may_turn(0)
-    assert not make_course(adapt_batch=None).may_turn(CHANGE_EVERY)
+    schedule = make_schedule(schedule="linear")
+    assert schedule.steps == 1000
+    assert [schedule.position(step) for step in (0, 17, 999)] == [0, 17, 999]
+    assert schedule.rate_at(250) == 0.75
+    assert not schedule.may_change(0)
+    assert not make_schedule(adapt_batch=None).may_change(CHANGE_EVERY)
 
 
 def test_steps_count_by_what_they_are_worth() -> None:
-    course = make_course(schedule="linear")
-    course.turn(BatchChange(step=200, batch=128, gain=2.5, rate=2.0))
-    assert course.steps == 200 + 800 / 2.5
-    assert course.position(199) == 199
-    assert course.position(201) == 202.5
-    assert course.rate_at(199) == pytest.approx(1 - 0.199)
-    assert course.rate_at(200) == pytest.approx(2 * 0.8)
-    course.turn(BatchChange(step=300, batch=32, gain=1.0, rate=1.0))
-    assert course.position(300) == 450
-    assert course.steps == 300 + 550
-    assert course.order.size_of(199) == 32
-    assert course.order.size_of(200) == 128
-    assert course.order.size_of(300) == 32
+    schedule = make_schedule(schedule="linear")
+    schedule.apply(BatchChange(step=200, batch=128, gain=2.5, rate=2.0))
+    assert schedule.steps == 200 + 800 / 2.5
+    assert schedule.position(199) == 199
+    assert schedule.position(201) == 202.5
+    assert schedule.rate_at(199) == pytest.approx(1 - 0.199)
+    assert schedule.rate_at(200) == pytest.approx(2 * 0.8)
+    schedule.apply(BatchChange(step=300, batch=32, gain=1.0, rate=1.0))
+    assert schedule.position(300) == 450
+    assert schedule.steps == 300 + 550
+    assert schedule.order.size_of(199) == 32
+    assert schedule.order.size_of(200) == 128
+    assert schedule.order.size_of(300) == 32
 
 
 @pytest.mark.parametrize(
@@ -142,35 +142,37 @@ def test_steps_count_by_what_they_are_worth() -> None:
 def test_the_batch_follows_the_workers_as_far_as_noise_allows(
     noise: float, replicas: int, batch: int
 ) -> None:
-    course = make_course()
-    turn = course.find_turn(40, noise=noise, replicas=replicas)
-    assert batch == (32 if turn is None else turn.batch)
-    if turn is not None and batch < 512:
-        assert efficiency(noise, turn.batch, 32) >= 0.7
-        assert turn.gain == pytest.approx(turn.batch / 32 * efficiency(noise, turn.batch, 32))
+    schedule = make_schedule()
+    change = schedule.plan_change(40, noise=noise, replicas=replicas)
+    assert batch == (32 if change is None else change.batch)
+    if change is not None and batch < 512:
+        assert efficiency(noise, change.batch, 32) >= 0.7
+        assert change.gain == pytest.approx(change.batch / 32 * efficiency(noise, change.batch, 32))
 
 
 def test_what_is_asked_for_counts_within_the_limits() -> None:
-    course = make_course(adapt_batch={"min": 16, "max": 100})
+    schedule = make_schedule(adapt_batch={"min": 16, "max": 100})
     for asked, batch in ((64, 64), (7, 16), (1000, 100)):
-        turn = course.find_turn(40, noise=50.0, replicas=1, asked=asked)
-        assert turn is not None
-        assert turn.batch == batch
-    assert course.find_turn(40, noise=50.0, replicas=1, asked=32) is None
-    assert course.find_turn(40, noise=None, replicas=1, asked=64) is None, "its worth is unknown"
+        change = schedule.plan_change(40, noise=50.0, replicas=1, requested=asked)
+        assert change is not None
+        assert change.batch == batch
+    assert schedule.plan_change(40, noise=50.0, replicas=1, requested=32) is None
+    assert schedule.plan_change(40, noise=None, replicas=1, requested=64) is None, (
+        "its worth is unknown"
+    )
 
 
 def test_small_changes_are_not_worth_a_turn() -> None:
-    course = make_course()
-    first = course.find_turn(40, noise=60.0, replicas=4)
+    schedule = make_schedule()
+    first = schedule.plan_change(40, noise=60.0, replicas=4)
     assert first is not None
-    course.turn(first)
-    assert course.find_turn(60, noise=62.0, replicas=4) is None
-    later = course.find_turn(60, noise=250.0, replicas=4)
+    schedule.apply(first)
+    assert schedule.plan_change(60, noise=62.0, replicas=4) is None
+    later = schedule.plan_change(60, noise=250.0, replicas=4)
     assert later is not None
     assert later.batch == 128
-    course.turn(later)
-    again = course.find_turn(80, noise=2000.0, replicas=4)
+    schedule.apply(later)
+    again = schedule.plan_change(80, noise=2000.0, replicas=4)
     assert again is not None, "the same batch, but its steps are worth more"
     assert (again.batch, again.gain > 1.1 * later.gain) == (128, True)
 
@@ -187,34 +189,34 @@ def test_small_changes_are_not_worth_a_turn() -> None:
     ],
 )  # fmt: skip
 def test_the_rate_follows_the_batch_as_the_job_says(train: dict[str, Any], factor: float) -> None:
-    turn = make_course(**train).find_turn(40, noise=100.0, replicas=1, asked=128)
-    assert turn is not None
-    assert turn.rate == pytest.approx(factor)
+    change = make_schedule(**train).plan_change(40, noise=100.0, replicas=1, requested=128)
+    assert change is not None
+    assert change.rate == pytest.approx(factor)
 
 
 def test_a_course_goes_on_from_what_it_was() -> None:
-    course = make_course()
-    course.turn(BatchChange(step=40, batch=100, gain=2.0, rate=1.5))
-    course.turn(BatchChange(step=40, batch=64, gain=1.5, rate=1.2))
-    course.turn(BatchChange(step=200, batch=64, gain=1.9, rate=1.2))
-    other = make_course()
-    other.turn(BatchChange(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
-    other.restore(course.state())
-    assert other.state() == course.state()
-    assert (other.steps, other.rate_at(300)) == (course.steps, course.rate_at(300))
-    mine, theirs = (islice(each.order.steps_from(0), 250) for each in (other, course))
+    schedule = make_schedule()
+    schedule.apply(BatchChange(step=40, batch=100, gain=2.0, rate=1.5))
+    schedule.apply(BatchChange(step=40, batch=64, gain=1.5, rate=1.2))
+    schedule.apply(BatchChange(step=200, batch=64, gain=1.9, rate=1.2))
+    other = make_schedule()
+    other.change(BatchChange(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
+    other.restore(schedule.state())
+    assert other.state() == schedule.state()
+    assert (other.steps, other.rate_at(300)) == (schedule.steps, schedule.rate_at(300))
+    mine, theirs = (islice(each.order.steps_from(0), 250) for each in (other, schedule))
     assert [step.tolist() for step in mine] == [step.tolist() for step in theirs]
 
 
 def test_samples_sorted_by_length_turn_with_an_epoch() -> None:
     train = {"steps": 100, "batch": 10, "adapt_batch": 20}
     job = Job.model_validate({"task": "t", "model": "m", "data": "d", "train": train})
-    plan = make_course(steps=100, batch=10, adapt_batch=20)._plan  # pyright: ignore[reportPrivateUsage]
+    plan = make_schedule(steps=100, batch=10, adapt_batch=20)._plan  # pyright: ignore[reportPrivateUsage]
     plan = plan.model_copy(update={"padding": "bucket"})
-    course = BatchSchedule(job, plan, np.arange(250), samples=250)
-    assert [step for step in range(101) if course.may_turn(step)] == []
-    course = BatchSchedule(job, plan, np.arange(200), samples=200)
-    assert [step for step in range(101) if course.may_turn(step)] == [20, 40, 60, 80]
+    schedule = BatchSchedule(job, plan, np.arange(250), samples=250)
+    assert [step for step in range(101) if schedule.may_change(step)] == []
+    schedule = BatchSchedule(job, plan, np.arange(200), samples=200)
+    assert [step for step in range(101) if schedule.may_change(step)] == [20, 40, 60, 80]
 
 
 def points() -> dict[str, tuple[Tensor, Tensor]]:
@@ -264,7 +266,7 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
     assert live(run.path, task=Crashing(run, -1)) is RunState.FINISHED
     first, *_ = turns = turns_of(run)
     assert (first.step, first.batch, first.rate) == (41, 87, 3.0)
-    assert {turn.batch for turn in turns} == {87}
+    assert {change.batch for change in turns} == {87}
     sizes, samples = read(run, "items"), read(run, "samples")
     assert set(list(sizes.values())[:40]) == {29}
     assert max(list(sizes.values())[40:]) == 87

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yunlu.training.gradient_noise import FEWEST, NUMBERS, NoiseScale, weigh
+from yunlu.training.gradient_noise import FEWEST, NUMBERS, NoiseScale, estimate_from_replicas
 from yunlu.training.precision import Precision
 from yunlu.training.tasks.task import Batch
 
@@ -206,7 +206,7 @@ def test_replicas_of_any_size_tell_noise_and_signal(sizes: tuple[int, ...]) -> N
         squares = torch.stack([part.square().sum() for part in parts]).sum()
         square = torch.stack(parts).sum(dim=0).square().sum()
         squared = torch.tensor(float(sum(size**2 for size in sizes)))
-        found.append(weigh(torch.stack((squares, square, squared)), batch))
+        found.append(estimate_from_replicas(torch.stack((squares, square, squared)), batch))
     assert_unbiased(torch.stack(found), problem.noise_and_signal())
 
 

@@ -297,9 +297,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(make_run: MakeRun) -> N
     content[-3] ^= 1
     newest.write_bytes(content)
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
-    assert any(
-        "does not match its checksum" in e.message for e in events(run, WarningRaised)
-    )
+    assert any("does not match its checksum" in e.message for e in events(run, WarningRaised))
     assert losses(run) == losses(whole)
 
 

@@ -193,7 +193,9 @@ def test_samples_of_typical_length_are_measured() -> None:
     found = measure_job(job(task="seq2seq", model="transformer", data="synthetic:dates"))
     assert (found.how, found.shape.kind) == ("fake", "encoder-decoder")
     assert 20 < found.seq < 40
-    texts = measure_job(job(task="text-classification", model="transformer", data="synthetic:reviews"))
+    texts = measure_job(
+        job(task="text-classification", model="transformer", data="synthetic:reviews")
+    )
     assert (texts.shape.kind, texts.shape.headless) == ("encoder", True)
 
 

@@ -199,7 +199,9 @@ def test_a_quick_look_is_taken_once_and_kept(
     assert found.link is None
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
-    monkeypatch.setattr(machine_profile, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')"))
+    monkeypatch.setattr(
+        machine_profile, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')")
+    )
     assert load_or_measure(machine) == found
     monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
     assert load_or_measure(machine) == found

@@ -76,5 +76,8 @@ def test_without_a_word_it_holds_and_a_stop_goes_first(make_run: Callable[..., R
     say(run, until=1)
     decision = gate.ask(1, keep_waiting=always)
     assert decision is not None
-    assert (decision.kind, decision.reason) == ("hold", "held at rung 1: no decision from the study")
+    assert (decision.kind, decision.reason) == (
+        "hold",
+        "held at rung 1: no decision from the study",
+    )
     assert make_gate(run).ask(1, keep_waiting=lambda: False) is None

@@ -181,7 +181,9 @@ class ThreadedAllReducer:
 
     is_exact = True
 
-    def __init__(self, transport: Transport, run: Callable[[Transport, Tensor, int, int], None]) -> None:
+    def __init__(
+        self, transport: Transport, run: Callable[[Transport, Tensor, int, int], None]
+    ) -> None:
         self._transport = transport
         self._run = run
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()

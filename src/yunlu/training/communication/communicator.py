@@ -182,7 +182,9 @@ class SyncCommunicator:
             return
         size, rank = self._world.layout.world, self._world.rank
         is_same = len(states) == size
-        self.allreducer.restore(states[rank] if is_same else redistribute_residuals(states, size)[rank])
+        self.allreducer.restore(
+            states[rank] if is_same else redistribute_residuals(states, size)[rank]
+        )
 
     def traffic(self) -> Traffic | None:
         """Of the gradients."""
@@ -259,7 +261,8 @@ class LocalUpdateCommunicator:
             self._used.digest + sum(micro.digest for micro in micros),
         )
         self._expected_total = ExpectedStep(
-            self._expected_total.samples + expected.samples, self._expected_total.digest + expected.digest
+            self._expected_total.samples + expected.samples,
+            self._expected_total.digest + expected.digest,
         )
         return replace(ours, samples=expected.samples, digest=expected.digest, request=received)
 
@@ -358,7 +361,10 @@ class LocalUpdateCommunicator:
     def _check_notes(self, numbers: Tensor, step: int) -> StepRequest:
         received, samples, low, high = (int(number) for number in numbers.tolist())
         digest = (low + high * _WORD) % (1 << 64)
-        if (samples, digest) != (self._sent_expected.samples, self._sent_expected.digest % (1 << 64)):
+        if (samples, digest) != (
+            self._sent_expected.samples,
+            self._sent_expected.digest % (1 << 64),
+        ):
             raise TrainingError(
                 f"The workers did not take the samples of the steps before {step} once each.",
                 hint="Do their data sets differ? Each must see the same samples in the same order.",

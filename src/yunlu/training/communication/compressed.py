@@ -341,7 +341,9 @@ def make_compressed_allreducer(
             transport, PowerSgdAllReduce(matrices or {}, rank=rank, clip_norm=clip_norm)
         )
     codec = make_codec(codec_name, block=block, share=share)
-    return CompressedAllReducer(transport, CompressedAllReduce(codec, feedback=feedback, clip_norm=clip_norm))
+    return CompressedAllReducer(
+        transport, CompressedAllReduce(codec, feedback=feedback, clip_norm=clip_norm)
+    )
 
 
 def _cut(length: int, parts: int) -> list[slice]:

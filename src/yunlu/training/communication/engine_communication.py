@@ -90,21 +90,31 @@ class EngineCommunication:
         self, world: World, step: int, *, state: Mapping[str, Tensor], was_local_update: bool
     ) -> None:
         self.world = world
-        reports = self._exchange_reports(step, has_state=bool(state), was_local_update=was_local_update)
+        reports = self._exchange_reports(
+            step, has_state=bool(state), was_local_update=was_local_update
+        )
         self.communicator = self._open(max(report["step"] for report in reports))
         is_local_update = self.communicator.is_local_update
-        self.has_own_moments = not is_local_update and any(report["was_local_update"] for report in reports)
+        self.has_own_moments = not is_local_update and any(
+            report["was_local_update"] for report in reports
+        )
         if is_local_update:
             # The same state for all workers: that of the most advanced one.
             ranks = range(len(reports))
-            holders = [rank for rank in ranks if reports[rank]["was_local_update"] and reports[rank]["has_state"]]
+            holders = [
+                rank
+                for rank in ranks
+                if reports[rank]["was_local_update"] and reports[rank]["has_state"]
+            ]
             if holders:
                 source = max(holders, key=lambda rank: (reports[rank]["step"], -rank))
                 self.communicator.restore([self.world.broadcast_tensors(state, source)])
         elif state and not was_local_update:
             self.communicator.restore([state] * world.layout.world)
 
-    def _exchange_reports(self, step: int, *, has_state: bool, was_local_update: bool) -> list[dict[str, Any]]:
+    def _exchange_reports(
+        self, step: int, *, has_state: bool, was_local_update: bool
+    ) -> list[dict[str, Any]]:
         """Exchange reports; if the workers did not choose their method together, all choose again."""
         setting = None if self._selector is None else self._selector.setting
         own = {
@@ -176,7 +186,11 @@ class EngineCommunication:
 
     def batch_of(self, step: int) -> int:
         """Number of samples in the gradient of this step, counted from 0."""
-        return self._samples if self.communicator.is_local_update else self._schedule.order.size_of(step)
+        return (
+            self._samples
+            if self.communicator.is_local_update
+            else self._schedule.order.size_of(step)
+        )
 
     def after_update(self, step: int) -> None:
         """The weights were updated in this step, counted from 1."""

@@ -163,7 +163,9 @@ def fold_owner_residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return folded | {_WORKER + name: kept for name, kept in worker.items()}
 
 
-def redistribute_residuals(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+def redistribute_residuals(
+    states: Sequence[Mapping[str, Tensor]], size: int
+) -> list[dict[str, Tensor]]:
     """Hand what some workers have to another number of them, which may be more or fewer.
 
     The total stays the same: who has no successor of his own adds to somebody else's. What all have

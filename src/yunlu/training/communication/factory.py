@@ -114,7 +114,9 @@ def _open_local(
     site_transport = open_transport(site_ranks)
     if rank == site_ranks[0]:
         leader_transport = open_transport([ranks[0] for ranks in sites])
-        averaging = WeightAveraging(weights, leader_transport, rules, codec=codec, site_ranks=site_transport)
+        averaging = WeightAveraging(
+            weights, leader_transport, rules, codec=codec, site_ranks=site_transport
+        )
     else:
         averaging = SiteFollower(weights, site_transport, rules)
     return LocalUpdateCommunicator(averaging, note_sums, expected, site)

@@ -123,7 +123,9 @@ def _pairings(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _measure_pairs(talk: LinkTrial, meetings: Sequence[tuple[int, int]], budget_s: float) -> dict[str, Any]:
+def _measure_pairs(
+    talk: LinkTrial, meetings: Sequence[tuple[int, int]], budget_s: float
+) -> dict[str, Any]:
     """What we saw of those we met: latency, and the rate from them to us."""
     rank = talk.transport.rank
     mine = [one if other == rank else other for one, other in meetings if rank in (one, other)]

@@ -242,7 +242,10 @@ class MethodSelector:
         measurements = self._measurements
         if measurements is None or measurements.hosts != world.hosts:
             return False
-        return min(*measurements.send_bytes_per_s, *measurements.receive_bytes_per_s) < _SLOW_BYTES_PER_S
+        return (
+            min(*measurements.send_bytes_per_s, *measurements.receive_bytes_per_s)
+            < _SLOW_BYTES_PER_S
+        )
 
     def _measure(self, world: World) -> WireFigures:
         spec = self._job.communication
@@ -283,7 +286,11 @@ class MethodSelector:
             "reason": "; ".join(filter(None, (decision.reason, self._exclusion_reason))),
             "predicted": decision.chosen.model_dump(exclude={"setting"}),
             "candidates": [
-                {"name": candidate.setting.name, "step_s": candidate.step_s, "cost_s": candidate.cost_s}
+                {
+                    "name": candidate.setting.name,
+                    "step_s": candidate.step_s,
+                    "cost_s": candidate.cost_s,
+                }
                 for candidate in decision.candidates
             ],
             "refused": [candidate.model_dump() for candidate in decision.refused],

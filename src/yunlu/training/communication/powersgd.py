@@ -158,7 +158,9 @@ class PowerSgdAllReduce:
         matrices = self._matrices.get(key)
         if matrices is None:
             side = int(length**0.5)
-            matrices = self._matrices[key] = [MatrixSlice(0, side, length // side)] if side > 1 else []
+            matrices = self._matrices[key] = (
+                [MatrixSlice(0, side, length // side)] if side > 1 else []
+            )
         return [
             matrix
             for matrix in matrices

@@ -41,7 +41,9 @@ class TimedComparison:
         self._step_ends.append(perf_counter())
         if step < self._began_step + STEPS_PER_METHOD:
             return "continue"
-        spans = [late - early for early, late in zip(self._step_ends, self._step_ends[1:], strict=False)]
+        spans = [
+            late - early for early, late in zip(self._step_ends, self._step_ends[1:], strict=False)
+        ]
         self._medians.append(median(spans[-_TIMED_STEPS:]))
         self._step_ends, self._began_step = [], step
         if len(self._medians) == 1:
@@ -61,5 +63,7 @@ class TimedComparison:
         """Result as text."""
         assert self.step_s is not None
         times = zip((self.first, self.second), self.step_s, strict=True)
-        times_text = " and ".join(f"{forecast.setting.name} {s * 1e3:.4g} ms" for forecast, s in times)
+        times_text = " and ".join(
+            f"{forecast.setting.name} {s * 1e3:.4g} ms" for forecast, s in times
+        )
         return f"{self.winner.setting.name}: timed, {times_text} a step"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.training.communication.buckets import split, starts_of
-from yunlu.training.gradient_noise import choose_places
+from yunlu.training.gradient_noise import choose_positions
 from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Bucket:
     """What no gradient fills."""
     missing: int = 0
     pending: PendingAllReduce | None = None
-    places: Tensor | None = None
+    positions: Tensor | None = None
     """Those of ``flat`` that are looked at."""
     factors: Tensor | None = None
     """What a square at each of them counts."""
@@ -194,10 +194,10 @@ class GradientAllReduce:
 
     @torch.no_grad()
     def _square(self, bucket: _Bucket) -> Tensor:
-        if bucket.places is None or bucket.factors is None:
+        if bucket.positions is None or bucket.factors is None:
             total = sum(slot.view.numel() for slot in self._slots)
-            bucket.places, bucket.factors = _choose_places(bucket, total, self._holders)
-        return bucket.flat.take(bucket.places).double().square().dot(bucket.factors)
+            bucket.positions, bucket.factors = _choose_positions(bucket, total, self._holders)
+        return bucket.flat.take(bucket.positions).double().square().dot(bucket.factors)
 
     def _set_flags(self) -> None:
         used = [slot.is_used for slot in self._slots]
@@ -244,21 +244,21 @@ def _make_buckets(
     return buckets, flags
 
 
-def _choose_places(
+def _choose_positions(
     bucket: _Bucket, total: int, holders: Mapping[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Where to look, and what each number there stands for: the others like it."""
     generator = torch.Generator().manual_seed(total)
-    places: list[Tensor] = []
+    positions: list[Tensor] = []
     factors: list[Tensor] = []
     for slot in bucket.slots:
         size = slot.view.numel()
-        chosen = choose_places(size, total, generator)
-        places.append(slot.start + chosen)
+        chosen = choose_positions(size, total, generator)
+        positions.append(slot.start + chosen)
         each = size / max(len(chosen), 1) / holders.get(id(slot.weight), 1)
         factors.append(torch.full((len(chosen),), each, dtype=torch.float64))
     device = bucket.flat.device
-    return torch.cat(places).to(device), torch.cat(factors).to(device)
+    return torch.cat(positions).to(device), torch.cat(factors).to(device)
 
 
 def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -40,11 +40,16 @@ def total(size: int, steps: Sequence[int], length: int = _LENGTH) -> Tensor:
 
 def lacking(sums: Sequence[CompressedAllReduce], length: int = _LENGTH) -> Tensor:
     nothing = torch.zeros(length)
-    return torch.stack([fold_owner_residuals(each.state()).get("worker/0", nothing) for each in sums]).sum(0)
+    return torch.stack(
+        [fold_owner_residuals(each.state()).get("worker/0", nothing) for each in sums]
+    ).sum(0)
 
 
 def run_steps(
-    transport: Transport, compressed: CompressedAllReduce, steps: Sequence[int], length: int = _LENGTH
+    transport: Transport,
+    compressed: CompressedAllReduce,
+    steps: Sequence[int],
+    length: int = _LENGTH,
 ) -> list[Tensor]:
     sums: list[Tensor] = []
     for step in steps:
@@ -58,7 +63,9 @@ def run_steps(
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_get_the_same_bits_and_what_they_lack_is_kept(name: str, size: int) -> None:
     sums = [make(name) for _ in range(size)]
-    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(4)), size)
+    found = run_workers(
+        lambda transport: run_steps(transport, sums[transport.rank], range(4)), size
+    )
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
     expected = total(size, range(4))
@@ -74,7 +81,9 @@ def test_all_get_the_same_bits_and_what_they_lack_is_kept(name: str, size: int) 
 @pytest.mark.parametrize("length", [0, 1, 2, 511, 513, 2 * (1 << 16) * 3 + 5])
 def test_any_length_can_be_added_up(length: int) -> None:
     sums = [make("int8") for _ in range(3)]
-    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], [0], length)[0], 3)
+    found = run_workers(
+        lambda transport: run_steps(transport, sums[transport.rank], [0], length)[0], 3
+    )
     assert all(torch.equal(found[0], other) for other in found[1:])
     assert torch.allclose(found[0] + lacking(sums, length), total(3, [0], length), atol=1e-5)
 
@@ -109,7 +118,9 @@ def test_one_bad_number_reaches_all_and_is_forgotten(name: str, bad: float) -> N
     if name == "randomk":  # which numbers it takes next depends on how many sums there were
         assert all(after.isfinite().all() for _, after in found)
         return
-    expected = run_workers(lambda transport: run_steps(transport, clean[transport.rank], [0, 2])[1], 3)
+    expected = run_workers(
+        lambda transport: run_steps(transport, clean[transport.rank], [0, 2])[1], 3
+    )
     assert all(torch.equal(after, one) for (_, after), one in zip(found, expected, strict=True))
 
 
@@ -139,7 +150,9 @@ def test_a_step_that_was_left_out_does_not_go_into_the_next() -> None:
         return run_steps(transport, compressed, [2])[0]
 
     found = run_workers(work, 2)
-    expected = run_workers(lambda transport: run_steps(transport, clean[transport.rank], [0, 2])[1], 2)
+    expected = run_workers(
+        lambda transport: run_steps(transport, clean[transport.rank], [0, 2])[1], 2
+    )
     assert torch.equal(found[0], expected[0])
 
 
@@ -162,7 +175,9 @@ def test_a_restored_run_goes_on_with_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
 def test_another_number_of_workers_delivers_what_the_others_left(before: int, after: int) -> None:
     old, new = ([make("onebit") for _ in range(size)] for size in (before, after))
-    first = run_workers(lambda transport: run_steps(transport, old[transport.rank], [0, 1])[0:2], before)
+    first = run_workers(
+        lambda transport: run_steps(transport, old[transport.rank], [0, 1])[0:2], before
+    )
     states = redistribute_residuals([each.state() for each in old], after)
     for compressed, state in zip(new, states, strict=True):
         compressed.restore(state)
@@ -190,7 +205,9 @@ def test_residuals_of_another_arrangement_are_dropped() -> None:
     states = [each.state() for each in sums]
     for each, state in zip(sums, states, strict=True):
         each.restore(state)
-    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], [1], 900)[0], 2)
+    found = run_workers(
+        lambda transport: run_steps(transport, sums[transport.rank], [1], 900)[0], 2
+    )
     assert torch.allclose(found[0] + lacking(sums, 900), total(2, [1], 900), atol=1e-5)
 
 

@@ -43,7 +43,9 @@ def test_all_get_the_same_bits_and_what_they_lack_is_kept() -> None:
 
 def test_what_is_no_matrix_is_exact_at_once() -> None:
     sums = [PowerSgdAllReduce({0: _MATRICES}, rank=3) for _ in range(2)]
-    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(1))[0], 2)[0]
+    found = run_workers(
+        lambda transport: run_steps(transport, sums[transport.rank], range(1))[0], 2
+    )[0]
     others = torch.ones(_LENGTH, dtype=torch.bool)
     others[_PLACES] = False
     assert int(others.sum()) == 12
@@ -108,13 +110,17 @@ def test_a_restored_run_goes_on_with_the_same_bits() -> None:
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_another_number_of_workers_delivers_what_the_others_left(after: int) -> None:
-    old, new = ([PowerSgdAllReduce({0: _MATRICES}, rank=2) for _ in range(size)] for size in (2, after))
+    old, new = (
+        [PowerSgdAllReduce({0: _MATRICES}, rank=2) for _ in range(size)] for size in (2, after)
+    )
     first = run_workers(lambda transport: run_steps(transport, old[transport.rank], range(2)), 2)[0]
     for compressed, state in zip(
         new, redistribute_residuals([each.state() for each in old], after), strict=True
     ):
         compressed.restore(state)
-    second = run_workers(lambda transport: run_steps(transport, new[transport.rank], range(2, 4)), after)
+    second = run_workers(
+        lambda transport: run_steps(transport, new[transport.rank], range(2, 4)), after
+    )
     assert all(torch.equal(second[0][1], other[1]) for other in second)
     arrived = torch.stack(first + second[0]).sum(0)
     states = [each.state() for each in new]
@@ -126,7 +132,9 @@ def test_a_newcomer_without_factors_gets_the_same_bits() -> None:
     sums = [PowerSgdAllReduce({0: _MATRICES}, rank=2) for _ in range(2)]
     run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(2)), 2)
     sums[1] = PowerSgdAllReduce({0: _MATRICES}, rank=2)
-    found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(2, 4)), 2)
+    found = run_workers(
+        lambda transport: run_steps(transport, sums[transport.rank], range(2, 4)), 2
+    )
     assert torch.equal(found[0][1], found[1][1])
 
 

@@ -318,7 +318,9 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
         address = read_address(servers.directory, 0)
         hello = b"".join(pack(dump_message(ServerHello(token=address.token, worker="bad"))))
         length = servers.shards[0].weights.body_bytes
-        push = b"".join(pack(dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length)))
+        push = b"".join(
+            pack(dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length))
+        )
         damaged = bytearray(push)
         damaged[-3] ^= 1
         too_long = b"".join(pack(dump_message(Pull()), bytes(length + 4)))
@@ -327,7 +329,9 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
             bytes(4096),
             b"".join(pack(dump_message(ServerHello(token="f" * 64, worker="w0")))),
             b"".join(pack(dump_message(TakeTicket()))),
-            b"".join(pack({**dump_message(ServerHello(token=address.token, worker="bad")), "extra": 1})),
+            b"".join(
+                pack({**dump_message(ServerHello(token=address.token, worker="bad")), "extra": 1})
+            ),
             b"".join(pack({"kind": "hello", "token": "x" * 100_000, "worker": "w"})),
             hello + bytes(damaged),
             hello + too_long,

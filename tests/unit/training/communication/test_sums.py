@@ -99,9 +99,9 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
         before = {method: _sum_everywhere(transports, method, given, 0)[0] for method in ALGORITHMS}
         for tag in range(1, 20):
             for method in ALGORITHMS:
-                assert torch.equal(_sum_everywhere(transports, method, given, tag)[0], before[method]), (
-                    method
-                )
+                assert torch.equal(
+                    _sum_everywhere(transports, method, given, tag)[0], before[method]
+                ), method
     assert torch.equal(before["direct"], in_order)
     assert torch.equal(before["server"], in_order)
 

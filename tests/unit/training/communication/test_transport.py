@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.wired import close_all, in_threads, make_wires
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.transport import LinkLostError, RefusedError, Transport, connect
+from yunlu.training.communication.transport import (
+    LinkLostError,
+    RefusedMessageError,
+    Transport,
+    connect,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +82,11 @@ def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Transport]) -
     assert in_threads(work, 3) == [[1, 2], [0, 2], [0, 1]]
     for transport in trio:
         assert transport.hosts == ("127.0.0.1", "127.0.0.2", "127.0.0.1")
-        assert transport.traffic.sent_bytes == transport.traffic.received_bytes == 2 * (4000 + HEADER.size)
+        assert (
+            transport.traffic.sent_bytes
+            == transport.traffic.received_bytes
+            == 2 * (4000 + HEADER.size)
+        )
         assert transport.traffic.messages == 2
 
 
@@ -151,7 +160,7 @@ def test_what_was_not_to_come_is_refused_and_the_others_go_on(
 ) -> None:
     transport, bad, good = ends
     bad.sendall(sent)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(RefusedMessageError) as caught:
         transport.receive(1, bytearray(8))
     assert caught.value.peer == 1
     bad.settimeout(LIMIT_S)
@@ -173,7 +182,7 @@ def test_every_flipped_bit_is_noticed(ends: tuple[Transport, socket.socket, sock
             damaged = bytearray(whole)
             damaged[position] ^= 1 << position % 8
             far.sendall(damaged)
-            with pytest.raises(RefusedError):
+            with pytest.raises(RefusedMessageError):
                 Transport(0, ("a", "b"), {1: near}).receive(1, bytearray(8))
 
 
@@ -184,7 +193,7 @@ def test_nothing_is_set_aside_for_a_message_that_is_too_long(
     bad.sendall(_message(b"", length=1 << 30))
     tracemalloc.start()
     try:
-        with pytest.raises(RefusedError):
+        with pytest.raises(RefusedMessageError):
             transport.receive_some(1, limit_bytes=(1 << 30) - 1)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -200,7 +209,7 @@ def test_a_connection_that_ends_early_is_a_loss(
     bad.close()
     with pytest.raises(LinkLostError) as caught:
         transport.receive(1, bytearray(8))
-    assert not isinstance(caught.value, RefusedError)
+    assert not isinstance(caught.value, RefusedMessageError)
     assert isinstance(caught.value, dist.DistNetworkError)
 
 

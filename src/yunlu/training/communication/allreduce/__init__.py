@@ -1,4 +1,4 @@
-"""Ways to add up a tensor over all workers: in place, with the same bits on each of them, in any run."""
+"""All-reduce algorithms: in place, bitwise equal on all workers and in every run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from yunlu.training.communication.transport import Transport
 
 __all__ = [
-    "SUMS",
-    "SumFunction",
-    "direct_sum",
-    "double_tree_sum",
-    "doubling_sum",
-    "hierarchical_sum",
-    "ring_sum",
-    "served_sum",
-    "tree_sum",
+    "ALGORITHMS",
+    "AllReduceFunction",
+    "direct_allreduce",
+    "double_tree_allreduce",
+    "doubling_allreduce",
+    "hierarchical_allreduce",
+    "ring_allreduce",
+    "server_allreduce",
+    "tree_allreduce",
 ]
 
 
 class AllReduceFunction(Protocol):
-    """Adds up a flat CPU tensor over the workers of a wire, in place."""
+    """Sum a flat CPU tensor over the workers of a transport, in place."""
 
     def __call__(self, transport: Transport, /, flat: Tensor, *, tag: int) -> None:
         """See the class."""

@@ -36,7 +36,9 @@ def direct_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
 @collective
 def server_allreduce(transport: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
     """The first workers own the parts: a parameter server, split over some of its own clients."""
-    reduce_scatter_gather(all_ranks(transport, tag), values_of(flat), range(min(servers, transport.size)))
+    reduce_scatter_gather(
+        all_ranks(transport, tag), values_of(flat), range(min(servers, transport.size))
+    )
 
 
 def reduce_scatter_gather(group: RankGroup, values: Values, owners: Sequence[int]) -> None:

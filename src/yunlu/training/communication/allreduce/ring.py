@@ -50,7 +50,9 @@ def allreduce_ring(group: RankGroup, values: Values) -> None:
                 session.receive(before, into, partial(_go_on, session, mine, share, goes_to))
 
 
-def _go_on(session: TransportSession, mine: Values, share: Values | None, after: int | None) -> None:
+def _go_on(
+    session: TransportSession, mine: Values, share: Values | None, after: int | None
+) -> None:
     # What is written here was sent on long ago where it was ever sent: it has come round since.
     if share is not None:
         add(mine, share)

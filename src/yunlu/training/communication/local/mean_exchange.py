@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.training.communication.transport import RefusedError
+from yunlu.training.communication.transport import RefusedMessageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,10 @@ class MeanExchange:
             origin: Digest of the weights from which it was learned: the others' must be the same.
             number: Which exchange this is, on all workers.
         """
-        shares = [share_of(len(learned), rank, self._transport.size) for rank in range(self._transport.size)]
+        shares = [
+            share_of(len(learned), rank, self._transport.size)
+            for rank in range(self._transport.size)
+        ]
         parts = [learned[share] for share in shares]
         mean = self._collect(parts, weight, origin, number)
         mean += owed
@@ -145,7 +148,7 @@ def _read_header(peer: int, message: Tensor, origin: int) -> float:
         reason = f"what it has learned cannot weigh {weight}"
     else:
         return weight
-    raise RefusedError(peer, reason)
+    raise RefusedMessageError(peer, reason)
 
 
 def _buffer(message: Tensor) -> Any:

@@ -93,7 +93,8 @@ class ShardServer:
         self._selector.register(self._bell, selectors.EVENT_READ)
         port = self._door.getsockname()[1]
         publish_address(
-            shard.directory, ServerAddress(host=reachable_address(host), port=port, token=shard.token)
+            shard.directory,
+            ServerAddress(host=reachable_address(host), port=port, token=shard.token),
         )
 
     def run(self) -> None:

@@ -160,7 +160,7 @@ def _read(
     began_at = at[0] - median(spans)
     ends = tuple(round(each - began_at, 5) for each in at)
     chosen = [
-        _show_choice(event["data"])
+        _show_choice(event)
         for event in _lines(run / "events.jsonl")
         if event["kind"] == "communication"
     ]
@@ -194,7 +194,7 @@ def _show_choice(told: dict[str, Any]) -> str:
 def _find_error(place: Path) -> str:
     """What the run says went wrong."""
     events = [event for path in (place / "home").glob("*/events.jsonl") for event in _lines(path)]
-    told = [str(event["data"].get("message", "")) for event in events if event["kind"] == "error"]
+    told = [str(event["message"]) for event in events if event["kind"] == "error"]
     # Who fails first is heard of a moment later; its own log has it at once.
     logs = [path.read_text(errors="replace") for path in (place / "home").glob("*/logs/*.log")]
     told += [text.strip().splitlines()[-1] for text in logs if "Traceback" in text]

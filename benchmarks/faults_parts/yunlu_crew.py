@@ -126,7 +126,7 @@ class RunJournal(Journal):
         if self.run is None:
             return
         for event in self._new_records(self.run / "events.jsonl"):
-            self._hear(event["kind"], event["data"])
+            self._take(event)
         for record in self._new_records(self.run / "metrics.jsonl"):
             generation = int(record.get("generation", 0))
             step = record["step"] - 1
@@ -169,11 +169,11 @@ class RunJournal(Journal):
         digest = _digest(tuple(wanted))
         return wanted if (record["samples"], record["digest"]) == (len(wanted), digest) else []
 
-    def _hear(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "data":
-            self._samples = data["train"]
-        elif kind == "crew":
-            self._sizes[int(data["generation"])] = len(data["ranks"])
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "data":
+            self._samples = event["train"]
+        elif event["kind"] == "worker_group":
+            self._sizes[event["generation"]] = len(event["ranks"])
 
     def _read_crew(self) -> list[Worker]:
         assert self.run is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.follow import LogCursor, RunUpdate
-    from yunlu.jobs.outlook import Outlook
+    from yunlu.jobs.plan_options import Outlook
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
     from yunlu.jobs.resize import WorkerResize
@@ -46,7 +46,7 @@ class LocalJobs:
 
     def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> Outlook:
         """As ``JobVerbs.plan``."""
-        from yunlu.jobs.outlook import look_ahead
+        from yunlu.jobs.plan_options import look_ahead
 
         return look_ahead(job, top=top, everything=candidates)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.doctor import MachineFindings
     from yunlu.jobs.follow import LogCursor, RunUpdate
     from yunlu.jobs.machine_probe import ForgottenRuns, ProbeProgress, ProbeResult
-    from yunlu.jobs.outlook import Outlook
+    from yunlu.jobs.plan_options import Outlook
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
     from yunlu.jobs.resize import WorkerResize

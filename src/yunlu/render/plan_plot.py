@@ -15,7 +15,7 @@ from yunlu.render.figures.plan_options import plan_options_figure
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.jobs.outlook import Outlook
+    from yunlu.jobs.plan_options import Outlook
     from yunlu.planning.search.options import PlanOption
 
 FORMATS = (".png", ".svg", ".html")

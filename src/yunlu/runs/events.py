@@ -33,12 +33,6 @@ class RunEvent(Value):
     at: float = Field(default_factory=time.time)
     """Seconds since the epoch."""
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """Goes away with its last reader."""
-        found = json.loads(self.model_dump_json(exclude={"v", "kind", "at"}))
-        return found.get("plan") or found.get("measured") or found
-
 
 class StateChanged(RunEvent):
     """The run moved to another state."""

@@ -282,7 +282,7 @@ def _deadline_s(job: Job) -> float | None:
 
 def _count_samples(job: Job) -> float | None:
     """The job's length, as far as it can be told at a glance."""
-    from yunlu.jobs.amounts import block_length, count_amounts  # noqa: PLC0415 (as above)
+    from yunlu.jobs.dataset_size import block_length, count_amounts  # noqa: PLC0415 (as above)
 
     train = job.train
     if train.steps is not None:

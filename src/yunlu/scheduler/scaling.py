@@ -79,10 +79,10 @@ class Scaler:
             leases=leases,
             limits=self._limits,
             rules=self._rules,
-            allocation=self._notes,
+            notes=self._notes,
             modes=modes,
         )
-        self._notes = result.allocation
+        self._notes = result.notes
         changed: dict[str, str] = {}
         for reserve in reserves:
             kind = reserve.kind

@@ -141,7 +141,7 @@ def foretell_study(asked: StudyAsked, *, devices: int) -> StudyForecast:
 def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     """A whole training on one device of this machine, from its probe and earlier runs of the same work."""
     from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
-    from yunlu.jobs.outlook import foresee  # noqa: PLC0415 (as above)
+    from yunlu.jobs.plan_options import foresee  # noqa: PLC0415 (as above)
 
     if this_machine() is None:
         return None  # never probed: the first trials will tell

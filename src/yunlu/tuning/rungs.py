@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
-from yunlu.jobs.amounts import LANGUAGE_MODELING, count_amounts
+from yunlu.jobs.dataset_size import LANGUAGE_MODELING, count_amounts
 from yunlu.jobs.lifecycle import make_plan
 from yunlu.planning.planner import DEFAULT_EPOCHS, choose_batch, count_steps
 from yunlu.tuning.study_dir import StudyError

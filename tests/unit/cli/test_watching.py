@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.sample_events import sample
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord
@@ -305,11 +305,13 @@ def test_stop_of_a_resting_run_says_so(job_file, capsys):
 
 def test_stopped_run_is_resumed_from_its_step(job_file, capsys):
     main(["train", job_file("wait"), "--detach"])
-    assert main(["stop", "last", "--now"]) == 0
-    assert main(["resume", "last", "--detach"]) == 0
+    run = lifecycle.find("last")
+    wait_until(lambda: len(list(run.read_metrics())) == 15, "what it does before it waits")
     capsys.readouterr()
-    main(["stop", "last", "--now"])
+    assert main(["stop", "last", "--now"]) == 0
     assert "resume" in capsys.readouterr().out
+    assert main(["resume", "last"]) == 0
+    assert [record["step"] for record, _ in run.read_metrics()][15:] == [*range(11, 21)]
 
 
 def test_plan_shows_the_choices_without_making_a_run(job_file, capsys, own_home):

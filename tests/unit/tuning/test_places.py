@@ -49,7 +49,7 @@ def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
     run = places.submit(make_job())
     places.start(run, 2, promise=0.9)
     entry = entry_of(run)
-    assert (entry.needs.least, entry.needs.most, entry.wish) == (1, 2, "run")
+    assert (entry.request.least, entry.request.most, entry.wish) == (1, 2, "run")
     assert (entry.priority, entry.team) == (5, "vision")
     assert [each.id for each in scan(own_home)] == [run.id]
     worker = recorded_worker(run)
@@ -64,7 +64,7 @@ def test_who_promises_less_goes_later_but_never_before_others() -> None:
     places.start(run, 1, promise=0.1)
     assert entry_of(run).priority == 4
     assert places.resize(run, 4, promise=1.0)
-    assert (entry_of(run).priority, entry_of(run).needs.most) == (5, 4)
+    assert (entry_of(run).priority, entry_of(run).request.most) == (5, 4)
 
 
 def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
@@ -77,7 +77,7 @@ def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
     before = entry_of(run).ticket
     places.start(run, 3)
     entry = entry_of(run)
-    assert (entry.wish, entry.needs.most, entry.ticket) == ("run", 3, before + 1)
+    assert (entry.wish, entry.request.most, entry.ticket) == ("run", 3, before + 1)
     places.let_go(run, for_good=True)
     assert entry_of(run).wish == "stop"
 
@@ -107,9 +107,9 @@ def test_a_layout_that_is_cut_gets_whole_replicas() -> None:
     places = PoolPlaces()
     run = places.submit(make_job(layout={"tp": 2}))
     places.start(run, 4)
-    assert entry_of(run).needs.multiple == 2
+    assert entry_of(run).request.multiple == 2
     assert places.resize(run, 3)
-    assert entry_of(run).needs.most == 2
+    assert entry_of(run).request.most == 2
 
 
 def test_without_a_pool_it_is_this_machine() -> None:

@@ -9,7 +9,7 @@ from yunlu.render.figures.values import CostTimeFigure, OptionPoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.jobs.outlook import Outlook
+    from yunlu.jobs.plan_options import Outlook
     from yunlu.planning.search.options import PlanOption
 
 _HOUR_S = 3600

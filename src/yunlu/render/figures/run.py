@@ -149,7 +149,7 @@ def expectation_figure(row: Expectation) -> BarFigure:
     values = {"predicted": row.predicted, "measured": row.measured}
     return BarFigure(
         id=f"expectation-{row.quantity}",
-        title=text(f"communication.{row.quantity}"),
+        title=text(f"communication.quantity.{row.quantity}"),
         bars=tuple(
             _value_bar(key, value, "–" if value is None else show(value))
             for key, value in values.items()
@@ -257,7 +257,7 @@ def _single_bar(key: str, title: BilingualText, segments: tuple[BarSegment, ...]
 
 
 def _value_bar(key: str, value: float | None, label: str) -> Bar:
-    name = text(f"plan.{key}")
+    name = text(f"bar.{key}")
     shown = value if value is not None and math.isfinite(value) else 0.0
     segment = BarSegment(key=key, name=name, value=shown)
     return Bar(key=key, name=name, segments=(segment,), label=label)

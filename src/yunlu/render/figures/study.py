@@ -86,15 +86,15 @@ def progress_figures(ranks: TrialRanks) -> Iterator[ScatterFigure]:
         return
     if all(evaluation.at_s is not None for evaluation in evaluations):
         times = [evaluation.at_s or 0.0 for evaluation in evaluations]
-        axis = growing_axis(max(times), "duration", name=text("study.best.time.axis"))
+        axis = growing_axis(max(times), "duration", name=text("study.best_axis.time"))
         yield _progress_figure(ranks, evaluations, times, axis, over="time")
     spent = [evaluation.spent_s for evaluation in evaluations]
     if view.spent_dollars and view.spent_s:
         dollars = [seconds * view.spent_dollars / view.spent_s for seconds in spent]
-        axis = growing_axis(max(dollars), "dollars", name=text("study.best.dollars.axis"))
+        axis = growing_axis(max(dollars), "dollars", name=text("study.best_axis.dollars"))
         yield _progress_figure(ranks, evaluations, dollars, axis, over="dollars")
     else:
-        axis = growing_axis(max(spent), "duration", name=text("study.best.device.axis"))
+        axis = growing_axis(max(spent), "duration", name=text("study.best_axis.device"))
         yield _progress_figure(ranks, evaluations, spent, axis, over="device")
 
 
@@ -255,8 +255,8 @@ def forecast_figure(quantity: str, predicted: Mapping[str, float], measured: flo
     bars = [
         Bar(
             key=key,
-            name=text(f"study.forecast.{key}"),
-            segments=(BarSegment(key=key, name=text(f"study.forecast.{key}"), value=value),),
+            name=text(f"bar.{key}"),
+            segments=(BarSegment(key=key, name=text(f"bar.{key}"), value=value),),
             label=show_amount(quantity, value),
         )
         for key, value in values.items()
@@ -267,7 +267,7 @@ def forecast_figure(quantity: str, predicted: Mapping[str, float], measured: flo
     }
     bars[0] = bars[0].model_copy(update=interval)
     return BarFigure(
-        id=f"forecast-{quantity}", title=text(f"study.forecast.{quantity}"), bars=tuple(bars)
+        id=f"forecast-{quantity}", title=text(f"study.quantity.{quantity}"), bars=tuple(bars)
     )
 
 
@@ -305,7 +305,7 @@ def _progress_figure(
     steps += [(x.high, steps[-1][1])] if steps else []
     return ScatterFigure(
         id=f"best-{over}",
-        title=text(f"study.best.{over}"),
+        title=text(f"study.best_over.{over}"),
         x=x,
         y=y,
         points=_points(

@@ -162,7 +162,7 @@ def layout_figure(group: WorkerGroupHistory, change: GroupGeneration) -> LayoutF
         has_replica_rows=sizes["dp"] > 1 and not is_folded,
         colour_meaning=_colour_meaning(stages=sizes["pp"], parts=shards * slices),
         notes=tuple(
-            text(f"layout.{axis}", count=sizes[axis])
+            text(f"layout.split.{axis}", count=sizes[axis])
             for axis in ("dp", "fsdp", "tp", "pp")
             if sizes[axis] > 1
         ),

@@ -62,7 +62,7 @@ def _cards(chosen: Chosen) -> Iterator[tuple[BilingualText, BilingualText | str,
             remark = same("")
             if row.predicted is not None:
                 remark = text("card.predicted", value=show(row.predicted))
-            yield text(f"communication.{quantity}"), show(row.measured), remark
+            yield text(f"communication.quantity.{quantity}"), show(row.measured), remark
     if chosen.compression_error is not None:
         share = f"{chosen.compression_error * 100:.2g} %"
         yield text("communication.error"), share, text("communication.error_how")

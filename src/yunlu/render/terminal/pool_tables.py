@@ -100,9 +100,9 @@ def _history(explanation: Explanation) -> Table:
 
 def terms_line(entry: QueueEntry, *, now: float) -> str:
     """Priority, devices, deadline and budget of a queued run."""
-    needs = entry.needs
-    most = f" to {needs.most}" if needs.most < _MANY_MOST else " or more"
-    terms = [f"priority {entry.priority}", f"on {needs.least}{'' if needs.is_rigid else most}"]
+    request = entry.request
+    most = f" to {request.most}" if request.most < _MANY_MOST else " or more"
+    terms = [f"priority {entry.priority}", f"on {request.least}{'' if request.is_rigid else most}"]
     if entry.deadline_at is not None:
         left_s = entry.deadline_at - now
         span = show_duration(abs(left_s))

@@ -92,8 +92,8 @@ def tell_outlook(
     restart_s = np.array([job.restart_s for job in jobs])
     dwell_s = _tell_dwell(jobs, now, taste)
     had = [(stopped_at_devices or {}).get(job.id, 0) for job in jobs]
-    had = np.where(held >= 0, sizes.devices[held], np.array(had, dtype=np.int64))[:, None]
-    grows = (had > 0) & (sizes.devices > had)
+    had = np.where(held >= 0, sizes.devices[held], np.array(had, dtype=np.int64))
+    grows = (had[:, None] > 0) & (sizes.devices > had[:, None])
     change_s = np.where(grows, taste.growth, 1.0) * taste.inertia * restart_s[:, None]
     change_s = change_s * np.maximum(1.0, left_s / dwell_s[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -105,9 +105,9 @@ def tell_outlook(
     in_all_s[at] = np.where(repacks[has], in_all_s[at], stay_s[has])
     left_s[at] = np.where(repacks[has], left_s[at], stay_s[has])
     # A job that waits has to start once, whenever that is: its start is part of its work, and no
-    # loss. A job that runs has to start again if it is stopped, so running saves it a start. With
-    # the same work counted for both, a job is never worth more stopped than it was running.
-    gained_s = work_s + restart_s
+    # loss. A job that was stopped only just now had started: it is worth no more than while it ran,
+    # or the decision to stop it would be undone.
+    gained_s = work_s + np.where(had > 0, 0.0, restart_s)
     values = (urgency * gained_s * weights)[:, None] / in_all_s
     values = np.where(np.isfinite(in_all_s), values, -np.inf)
     _add_deadlines(values, jobs, in_all_s, now=now, unit=weights.max(initial=1.0))

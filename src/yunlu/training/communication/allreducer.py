@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Pending", "Summation", "ThreadedSummation", "TorchSummation", "Traffic"]
+__all__ = ["AllReducer", "PendingAllReduce", "ThreadedAllReducer", "TorchAllReducer", "Traffic"]
 
 _NUMPY_DTYPES = (torch.float32, torch.float64)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from yunlu.training.communication.rendezvous import connect_all
 from yunlu.training.communication.transport_session import (
     LinkLostError,
+    RefusedMessageError,
     Traffic,
     TransportSession,
     shut_socket,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.transport_session import Data
 
-__all__ = ["LinkLostError", "RefusedError", "Traffic", "Wire", "connect"]
+__all__ = ["LinkLostError", "RefusedMessageError", "Traffic", "Transport", "connect"]
 
 _MEET_S = 30.0
 _PATIENCE_S = 600.0

@@ -261,7 +261,7 @@ class PoolPlaces:
         """As ``Places.start``: put into the queue, with all that waits there."""
         del most  # a bound in the queue can be raised at any time
         job = read_job(run)
-        needs = make_request(job, most=devices)
+        request = make_request(job, most=devices)
         priority = self._priority_of(promise)
         if read_entry(run) is None:
             adapted = job.train.adapt_batch
@@ -269,14 +269,14 @@ class PoolPlaces:
                 submitted_at=time.time(),
                 priority=priority,
                 team=self._team,
-                needs=needs,
+                request=request,
                 most_batch=adapted.max if adapted else None,
                 signature=job_signature(job),
                 wish="pause",  # until it is whole
             )
             run.write(Document.QUEUE_ENTRY, entry.model_dump_json(indent=2))
         else:
-            change_entry(run, needs=needs, priority=priority)
+            change_entry(run, request=request, priority=priority)
         requeue(run)
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
@@ -284,11 +284,11 @@ class PoolPlaces:
         entry = read_entry(run)
         if entry is None or entry.wish != "run":
             return False
-        most = max(devices // entry.needs.multiple * entry.needs.multiple, entry.needs.least)
-        needs = entry.needs.model_copy(update={"most": most, "asked": most})
+        most = max(devices // entry.request.multiple * entry.request.multiple, entry.request.least)
+        request = entry.request.model_copy(update={"most": most, "asked": most})
         priority = self._priority_of(promise)
-        if (needs, priority) != (entry.needs, entry.priority):
-            change_entry(run, needs=needs, priority=priority)
+        if (request, priority) != (entry.request, entry.priority):
+            change_entry(run, request=request, priority=priority)
         return True
 
     def held(self, run: RunStore) -> int:

@@ -193,7 +193,7 @@ def test_the_command_takes_a_path_and_prints_json(
 
     assert code == 0
     assert json.loads(capsys.readouterr().out)["state"] == "finished"
-    assert page.read_bytes() == finished.report_html.read_bytes()
+    assert page.read_bytes() == (finished.path / Document.REPORT_PAGE).read_bytes()
 
 
 def test_the_command_prints_the_summary(
@@ -208,7 +208,7 @@ def test_the_command_opens_the_page(finished: RunStore, monkeypatch: pytest.Monk
     monkeypatch.setattr("webbrowser.open", opened.append)
     main(["report", str(finished.path), "--open"])
 
-    assert opened == [finished.report_html.as_uri()]
+    assert opened == [(finished.path / Document.REPORT_PAGE).as_uri()]
 
 
 def test_an_unknown_run_and_an_unwritable_page_are_said_in_words(
@@ -224,10 +224,10 @@ def test_an_unknown_run_and_an_unwritable_page_are_said_in_words(
 
 def test_the_page_is_the_same_each_time(finished: RunStore) -> None:
     write_report(finished)
-    first = finished.report_html.read_bytes()
+    first = (finished.path / Document.REPORT_PAGE).read_bytes()
     write_report(finished)
 
-    assert finished.report_html.read_bytes() == first
+    assert (finished.path / Document.REPORT_PAGE).read_bytes() == first
 
 
 def test_secrets_of_the_job_never_reach_the_report(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_secrets_of_the_job_never_reach_the_report(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_in_words(finished: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, content: object) -> None:
+    def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("yunlu.render.run_report.write.write_atomically", refuse)
+    monkeypatch.setattr(type(finished), "write", refuse)
     with pytest.raises(StoreError, match="No space left on device"):
         write_report(finished)

@@ -1,6 +1,6 @@
-"""Methods in which each worker updates its own weights, and the workers meet rarely."""
+"""Local-update methods: workers step on their own, and average weights now and then."""
 
 from yunlu.training.communication.local.averaging import WeightAveraging
 from yunlu.training.communication.local.rules import METHODS, LocalRules
 
-__all__ = ["METHODS", "Averaging", "LocalRules"]
+__all__ = ["METHODS", "LocalRules", "WeightAveraging"]

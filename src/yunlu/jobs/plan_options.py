@@ -12,12 +12,12 @@ import numpy as np
 from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.amounts import Amounts, block_length, count_amounts
+from yunlu.jobs.dataset_size import Amounts, block_length, count_amounts
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
 from yunlu.jobs.shapes import find_shape
-from yunlu.jobs.supply import can_train, correct_here, find_supply
+from yunlu.jobs.offers import can_train, correct_here, find_supply
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts
 from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways

@@ -17,11 +17,11 @@ from yunlu.core.errors import DataError, JobError
 from yunlu.core.files import append_lines
 from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CatalogError
-from yunlu.jobs import outlook
-from yunlu.jobs.amounts import block_length, count_amounts
+from yunlu.jobs import plan_options
+from yunlu.jobs.dataset_size import block_length, count_amounts
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.job_input import build_job
-from yunlu.jobs.outlook import foresee, look_ahead, make_ask
+from yunlu.jobs.plan_options import foresee, look_ahead, make_ask
 from yunlu.jobs.shapes import FoundShape, find_shape
 from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.calibration import Calibration, RunMeasurement

@@ -134,9 +134,9 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     outlook = default_client().plan(job, top=top, candidates=plot is not None)
     options = outlook.options
     if plot is not None:
-        from yunlu.render.figures.plan_options import draw_outlook  # noqa: PLC0415 (slow)
+        from yunlu.render.plan_plot import write_plan_plot  # noqa: PLC0415 (slow to import)
 
-        draw_outlook(outlook, plot, title=job.name or job.task)
+        write_plan_plot(outlook, plot, title=job.name or job.task)
     if json:
         print(options.to_json())
         return 1 if options.problems else 0

@@ -16,7 +16,7 @@ from yunlu.jobs.dataset_size import Amounts, block_length, count_amounts
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
-from yunlu.jobs.shapes import find_shape
+from yunlu.jobs.model_profile import find_shape
 from yunlu.jobs.offers import can_train, correct_here, find_supply
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts
 from yunlu.planning.layouts import layout_from
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.hardware.catalog import Catalog
-    from yunlu.jobs.shapes import FoundShape
+    from yunlu.jobs.model_profile import FoundShape
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
     from yunlu.planning.search.options import PlanOption

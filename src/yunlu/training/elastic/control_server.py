@@ -74,11 +74,11 @@ class ControlServer:
         for key, events in self._selector.select(wait_s):
             if key.fileobj is self._listener:
                 self._accept()
-            elif isinstance(key.chunk, ControlConnection):
+            elif isinstance(key.data, ControlConnection):
                 if events & selectors.EVENT_WRITE:
-                    self._flush(key.chunk)
+                    self._flush(key.data)
                 if events & selectors.EVENT_READ:
-                    self._read(key.chunk, on_message)
+                    self._read(key.data, on_message)
             else:
                 _drain(key.fileobj)
         now = time.monotonic()

@@ -300,7 +300,7 @@ def test_stop_of_a_resting_run_says_so(job_file, capsys):
     main(["train", job_file()])
     capsys.readouterr()
     assert main(["stop", "last"]) == 0
-    assert "rests already" in capsys.readouterr().out
+    assert "has ended: nothing to stop" in capsys.readouterr().out
 
 
 def test_stopped_run_is_resumed_from_its_step(job_file, capsys):

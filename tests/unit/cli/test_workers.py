@@ -140,8 +140,8 @@ def test_ps_without_a_crew_has_no_column_for_it(own_home, capsys):
     ("words", "member"),
     [
         (["--rank", "3"], 4),  # the newest layout: worker 3 is gone, worker 4 has its rank
-        (["--member", "3"], 3),
-        (["--rank", "2", "--member", "2"], 2),
+        (["--worker", "3"], 3),
+        (["--rank", "2", "--worker", "2"], 2),
         (["--rank", "0", "--follow"], 0),
     ],
 )
@@ -159,9 +159,9 @@ def test_logs_of_one_worker_are_cut_to_the_last_lines(run, capsys):
     ("words", "said"),
     [
         (["--rank", "7"], "it has the ranks 0 to 3"),
-        (["--rank", "0", "--member", "2"], "rank 0 is worker 0, not 2"),
-        (["--member", "9"], "there are: 0, 1, 2, 3, 4"),
-        (["--member", "../../job"], "there are: 0, 1, 2, 3, 4"),
+        (["--rank", "0", "--worker", "2"], "rank 0 is worker 0, not 2"),
+        (["--worker", "9"], "there are: 0, 1, 2, 3, 4"),
+        (["--worker", "../../job"], "there are: 0, 1, 2, 3, 4"),
     ],
 )
 def test_a_worker_that_is_not_there_is_said_in_words(run, capsys, words, said):
